@@ -1,0 +1,60 @@
+# `make train` and `make test` do all set-up on a fresh machine, then the job.
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu picks another build of torch than PyPI's.
+PYTHON ?= python3
+TORCH_INDEX ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+NATIVE := zero_offload/_native.so
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+NATIVE_TEST := tests/native/driver.cpp
+
+.PHONY: train test test-all check native asan tsan bench clean
+
+train: $(READY) $(NATIVE)
+	$(BIN)/zero-offload train $(ARGS)
+
+test: $(READY) $(NATIVE)
+	$(BIN)/python -m pytest -q $(ARGS)
+
+test-all: $(READY) $(NATIVE) asan tsan
+	$(BIN)/python -m pytest -q -m "" $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict zero_offload
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(NATIVE_TEST)
+
+native: $(READY) $(NATIVE)
+
+bench: $(READY) $(NATIVE)
+	for script in benchmarks/*.py; do $(BIN)/python $$script --quick $(ARGS) || exit; done
+
+# The library and a driver without Python, under the address and undefined-behaviour sanitizers.
+asan:
+	$(BIN)/python tests/native/build.py address,undefined build/asan_driver
+	build/asan_driver
+
+# The I/O engine under the thread sanitizer.
+tsan:
+	$(BIN)/python tests/native/build.py thread build/tsan_driver
+	build/tsan_driver io
+
+$(READY): constraints.txt pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt setuptools
+ifneq ($(TORCH_INDEX),)
+	$(BIN)/pip install -q -c constraints.txt --index-url $(TORCH_INDEX) torch
+endif
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(NATIVE): $(CSRC) setup.py | $(READY)
+	ZERO_OFFLOAD_REQUIRE_NATIVE=1 $(BIN)/python setup.py -q build_ext --inplace
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info $(VENV) $(NATIVE) .pytest_cache .mypy_cache .ruff_cache .hypothesis

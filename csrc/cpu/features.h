@@ -1,0 +1,30 @@
+// What this processor can run, and which of it the kernels use.
+#pragma once
+
+#include <cstdint>
+
+#include "zero_offload.h"
+
+#if defined(__x86_64__)
+#define ZO_X86 1
+#else
+#define ZO_X86 0
+#endif
+
+namespace zo {
+
+// Bit i set: zo_isa_kind i can run here. Counts only what the operating system saves on a context switch too.
+uint32_t supported_isa_mask();
+
+// The choice of ZERO_OFFLOAD_ISA or set_isa, else the widest supported.
+int current_isa();
+
+// ZO_OK, or a failure that names what can be chosen.
+int set_isa(int isa);
+
+// ZO_OK unless ZERO_OFFLOAD_ISA is set to something unusable: a wish is refused, never silently replaced.
+int check_isa_environment();
+
+bool has_crc32c_instruction();
+
+}  // namespace zo

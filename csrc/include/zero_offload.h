@@ -1,0 +1,241 @@
+/* The C ABI of zero_offload: everything Python may call, and nothing else.
+ *
+ * Rules of the border:
+ *   - a call returns 0 (ZO_OK) or a negative zo_status; zo_last_error() tells the calling thread why;
+ *   - no exception crosses; no memory changes owner: every buffer stays alive until the call returns,
+ *     or for I/O until the ticket is done;
+ *   - an args or result struct starts with uint32_t size, set by the caller to sizeof: a mismatch is refused;
+ *   - tensors are plain addresses of element-aligned memory; counts are elements unless a name ends in bytes;
+ *   - whatever the instruction set and the number of threads, a kernel returns the same bits.
+ *
+ * zero_offload/native.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
+ */
+#ifndef ZERO_OFFLOAD_H
+#define ZERO_OFFLOAD_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define ZO_API __attribute__((visibility("default")))
+#define ZO_ABI_VERSION 1
+
+enum zo_status {
+    ZO_OK = 0,
+    ZO_INVALID = -1,     /* an argument that cannot work */
+    ZO_UNSUPPORTED = -2, /* not on this processor, or not offered */
+    ZO_NO_MEMORY = -3,
+    ZO_SYSTEM = -4, /* the operating system refused a facility, such as a thread */
+    ZO_FORKED = -5, /* an I/O engine made before a fork was used in the child */
+    ZO_INTERNAL = -6
+};
+
+enum zo_isa_kind { ZO_ISA_SCALAR = 0, ZO_ISA_AVX2 = 1, ZO_ISA_AVX512 = 2, ZO_ISA_NEON = 3 };
+
+/* Element types. As an AdamW value, ZO_BF16 is the rounded half of an fp32 master that `residual` completes.
+ */
+enum zo_kind { ZO_FP32 = 0, ZO_BF16 = 1 };
+
+enum zo_grad_mode { ZO_OVERWRITE = 0, ZO_ACCUMULATE = 1 };
+
+/* ---- library ----------------------------------------------------------------------------------------------
+ */
+
+typedef struct {
+    uint32_t size;
+    uint32_t version;
+    uint32_t sizeof_adamw_args;
+    uint32_t sizeof_adamw_segment;
+    uint32_t sizeof_grad_args;
+    uint32_t sizeof_io_block;
+    uint32_t sizeof_io_result;
+    uint32_t sizeof_io_stats;
+} zo_abi_info;
+
+/* Fills the version and the sizes; fails when ZERO_OFFLOAD_ISA names what this processor does not have. */
+ZO_API int zo_abi(zo_abi_info *info);
+
+/* Why the last failing call of this thread failed; valid until its next failing call. */
+ZO_API const char *zo_last_error(void);
+
+/* Bit i set: kernels of zo_isa_kind i can run here. */
+ZO_API uint32_t zo_isa_supported_mask(void);
+
+/* The zo_isa_kind in use: the widest supported one unless ZERO_OFFLOAD_ISA or zo_set_isa chose another. */
+ZO_API int zo_isa(void);
+
+/* Takes effect from the next kernel call on, in every thread. */
+ZO_API int zo_set_isa(int isa);
+
+/* ---- AdamW ------------------------------------------------------------------------------------------------
+ */
+
+/* Elements [begin, end) of all buffers share these hyperparameters; `step` counts from 1. */
+typedef struct {
+    int64_t begin;
+    int64_t end;
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    double grad_scale;
+    int64_t step;
+} zo_adamw_segment;
+
+typedef struct {
+    uint32_t size;
+    uint32_t value_kind;
+    uint32_t grad_kind;
+    uint32_t num_threads;
+    int64_t num_segments;
+    void *value;
+    uint16_t *residual;
+    float *exp_avg;
+    float *exp_avg_sq;
+    const void *grad;
+    void *value_out;
+    const zo_adamw_segment *segments;
+} zo_adamw_args;
+
+/* One fused pass over the segments, which are sorted and disjoint; elements in no segment are not touched.
+ * `residual` is NULL for fp32 values. `value_out`, when not NULL, receives a second copy of the new value. */
+ZO_API int zo_adamw(const zo_adamw_args *args);
+
+/* ---- master weights and conversions -----------------------------------------------------------------------
+ */
+
+/* An fp32 master x as a bf16 half and a 16-bit residual that completes it:
+ *   half = (bits(x) + 0x8000) >> 16, residual = low 16 bits of x; back: (half << 16) +
+ * sign_extended(residual). Every finite and infinite x comes back bit for bit, also when the half rounds to
+ * infinity. Half-way cases round away from zero. A NaN keeps its sign and top payload bits, becomes quiet,
+ * and has residual 0. */
+ZO_API int zo_master_split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel,
+                           uint32_t num_threads);
+ZO_API int zo_master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,
+                          uint32_t num_threads);
+
+/* Between zo_kinds. To bf16: round to nearest, ties to even; any NaN becomes 0x7FC0. */
+ZO_API int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
+                      uint32_t num_threads);
+
+/* ---- gradients --------------------------------------------------------------------------------------------
+ */
+
+/* dst = src * scale, or dst += src * scale in fp32. `sumsq` and `finite` are of the values written to dst.
+ * bf16 from fp32 is not offered, and only an fp32 dst accumulates. A scale of exactly 1 multiplies nothing.
+ */
+typedef struct {
+    uint32_t size;
+    uint32_t dst_kind;
+    uint32_t src_kind;
+    uint32_t mode;
+    uint32_t num_threads;
+    float scale;
+    void *dst;
+    const void *src;
+    int64_t numel;
+    double sumsq;
+    int32_t finite;
+    uint32_t reserved;
+} zo_grad_args;
+
+ZO_API int zo_grad_store(zo_grad_args *args);
+
+/* The same sum over values that are already there. */
+ZO_API int zo_sumsq(uint32_t kind, const void *values, int64_t numel, uint32_t num_threads, double *sumsq,
+                    int32_t *finite);
+
+/* ---- checksum ---------------------------------------------------------------------------------------------
+ */
+
+/* CRC-32C (Castagnoli). Seed 0 is the standard value; the result for one part is the seed for the next. */
+ZO_API uint32_t zo_crc32c(uint32_t seed, const void *data, uint64_t nbytes);
+
+/* ---- file I/O ---------------------------------------------------------------------------------------------
+ */
+
+typedef struct zo_io zo_io;
+
+enum zo_io_op { ZO_IO_READ = 0, ZO_IO_WRITE = 1, ZO_IO_READ_UNVERIFIED = 2 };
+
+enum zo_io_status {
+    ZO_IO_DONE = 0,
+    ZO_IO_OS_ERROR = 1,
+    ZO_IO_TRUNCATED = 2, /* the file ends before the block does */
+    ZO_IO_CHECKSUM = 3,  /* the bytes differ from the block's crc, twice */
+    ZO_IO_TIMEOUT = 4
+};
+
+/* Faults for tests. `nth` counts blocks from the zo_io_fault call on, the first being 1; each fires once. */
+enum zo_io_fault_kind {
+    ZO_FAULT_NONE = 0,
+    ZO_FAULT_WRITE_EIO = 1,
+    ZO_FAULT_READ_EIO = 2,
+    ZO_FAULT_WRITE_ENOSPC = 3,
+    ZO_FAULT_READ_FLIP = 4,  /* one bit of the buffer, after a good read */
+    ZO_FAULT_WRITE_FLIP = 5, /* one bit of what reaches the file; the crc is that of the good bytes */
+    ZO_FAULT_WRITE_SHORT = 6 /* the first transfer stops half-way */
+};
+
+/* One block of a file: a row of an extent's block table. A write fills crc = zo_crc32c(seed, bytes). */
+typedef struct {
+    uint64_t offset;
+    uint32_t nbytes;
+    uint32_t crc;
+    int32_t fd;
+    uint32_t seed;
+} zo_io_block;
+
+/* `block` is the first failing block of the submission, whose crcs and errno these are. */
+typedef struct {
+    uint32_t size;
+    int32_t status;
+    int32_t sys_errno;
+    int32_t op;
+    uint32_t block;
+    uint32_t expected_crc;
+    uint32_t actual_crc;
+    uint32_t reserved;
+    uint64_t bytes_done;
+} zo_io_result;
+
+/* Busy seconds are time inside read or write calls, summed over the threads. */
+typedef struct {
+    uint32_t size;
+    uint32_t num_threads;
+    uint64_t jobs_queued;
+    uint64_t bytes_read;
+    uint64_t bytes_written;
+    double busy_read_s;
+    double busy_write_s;
+} zo_io_stats_t;
+
+ZO_API int zo_io_open(uint32_t num_threads, zo_io **out);
+
+/* Waits for everything submitted. */
+ZO_API int zo_io_close(zo_io *io);
+
+/* Returns at once. Block i lies in memory at base + the sum of nbytes of the blocks before it; each is one
+ * job. `blocks` and the memory stay alive until the ticket is done. Urgent submissions go before all others.
+ */
+ZO_API int zo_io_submit(zo_io *io, int op, zo_io_block *blocks, uint32_t num_blocks, void *base, int urgency,
+                        uint64_t *ticket);
+
+/* A negative timeout waits for ever. The ticket is forgotten unless the result says ZO_IO_TIMEOUT. */
+ZO_API int zo_io_wait(zo_io *io, uint64_t ticket, double timeout_s, zo_io_result *result);
+
+/* 1 when a wait would not block, 0 when it would, negative on error. */
+ZO_API int zo_io_done(zo_io *io, uint64_t ticket);
+
+ZO_API int zo_io_stats(zo_io *io, zo_io_stats_t *stats);
+
+ZO_API int zo_io_fault(zo_io *io, int kind, int64_t nth);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* ZERO_OFFLOAD_H */

@@ -1,0 +1,182 @@
+// The passes of reduce.h over one chunk, once, for whatever Vec and Squares were included before.
+
+#include "reduce/reduce.h"
+#include "simd/elements.inl"
+
+namespace zo {
+namespace {
+
+// What one call computes and stores at element i, as fp32 lanes: see the operations below.
+template <class Operation>
+inline ChunkSum sum_chunk(const Operation &operation, int64_t numel) {
+    constexpr int kGroup = 16 / Vec::kLanes;
+    const auto magnitude = Vec::set_bits(0x7FFFFFFF);
+    Squares squares;
+    auto wide_top = Vec::set_bits(0);
+    int64_t i = 0;
+    for (; i + 16 <= numel; i += 16) {
+        typename Vec::F x[kGroup];
+        for (int k = 0; k < kGroup; ++k) {
+            x[k] = operation.template at<Vec>(i + k * Vec::kLanes);
+            wide_top = Vec::max_bits(wide_top, Vec::and_bits(Vec::bits(x[k]), magnitude));
+        }
+        squares.add(x);
+    }
+    double lane[16];
+    squares.store(lane);
+    uint32_t top = Vec::max_lane(wide_top);
+    for (int k = 0; i < numel; ++i, ++k) {
+        const float x = operation.template at<ScalarVec>(i);
+        lane[k] += double(x) * double(x);
+        top = ScalarVec::max_bits(top, ScalarVec::bits(x) & 0x7FFFFFFF);
+    }
+    for (int apart = 8; apart > 0; apart /= 2) {
+        for (int k = 0; k < apart; ++k) lane[k] += lane[k + apart];
+    }
+    return {lane[0], top};
+}
+
+template <class Kind>
+struct Read {
+    const typename Kind::Element *values;
+    template <class W>
+    typename W::F at(int64_t i) const {
+        return Kind::template load<W>(values + i);
+    }
+};
+
+template <class Src, bool kScaled>
+struct StoreFp32 {
+    float *dst;
+    const typename Src::Element *src;
+    float scale;
+    template <class W>
+    typename W::F at(int64_t i) const {
+        typename W::F x = Src::template load<W>(src + i);
+        if (kScaled) x = canonical<W>(W::mul(x, W::set(scale)));
+        W::store(dst + i, x);
+        return x;
+    }
+};
+
+template <class Src, bool kScaled>
+struct AccumulateFp32 {
+    float *dst;
+    const typename Src::Element *src;
+    float scale;
+    template <class W>
+    typename W::F at(int64_t i) const {
+        typename W::F x = Src::template load<W>(src + i);
+        if (kScaled) x = W::mul(x, W::set(scale));
+        x = canonical<W>(W::add(W::load(dst + i), x));
+        W::store(dst + i, x);
+        return x;
+    }
+};
+
+template <class Src, bool kScaled>
+struct StoreBf16 {
+    uint16_t *dst;
+    const typename Src::Element *src;
+    float scale;
+    template <class W>
+    typename W::F at(int64_t i) const {
+        typename W::I word = W::bits(Src::template load<W>(src + i));
+        if (kScaled) word = round_bf16<W>(W::mul(W::from_bits(word), W::set(scale)));
+        W::store_u16(dst + i, W::down16(word));
+        return W::from_bits(W::and_bits(word, W::set_bits(0xFFFF0000u)));
+    }
+};
+
+template <class Dst, class Src, template <class, bool> class Operation, bool kScaled>
+ChunkSum store_chunk(void *dst, const void *src, int64_t numel, float scale) {
+    const Operation<Src, kScaled> operation{static_cast<typename Dst::Element *>(dst),
+                                            static_cast<const typename Src::Element *>(src), scale};
+    return sum_chunk(operation, numel);
+}
+
+template <class Kind>
+ChunkSum sumsq_chunk(const void *values, int64_t numel) {
+    return sum_chunk(Read<Kind>{static_cast<const typename Kind::Element *>(values)}, numel);
+}
+
+// Calls each.at<Vec>(i), then each.at<ScalarVec>(i) for the tail.
+template <class Each>
+inline void for_each_lane(const Each &each, int64_t numel) {
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= numel; i += Vec::kLanes) each.template at<Vec>(i);
+    for (; i < numel; ++i) each.template at<ScalarVec>(i);
+}
+
+struct Widen {
+    const uint16_t *src;
+    float *dst;
+    template <class W>
+    void at(int64_t i) const {
+        W::store(dst + i, from_bf16<W>(src + i));
+    }
+};
+
+struct Narrow {
+    const float *src;
+    uint16_t *dst;
+    template <class W>
+    void at(int64_t i) const {
+        W::store_u16(dst + i, W::down16(round_bf16<W>(W::load(src + i))));
+    }
+};
+
+struct Split {
+    const float *master;
+    uint16_t *half;
+    uint16_t *residual;
+    template <class W>
+    void at(int64_t i) const {
+        const typename W::F x = W::load(master + i);
+        const typename W::I word = W::bits(x);
+        // A plain rounding would carry a NaN of all ones over into -0.0.
+        const typename W::I quiet = W::or_bits(W::down16(word), W::set_bits(0x40));
+        W::store_u16(half + i, W::select_nan(x, quiet, half_of<W>(word)));
+        W::store_u16(residual + i, W::select_nan(x, W::set_bits(0), word));
+    }
+};
+
+struct Join {
+    const uint16_t *half;
+    const uint16_t *residual;
+    float *master;
+    template <class W>
+    void at(int64_t i) const {
+        W::store(master + i, join_master<W>(half + i, residual + i));
+    }
+};
+
+void widen(const uint16_t *src, float *dst, int64_t numel) { for_each_lane(Widen{src, dst}, numel); }
+
+void narrow(const float *src, uint16_t *dst, int64_t numel) { for_each_lane(Narrow{src, dst}, numel); }
+
+void split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel) {
+    for_each_lane(Split{master, half, residual}, numel);
+}
+
+void join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel) {
+    for_each_lane(Join{half, residual, master}, numel);
+}
+
+constexpr ReduceTable kTable = {
+    {{{store_chunk<Fp32, Fp32, StoreFp32, false>, store_chunk<Fp32, Fp32, StoreFp32, true>},
+      {store_chunk<Fp32, Bf16, StoreFp32, false>, store_chunk<Fp32, Bf16, StoreFp32, true>}},
+     {{nullptr, nullptr},
+      {store_chunk<Bf16, Bf16, StoreBf16, false>, store_chunk<Bf16, Bf16, StoreBf16, true>}}},
+    {{{store_chunk<Fp32, Fp32, AccumulateFp32, false>, store_chunk<Fp32, Fp32, AccumulateFp32, true>},
+      {store_chunk<Fp32, Bf16, AccumulateFp32, false>, store_chunk<Fp32, Bf16, AccumulateFp32, true>}},
+     {{nullptr, nullptr}, {nullptr, nullptr}}},
+    {sumsq_chunk<Fp32>, sumsq_chunk<Bf16>},
+    widen,
+    narrow,
+    split,
+    join,
+};
+
+}  // namespace
+}  // namespace zo

@@ -1,0 +1,13 @@
+#include "cpu/features.h"
+
+#if ZO_X86
+
+#include "simd/vec_avx512.h"
+
+#include "reduce/kernel.inl"
+
+namespace zo {
+const ReduceTable reduce_avx512 = kTable;
+}  // namespace zo
+
+#endif  // ZO_X86

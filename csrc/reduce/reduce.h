@@ -1,0 +1,52 @@
+// Passes over gradients and values: store, accumulate, sum of squares, conversions.
+//
+// [Note: the tree] A sum of squares is the same on every machine: the values are cut into chunks of kChunk
+// from the start of the call; inside a chunk element i adds its square, exact in double, to lane i % 16, in
+// order; the lanes join pairwise (8, 4, 2, 1 apart); the sums of the chunks add up in order.
+#pragma once
+
+#include "cpu/features.h"
+#include "zero_offload.h"
+
+namespace zo {
+
+constexpr int64_t kChunk = 16384;
+
+struct ChunkSum {
+    double sumsq;
+    uint32_t top;  // the largest bits of |x|; infinities and NaNs start at 0x7F800000
+};
+
+using StoreKernel = ChunkSum (*)(void *dst, const void *src, int64_t numel, float scale);
+using SumKernel = ChunkSum (*)(const void *values, int64_t numel);
+using SplitKernel = void (*)(const float *master, uint16_t *half, uint16_t *residual, int64_t numel);
+using JoinKernel = void (*)(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel);
+
+struct ReduceTable {
+    StoreKernel store[2][2][2];       // [dst kind][src kind][0: scale is 1]; nullptr where not offered
+    StoreKernel accumulate[2][2][2];  // the same
+    SumKernel sumsq[2];               // [kind]
+    void (*widen)(const uint16_t *src, float *dst, int64_t numel);
+    void (*narrow)(const float *src, uint16_t *dst, int64_t numel);
+    SplitKernel split;
+    JoinKernel join;
+};
+
+extern const ReduceTable reduce_scalar;
+#if ZO_X86
+extern const ReduceTable reduce_avx2;
+extern const ReduceTable reduce_avx512;
+#endif
+
+// The arguments have been validated, except that zo_grad_args may name a kernel that is not offered.
+int grad_store(zo_grad_args *args);
+void sum_of_squares(uint32_t kind, const void *values, int64_t numel, uint32_t num_threads, double *sumsq,
+                    int32_t *finite);
+void convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
+             uint32_t num_threads);
+void master_split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel,
+                  uint32_t num_threads);
+void master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,
+                 uint32_t num_threads);
+
+}  // namespace zo

@@ -1,0 +1,59 @@
+// Elements in memory <-> fp32 lanes, written once over a Vec. Included by the kernels, after a vec_*.h.
+
+#include <stdint.h>
+
+namespace zo {
+namespace {
+
+constexpr uint32_t kQuietNan = 0x7FC00000u;
+
+// NaNs made by arithmetic differ among processors in sign and payload; every kernel stores this one instead.
+template <class W>
+inline typename W::F canonical(typename W::F x) {
+    return W::from_bits(W::select_nan(x, W::set_bits(kQuietNan), W::bits(x)));
+}
+
+template <class W>
+inline typename W::F from_bf16(const uint16_t *p) {
+    return W::from_bits(W::up16(W::load_u16(p)));
+}
+
+// The bf16 nearest to x, ties to even, in the upper half of each word (the lower half is arbitrary).
+template <class W>
+inline typename W::I round_bf16(typename W::F x) {
+    const typename W::I word = W::bits(canonical<W>(x));
+    const typename W::I odd = W::and_bits(W::down16(word), W::set_bits(1));
+    return W::add_bits(W::add_bits(word, W::set_bits(0x7FFF)), odd);
+}
+
+// See zo_master_split: the fp32 master that a half and its residual stand for.
+template <class W>
+inline typename W::F join_master(const uint16_t *half, const uint16_t *residual) {
+    return W::from_bits(W::add_bits(W::up16(W::load_u16(half)), W::load_s16(residual)));
+}
+
+// The half of a master, ready for store_u16. Right for the canonical NaN too, but for no other NaN.
+template <class W>
+inline typename W::I half_of(typename W::I master) {
+    return W::down16(W::add_bits(master, W::set_bits(0x8000)));
+}
+
+// An element type in memory: its C type and its way to fp32.
+struct Fp32 {
+    using Element = float;
+    template <class W>
+    static typename W::F load(const float *p) {
+        return W::load(p);
+    }
+};
+
+struct Bf16 {
+    using Element = uint16_t;
+    template <class W>
+    static typename W::F load(const uint16_t *p) {
+        return from_bf16<W>(p);
+    }
+};
+
+}  // namespace
+}  // namespace zo

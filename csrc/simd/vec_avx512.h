@@ -1,0 +1,67 @@
+// Sixteen lanes: AVX-512 F, BW, VL and DQ. See vec_scalar.h for what each operation means.
+#pragma once
+
+#include <immintrin.h>
+
+#include "simd/vec_scalar.h"
+
+namespace zo {
+namespace {
+
+struct Vec {
+    static constexpr int kLanes = 16;
+    using F = __m512;
+    using I = __m512i;
+
+    static F set(float x) { return _mm512_set1_ps(x); }
+    static F load(const float *p) { return _mm512_loadu_ps(p); }
+    static void store(float *p, F x) { _mm512_storeu_ps(p, x); }
+    static I load_u16(const uint16_t *p) { return _mm512_cvtepu16_epi32(half_register(p)); }
+    static I load_s16(const uint16_t *p) { return _mm512_cvtepi16_epi32(half_register(p)); }
+    static void store_u16(uint16_t *p, I x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(x));
+    }
+
+    static F add(F a, F b) { return _mm512_add_ps(a, b); }
+    static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+    static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+    static F div(F a, F b) { return _mm512_div_ps(a, b); }
+    static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+    static F sqrt(F x) { return _mm512_sqrt_ps(x); }
+
+    static I set_bits(uint32_t x) { return _mm512_set1_epi32(int32_t(x)); }
+    static I bits(F x) { return _mm512_castps_si512(x); }
+    static F from_bits(I x) { return _mm512_castsi512_ps(x); }
+    static I add_bits(I a, I b) { return _mm512_add_epi32(a, b); }
+    static I and_bits(I a, I b) { return _mm512_and_si512(a, b); }
+    static I or_bits(I a, I b) { return _mm512_or_si512(a, b); }
+    static I up16(I x) { return _mm512_slli_epi32(x, 16); }
+    static I down16(I x) { return _mm512_srli_epi32(x, 16); }
+    static I max_bits(I a, I b) { return _mm512_max_epu32(a, b); }
+    static uint32_t max_lane(I x) { return _mm512_reduce_max_epu32(x); }
+    static I select_nan(F x, I instead, I otherwise) {
+        return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), instead);
+    }
+
+  private:
+    static __m256i half_register(const uint16_t *p) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    }
+};
+
+struct Squares {
+    __m512d lane[2] = {};
+
+    void add(const Vec::F (&x)[1]) {
+        const __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(x[0]));
+        const __m512d high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x[0], 1));
+        lane[0] = _mm512_fmadd_pd(low, low, lane[0]);
+        lane[1] = _mm512_fmadd_pd(high, high, lane[1]);
+    }
+    void store(double *lanes) const {
+        for (int i = 0; i < 2; ++i) _mm512_storeu_pd(lanes + 8 * i, lane[i]);
+    }
+};
+
+}  // namespace
+}  // namespace zo

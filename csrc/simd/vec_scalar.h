@@ -1,0 +1,67 @@
+// One element at a time: the reference that every other instruction set must equal, and their tail.
+//
+// A Vec has kLanes floats (F) or 32-bit words (I). Only operations that IEEE 754 defines exactly are offered,
+// so that a kernel written in them returns the same bits at every width. Per-ISA files include it: no STL.
+#pragma once
+
+#include <stdint.h>
+
+namespace zo {
+namespace {
+
+struct ScalarVec {
+    static constexpr int kLanes = 1;
+    using F = float;
+    using I = uint32_t;
+
+    static F set(float x) { return x; }
+    static F load(const float *p) { return *p; }
+    static void store(float *p, F x) { *p = x; }
+    static I load_u16(const uint16_t *p) { return *p; }
+    static I load_s16(const uint16_t *p) { return I(int32_t(int16_t(*p))); }
+    static void store_u16(uint16_t *p, I x) { *p = uint16_t(x); }  // the low half of each word
+
+    static F add(F a, F b) { return a + b; }
+    static F sub(F a, F b) { return a - b; }
+    static F mul(F a, F b) { return a * b; }
+    static F div(F a, F b) { return a / b; }
+    static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }  // a * b + c, rounded once
+    static F sqrt(F x) { return __builtin_sqrtf(x); }
+
+    static I set_bits(uint32_t x) { return x; }
+    static I bits(F x) {
+        I word;
+        __builtin_memcpy(&word, &x, sizeof(word));
+        return word;
+    }
+    static F from_bits(I x) {
+        F value;
+        __builtin_memcpy(&value, &x, sizeof(value));
+        return value;
+    }
+    static I add_bits(I a, I b) { return a + b; }
+    static I and_bits(I a, I b) { return a & b; }
+    static I or_bits(I a, I b) { return a | b; }
+    static I up16(I x) { return x << 16; }
+    static I down16(I x) { return x >> 16; }
+    static I max_bits(I a, I b) { return a > b ? a : b; }  // unsigned
+    static uint32_t max_lane(I x) { return x; }
+
+    // `instead` in the lanes where x is a NaN, `otherwise` in the rest.
+    static I select_nan(F x, I instead, I otherwise) { return x != x ? instead : otherwise; }
+};
+
+// Sixteen running sums of squares in double; element i of a chunk belongs to lane i % 16.
+struct ScalarSquares {
+    double lane[16] = {};
+
+    void add(const ScalarVec::F (&x)[16]) {
+        for (int i = 0; i < 16; ++i) lane[i] += double(x[i]) * double(x[i]);
+    }
+    void store(double *lanes) const {
+        for (int i = 0; i < 16; ++i) lanes[i] = lane[i];
+    }
+};
+
+}  // namespace
+}  // namespace zo

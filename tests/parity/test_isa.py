@@ -1,0 +1,176 @@
+"""Every instruction set returns the bits of the scalar kernels, for any number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from zero_offload import native
+from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
+from zero_offload.kernels.checksum import crc32c_of_tensor
+from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+from zero_offload.kernels.master import convert, join_master, split_master
+
+SIZES = [0, 1, 7, 31, 255, 4096 + 3, 100001]
+SPECIALS = [
+    *[0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000],
+    *[0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F808000, 0x3F818000],
+    *[0xBF80FFFF, 0x7F7F8000, 0x33D6BF95, 0x0DA24260],
+]
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(params=[isa for isa in native.supported_isas() if isa is not native.Isa.SCALAR], ids=str)
+def isa(request: pytest.FixtureRequest) -> Iterator[native.Isa]:
+    before = native.isa()
+    yield request.param
+    native.set_isa(before)
+
+
+def floats(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
+    """(numel,) fp32: half normal, half special values, so that they meet; at an address off any vector's."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal(numel) * scale).astype(np.float32)
+    specials = rng.choice(np.array(SPECIALS, dtype=np.uint32).view(np.float32), numel)
+    values = np.where(rng.random(numel) < 0.5, specials, values)
+    padded = torch.zeros(numel + 1)
+    padded[1:] = torch.from_numpy(values)
+    return padded[1:]
+
+
+def halves(numel: int, seed: int) -> torch.Tensor:
+    """(numel,) bf16, at an odd multiple of two bytes; any bit pattern may occur."""
+    rng = np.random.default_rng(seed)
+    padded = np.zeros(numel + 1, dtype=np.int16)
+    padded[1:] = rng.integers(-(1 << 15), 1 << 15, numel)
+    return torch.from_numpy(padded)[1:].view(BF16)
+
+
+def image(tensors: list[torch.Tensor]) -> list[bytes]:
+    return [
+        tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy().tobytes()
+        for tensor in tensors
+    ]
+
+
+def random_segments(numel: int, seed: int) -> list[AdamWSegment]:
+    """Sorted segments with gaps, some of them empty, each with other hyperparameters."""
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.integers(0, numel + 1, 2 * 9))
+    return [
+        AdamWSegment(
+            *(int(begin), int(end)),
+            lr=float(rng.choice([0.0, 1e-3, 0.1])),
+            beta1=float(rng.choice([0.0, 0.9])),
+            beta2=float(rng.choice([0.95, 0.999])),
+            eps=float(rng.choice([0.0, 1e-8])),
+            weight_decay=float(rng.choice([0.0, 0.1])),
+            grad_scale=float(rng.choice([1.0, 0.37])),
+            step=int(rng.integers(1, 2000)),
+        )
+        for begin, end in zip(cuts[::2], cuts[1::2], strict=True)
+    ]
+
+
+def run_adamw(
+    isa: native.Isa, numel: int, dtypes: tuple[torch.dtype, torch.dtype], copy: str, threads: int
+) -> list[bytes]:
+    native.set_isa(isa)
+    value_dtype, grad_dtype = dtypes
+    value = floats(numel, 1) if value_dtype is FP32 else halves(numel, 1)
+    residual = halves(numel, 2)
+    exp_avg, exp_avg_sq = floats(numel, 3, 1e-3), floats(numel, 4, 1e-3).abs()
+    grad = floats(numel, 5) if grad_dtype is FP32 else halves(numel, 5)
+    value_out = torch.zeros(numel, dtype=value_dtype)
+    buffers = AdamWBuffers(
+        value=value.data_ptr(),
+        residual=residual.data_ptr() if value_dtype is BF16 else 0,
+        exp_avg=exp_avg.data_ptr(),
+        exp_avg_sq=exp_avg_sq.data_ptr(),
+        grad=grad.data_ptr(),
+        value_out=value_out.data_ptr() if copy == "copy" else 0,
+        value_dtype=value_dtype,
+        grad_dtype=grad_dtype,
+    )
+    if numel > 0:
+        adamw_update(buffers, random_segments(numel, 6), threads)
+    return image([value, residual, exp_avg, exp_avg_sq, value_out])
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("copy", ["copy", "in place"])
+@pytest.mark.parametrize("dtypes", [(v, g) for v in (FP32, BF16) for g in (FP32, BF16)], ids=str)
+def test_adamw(isa: native.Isa, dtypes: tuple[torch.dtype, torch.dtype], copy: str, numel: int) -> None:
+    expected = run_adamw(native.Isa.SCALAR, numel, dtypes, copy, 1)
+    for threads in (1, 2, 3):
+        assert run_adamw(isa, numel, dtypes, copy, threads) == expected
+
+
+def run_grads(isa: native.Isa, numel: int, threads: int) -> list[object]:
+    """Every kind of store and accumulate, with the sums each returns."""
+    native.set_isa(isa)
+    results: list[object] = []
+    sources = [floats(numel, 1), halves(numel, 2), floats(numel, 1).nan_to_num(0.0, 1.0, -1.0)]
+    for src in sources:
+        for scale in (1.0, 0.1):
+            for dst_dtype in (FP32, BF16):
+                if dst_dtype is BF16 and src.dtype is FP32:
+                    continue
+                dst = torch.full((numel,), 0.25, dtype=dst_dtype)
+                addresses = (dst.data_ptr(), dst_dtype, src.data_ptr(), src.dtype, numel)
+                sums = [store_grad(*addresses, scale=scale, num_threads=threads)]
+                if dst_dtype is FP32:
+                    sums.append(
+                        accumulate_grad(
+                            dst.data_ptr(), src.data_ptr(), src.dtype, numel, scale=scale, num_threads=threads
+                        )
+                    )
+                sums.append(sum_of_squares(dst.data_ptr(), dst_dtype, numel, num_threads=threads))
+                assert bits_of(sums[-1]) == bits_of(sums[-2])
+                results += [image([dst]), [bits_of(each) for each in sums]]
+    return results
+
+
+def bits_of(result: GradSum) -> tuple[bytes, bool]:
+    return np.float64(result.sumsq).tobytes(), result.finite
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_gradients(isa: native.Isa, numel: int) -> None:
+    expected = run_grads(native.Isa.SCALAR, numel, 1)
+    for threads in (1, 2, 3):
+        assert run_grads(isa, numel, threads) == expected
+
+
+def run_conversions(isa: native.Isa, numel: int, threads: int) -> list[bytes]:
+    native.set_isa(isa)
+    master, half = floats(numel, 1), halves(numel, 2)
+    to_half, residual = torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=torch.int16)
+    back, narrowed, widened = torch.zeros(numel), torch.zeros(numel, dtype=BF16), torch.zeros(numel)
+    split_master(master, to_half, residual, num_threads=threads)
+    join_master(half, residual, back, num_threads=threads)
+    convert(narrowed, master, num_threads=threads)
+    convert(widened, half, num_threads=threads)
+    return image([to_half, residual, back, narrowed, widened])
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_conversions(isa: native.Isa, numel: int) -> None:
+    expected = run_conversions(native.Isa.SCALAR, numel, 1)
+    for threads in (1, 2, 3):
+        assert run_conversions(isa, numel, threads) == expected
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 767, 768, 769, 12287, 12288, 12289, 99991])
+def test_crc32c(isa: native.Isa, nbytes: int) -> None:
+    """The instruction in three streams against the tables, at every alignment."""
+    data = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes + 8, dtype=np.uint8))
+    for offset in range(8):
+        part = data[offset : offset + nbytes]
+        native.set_isa(native.Isa.SCALAR)
+        expected = crc32c_of_tensor(part, seed=offset)
+        native.set_isa(isa)
+        assert crc32c_of_tensor(part, seed=offset) == expected

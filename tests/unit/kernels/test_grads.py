@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from zero_offload.errors import ConfigError
+from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CHUNK = 16384
+
+
+def tree_sum(values: npt.NDArray[np.float32]) -> float:
+    """The documented tree: lanes in order within a chunk, pairwise over the lanes, chunks in order."""
+    total = 0.0
+    for begin in range(0, len(values), CHUNK):
+        part = values[begin : begin + CHUNK].astype(np.float64)
+        rows = np.zeros((-(-len(part) // 16), 16))
+        rows.reshape(-1)[: len(part)] = part * part
+        lanes = np.cumsum(rows, axis=0)[-1]
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+        total += float(lanes[0])
+    return total
+
+
+def store(dst: torch.Tensor, src: torch.Tensor, scale: float = 1.0) -> GradSum:
+    return store_grad(
+        dst.data_ptr(), dst.dtype, src.data_ptr(), src.dtype, dst.numel(), scale=scale, num_threads=2
+    )
+
+
+@pytest.mark.parametrize("numel", [1, 15, 16, 17, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+@pytest.mark.parametrize("src_dtype", [FP32, BF16], ids=str)
+def test_store_returns_the_tree_sum_of_what_it_wrote(numel: int, src_dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    src = torch.randn(numel).to(src_dtype)
+    for scale in (1.0, 0.3):
+        dst = torch.zeros(numel)
+        result = store(dst, src, scale)
+        assert torch.equal(dst, src.float() * torch.tensor(scale))
+        assert result == (tree_sum(dst.numpy()), True)
+        assert sum_of_squares(dst.data_ptr(), FP32, numel, num_threads=2) == result
+
+
+def test_accumulate_adds_in_fp32_and_sums_the_total() -> None:
+    torch.manual_seed(0)
+    first, second = torch.randn(5000), torch.randn(5000).to(BF16)
+    dst = first.clone()
+    result = accumulate_grad(dst.data_ptr(), second.data_ptr(), BF16, 5000, scale=0.5, num_threads=2)
+    assert torch.equal(dst, first + second.float() * 0.5)
+    assert result == (tree_sum(dst.numpy()), True)
+
+
+def test_bf16_store_rounds_as_torch_and_sums_after_rounding() -> None:
+    torch.manual_seed(0)
+    src = torch.randn(5000).to(BF16)
+    dst = torch.zeros(5000, dtype=BF16)
+    result = store(dst, src, 0.3)
+    assert torch.equal(dst, (src.float() * torch.tensor(0.3)).to(BF16))
+    assert result.sumsq == tree_sum(dst.float().numpy())
+
+
+def test_a_scale_of_one_copies_every_bit_pattern() -> None:
+    patterns = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(BF16)
+    dst = torch.zeros(1 << 16, dtype=BF16)
+    store(dst, patterns)
+    assert torch.equal(dst.view(torch.int16), patterns.view(torch.int16))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("place", [0, 15, 16, 999, 1000])
+def test_one_value_that_is_not_finite_is_seen(bad: float, place: int) -> None:
+    values = torch.ones(1001)
+    assert sum_of_squares(values.data_ptr(), FP32, 1001).finite
+    values[place] = bad
+    result = sum_of_squares(values.data_ptr(), FP32, 1001)
+    assert not result.finite
+    assert not np.isfinite(result.sumsq)
+
+
+def test_the_largest_finite_values_are_finite() -> None:
+    values = torch.full((100,), torch.finfo(FP32).max)
+    result = sum_of_squares(values.data_ptr(), FP32, 100)
+    assert result.finite
+    assert np.isfinite(result.sumsq)
+
+
+def test_an_overflow_on_the_way_in_is_seen() -> None:
+    dst, src = torch.full((64,), 3e38), torch.full((64,), 3e38)
+    assert not accumulate_grad(dst.data_ptr(), src.data_ptr(), FP32, 64).finite
+
+
+def test_fp32_into_bf16_is_refused() -> None:
+    dst, src = torch.zeros(4, dtype=BF16), torch.ones(4)
+    with pytest.raises(ConfigError, match="fp32 dst"):
+        store(dst, src)
+    assert not dst.any()
+
+
+def test_nothing_is_zero_and_finite() -> None:
+    assert sum_of_squares(0, FP32, 0) == (0.0, True)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from zero_offload.errors import ConfigError
+from zero_offload.kernels.master import convert, join_master, split_master
+
+LOWS = [0x0000, 0x0001, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFE, 0xFFFF]
+
+
+def all_highs(low: int) -> torch.Tensor:
+    """(65536,) fp32: every upper half with this lower half."""
+    words = (np.arange(1 << 16, dtype=np.uint32) << 16) | low
+    return torch.from_numpy(words.view(np.float32))
+
+
+def split_and_join(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    half = torch.empty(master.numel(), dtype=torch.bfloat16)
+    residual = torch.empty(master.numel(), dtype=torch.int16)
+    back = torch.empty(master.numel())
+    split_master(master, half, residual, num_threads=2)
+    join_master(half, residual, back, num_threads=2)
+    return half, residual, back
+
+
+def check_round_trip(master: torch.Tensor) -> None:
+    half, residual, back = split_and_join(master)
+    nan = master.isnan()
+    assert torch.equal(back.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
+    assert half[nan].isnan().all() and back[nan].isnan().all()
+    assert torch.equal(half[nan].signbit(), master[nan].signbit())
+    assert not residual[nan].any()
+    # The half is the nearest bf16: exactly torch's, except that ties go away from zero.
+    tie = (master.view(torch.int32) & 0xFFFF) == 0x8000
+    nearest = master.to(torch.bfloat16)
+    assert torch.equal(half[~nan & ~tie], nearest[~nan & ~tie])
+    assert (half[~nan & tie].float().abs() > master[~nan & tie].abs()).all()
+
+
+@pytest.mark.parametrize("low", LOWS)
+def test_round_trip_of_every_upper_half(low: int) -> None:
+    check_round_trip(all_highs(low))
+
+
+@pytest.mark.full
+def test_round_trip_of_every_float() -> None:
+    step = 1 << 22
+    for begin in range(0, 1 << 32, step):
+        words = np.arange(begin, begin + step, dtype=np.uint64).astype(np.uint32)
+        back = split_and_join(torch.from_numpy(words.view(np.float32)))[2].numpy()
+        same = back.view(np.uint32) == words
+        assert same.all() or np.isnan(words.view(np.float32)[~same]).all() and np.isnan(back[~same]).all()
+
+
+def test_a_nan_of_all_ones_does_not_become_zero() -> None:
+    """Rounding its bits up would carry into the sign."""
+    master = torch.from_numpy(
+        np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32)
+    )
+    half, residual, _ = split_and_join(master)
+    assert [bits & 0xFFFF for bits in half.view(torch.int16).tolist()] == [0x7FFF, 0xFFFF, 0x7FC0]
+    assert residual.tolist() == [0, 0, 0]
+
+
+def test_a_finite_master_whose_half_is_infinite_comes_back() -> None:
+    master = torch.tensor([torch.finfo(torch.float32).max, torch.finfo(torch.float32).min])
+    half, _, back = split_and_join(master)
+    assert half.isinf().all()
+    assert torch.equal(back, master)
+
+
+@pytest.mark.parametrize("low", LOWS)
+def test_convert_rounds_as_torch(low: int) -> None:
+    source = all_highs(low)
+    narrow, wide = torch.empty(1 << 16, dtype=torch.bfloat16), torch.empty(1 << 16)
+    convert(narrow, source, num_threads=2)
+    expected = source.to(torch.bfloat16)
+    nan = source.isnan()
+    assert torch.equal(narrow.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
+    assert narrow[nan].isnan().all()
+    convert(wide, narrow)
+    assert torch.equal(wide[~nan], expected.float()[~nan])
+
+
+def test_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"\[4, 3\]"):
+        convert(torch.zeros(4), torch.zeros(3))
+    with pytest.raises(ConfigError, match="contiguous"):
+        convert(torch.zeros(4), torch.zeros(8)[::2])
+    with pytest.raises(ConfigError, match="int16"):
+        split_master(torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32))

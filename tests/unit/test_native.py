@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_offload import native
+from zero_offload.errors import CapacityError, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As in a fresh process, for one test."""
+    monkeypatch.setattr(native, "lib", native.functools.cache(native.lib.__wrapped__))
+    return monkeypatch
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_import_loads_nothing_and_openmp_is_loaded_once() -> None:
+    result = python(
+        "import os\n"
+        "from zero_offload import native\n"
+        "maps = lambda: {line.split()[-1] for line in open('/proc/self/maps') if line.count('/')}\n"
+        "assert not [path for path in maps() if path.endswith('_native.so')]\n"
+        "native.lib()\n"
+        "assert [path for path in maps() if path.endswith('_native.so')]\n"
+        "runtimes = [path for path in maps() if 'gomp' in os.path.basename(path)]\n"
+        "assert len(runtimes) == 1, runtimes\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_missing_library_says_how_to_build_it(unloaded: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unloaded.setattr(native, "LIBRARY_PATH", tmp_path / "_native.so")
+    assert not native.available()
+    with pytest.raises(CapacityError, match=r"pip install -e \."):
+        native.lib()
+
+
+def test_another_version_is_refused(unloaded: pytest.MonkeyPatch) -> None:
+    unloaded.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
+    with pytest.raises(CapacityError, match="another build: version"):
+        native.lib()
+
+
+def test_another_struct_size_is_refused(unloaded: pytest.MonkeyPatch) -> None:
+    unloaded.setitem(native.STRUCTS, "zo_io_block", native.IoResultStruct)
+    with pytest.raises(CapacityError, match="'zo_io_block': 24"):
+        native.lib()
+
+
+def test_a_wrong_size_field_is_refused() -> None:
+    struct = native.AdamWArgsStruct(size=8)
+    assert native.lib().zo_adamw(struct) == -1
+    assert b"8 bytes" in native.lib().zo_last_error()
+
+
+@pytest.mark.parametrize("isa", native.supported_isas())
+def test_the_environment_chooses_the_isa(isa: native.Isa) -> None:
+    result = python(
+        "from zero_offload import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower()
+    )
+    assert result.stdout.strip() == isa.name, result.stderr
+
+
+def test_an_unknown_isa_in_the_environment_is_refused() -> None:
+    result = python("from zero_offload import native; native.lib()", ZERO_OFFLOAD_ISA="altivec")
+    assert result.returncode != 0
+    assert "ConfigError: ZERO_OFFLOAD_ISA=altivec cannot run here" in result.stderr
+
+
+def test_the_widest_isa_is_the_default() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "ZERO_OFFLOAD_ISA"}
+    code = "from zero_offload import native; print(native.isa() == native.supported_isas()[-1])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.stdout.strip() == "True", result.stderr
+
+
+def test_an_isa_that_cannot_run_is_refused() -> None:
+    before = native.isa()
+    with pytest.raises(ConfigError, match="cannot run here"):
+        native.set_isa(native.Isa.NEON)
+    assert native.isa() == before

@@ -1,0 +1,22 @@
+"""CRC-32C of memory: what every block on disk is verified with."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_offload import native
+from zero_offload.errors import ConfigError
+
+
+def crc32c(address: int, nbytes: int, *, seed: int = 0) -> int:
+    """The checksum of a range of memory. Seed 0 is the standard one; the result continues as a seed."""
+    return native.crc32c(seed, address, nbytes)
+
+
+def crc32c_of_tensor(tensor: torch.Tensor, *, seed: int = 0) -> int:
+    """The checksum of a contiguous CPU tensor's bytes."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"a checksum needs a contiguous CPU tensor, got strides {tensor.stride()} on {tensor.device}"
+        )
+    return crc32c(tensor.data_ptr(), tensor.numel() * tensor.element_size(), seed=seed)

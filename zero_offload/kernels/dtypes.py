@@ -1,0 +1,28 @@
+"""The one map from torch dtypes to the element kinds of the native kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_offload.errors import ConfigError
+from zero_offload.native import Kind
+
+_KINDS = {torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16}
+
+
+def kind_of(dtype: torch.dtype) -> Kind:
+    """The kernel kind of a dtype. Raises ConfigError for any but float32 and bfloat16."""
+    kind = _KINDS.get(dtype)
+    if kind is None:
+        raise ConfigError(f"CPU kernels take torch.float32 and torch.bfloat16, not {dtype}")
+    return kind
+
+
+def address_of(tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
+    """The address of a contiguous CPU tensor of one of these dtypes. Raises ConfigError otherwise."""
+    if tensor.dtype not in dtypes or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"a CPU kernel needs a contiguous CPU tensor of {' or '.join(map(str, dtypes))}, got "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
+        )
+    return tensor.data_ptr()

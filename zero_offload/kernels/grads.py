@@ -1,0 +1,70 @@
+"""Gradients on their way to where they rest: store or accumulate, and the norm of the result, in one pass.
+
+Owns nothing; works on addresses. A sum of squares is added up along a fixed tree, so that the same values
+give the same bits on every machine and for every number of threads; it is of the values written, after
+rounding. One call for each gradient: `store_grad` or `accumulate_grad`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero_offload import native
+from zero_offload.kernels.dtypes import kind_of
+
+GradSum = native.SumOfSquares
+"""(sumsq: float, finite: bool): the sum of squares in double, and whether every value is finite."""
+
+
+def store_grad(
+    dst_address: int,
+    dst_dtype: torch.dtype,
+    src_address: int,
+    src_dtype: torch.dtype,
+    numel: int,
+    *,
+    scale: float = 1.0,
+    num_threads: int = 1,
+) -> GradSum:
+    """dst = src * scale. fp32 to bf16 is refused: it would round a gradient that was whole."""
+    return native.grad_store(
+        native.GradArgs(
+            dst=dst_address,
+            dst_kind=kind_of(dst_dtype),
+            src=src_address,
+            src_kind=kind_of(src_dtype),
+            numel=numel,
+            mode=native.GradMode.OVERWRITE,
+            scale=scale,
+            num_threads=num_threads,
+        )
+    )
+
+
+def accumulate_grad(
+    dst_address: int,
+    src_address: int,
+    src_dtype: torch.dtype,
+    numel: int,
+    *,
+    scale: float = 1.0,
+    num_threads: int = 1,
+) -> GradSum:
+    """dst += src * scale, where dst is fp32; the sums are of the new dst."""
+    return native.grad_store(
+        native.GradArgs(
+            dst=dst_address,
+            dst_kind=native.Kind.FP32,
+            src=src_address,
+            src_kind=kind_of(src_dtype),
+            numel=numel,
+            mode=native.GradMode.ACCUMULATE,
+            scale=scale,
+            num_threads=num_threads,
+        )
+    )
+
+
+def sum_of_squares(address: int, dtype: torch.dtype, numel: int, *, num_threads: int = 1) -> GradSum:
+    """The same sums over values that are already there."""
+    return native.sumsq(kind_of(dtype), address, numel, num_threads)

@@ -1,0 +1,60 @@
+"""fp32 masters as a bf16 half and a 16-bit residual, and conversions between the two dtypes.
+
+The half is what the model computes with; the residual completes it to the master bit for bit, in 4 bytes
+together instead of 6. Half-way cases round away from zero in the half. A NaN stays a NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from zero_offload import native
+from zero_offload.errors import ConfigError
+from zero_offload.kernels.dtypes import address_of, kind_of
+
+
+def split_master(
+    master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1
+) -> None:
+    """Write the two parts of `master` (fp32) to `half` (bf16) and `residual` (int16)."""
+    _check_same_numel(master, half, residual)
+    native.master_split(
+        address_of(master, torch.float32),
+        address_of(half, torch.bfloat16),
+        address_of(residual, torch.int16),
+        master.numel(),
+        num_threads,
+    )
+
+
+def join_master(
+    half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor, *, num_threads: int = 1
+) -> None:
+    """Write to `master` (fp32) what `half` (bf16) and `residual` (int16) stand for."""
+    _check_same_numel(master, half, residual)
+    native.master_join(
+        address_of(half, torch.bfloat16),
+        address_of(residual, torch.int16),
+        address_of(master, torch.float32),
+        master.numel(),
+        num_threads,
+    )
+
+
+def convert(dst: torch.Tensor, src: torch.Tensor, *, num_threads: int = 1) -> None:
+    """dst = src between fp32 and bf16, rounding to nearest, ties to even, as torch does."""
+    _check_same_numel(dst, src)
+    native.convert(
+        address_of(dst, torch.float32, torch.bfloat16),
+        kind_of(dst.dtype),
+        address_of(src, torch.float32, torch.bfloat16),
+        kind_of(src.dtype),
+        dst.numel(),
+        num_threads,
+    )
+
+
+def _check_same_numel(*tensors: torch.Tensor) -> None:
+    counts = [tensor.numel() for tensor in tensors]
+    if len(set(counts)) != 1:
+        raise ConfigError(f"the tensors of one call need the same number of elements, got {counts}")

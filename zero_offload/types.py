@@ -1,0 +1,82 @@
+"""Words shared by every layer: tiers, state kinds, byte sizes. Values only; no I/O.
+
+`parse_bytes` and `format_bytes` are the only places that read or write a size as text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from zero_offload.errors import ConfigError
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+class Tier(StrEnum):
+    """Where a shard rests."""
+
+    DEVICE = "device"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+class StateKind(StrEnum):
+    """What a shard holds; each kind is placed on its own tier."""
+
+    PARAMS = "params"
+    GRADS = "grads"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+
+
+@dataclass(frozen=True)
+class HardwareProfile:
+    """What a machine has, in bytes and counts; read once by `probe.probe_hardware`."""
+
+    num_cores: int
+    cpu_memory_bytes: int
+    """Memory this process may still take: the smallest of host, cgroup and rlimit."""
+    device_name: str
+    device_memory_bytes: int
+    """Free memory of the compute device; on a CPU device the same as `cpu_memory_bytes`."""
+    nvme_free_bytes: int
+    """Free bytes summed over the configured directories; 0 without one."""
+
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
+_BINARY = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Read a size: an int is bytes; text takes B, KB, KiB, ... TiB ("KB" is 1000 B, "KiB" is 1024 B).
+
+    Raises ConfigError when the text is no size or the size is not positive.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ConfigError(f"a size is an integer or text such as '16GiB', not {value!r}")
+    if isinstance(value, int):
+        result = value
+    else:
+        match = _SIZE.fullmatch(value)
+        if match is None:
+            raise ConfigError(f"cannot read {value!r} as a size; write for example '16GiB'")
+        unit = match[2].lower().removesuffix("b")
+        base = 1024 if unit.endswith("i") else 1000
+        result = int(float(match[1]) * base ** _BINARY[unit.removesuffix("i")])
+    if result <= 0:
+        raise ConfigError(f"a size is positive, got {value!r}")
+    return result
+
+
+def format_bytes(nbytes: float) -> str:
+    """Write a size with a binary unit and three significant digits: 1.46 GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            break
+        nbytes /= 1024
+    else:
+        unit = "TiB"
+    digits = 4 if abs(nbytes) >= 999.5 else 3
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.{digits}g} {unit}"
