@@ -1,0 +1,339 @@
+"""What a user asks for: `OffloadConfig`, checked whole and then never changed.
+
+Owns the names, defaults and rules of every setting. Never looks at the machine: whether the request
+fits is the planner's question. The calls in order: construct (or `from_dict`, `from_toml`), which checks
+every field and raises one ConfigError listing all problems; then read through the typed accessors
+(`placement_of`, `budget_bytes`, `nvme_dirs`, `numerics`, `effective_durability`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from enum import Enum, StrEnum
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from zero_offload.errors import ConfigError
+from zero_offload.types import StateKind, Tier, parse_bytes
+
+PlacementRequest = str | Mapping[str, float]
+"""A tier's name, "auto", or the fraction of the bytes wanted on each tier."""
+
+FRACTION_TOLERANCE = 1e-6
+
+
+class Durability(StrEnum):
+    """What a generation survives."""
+
+    COMMIT = "commit"  # power loss
+    PROCESS = "process"  # kill -9
+    SCRATCH = "scratch"  # nothing, and leaves nothing behind
+
+
+class Existing(StrEnum):
+    """What to do with a generation already in the directory."""
+
+    REFUSE = "refuse"
+    RESUME = "resume"
+    DISCARD = "discard"
+
+
+class UpdateOverlap(StrEnum):
+    """What the optimizer's update runs behind."""
+
+    AUTO = "auto"
+    FORWARD = "forward"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the forward and backward (`compute`), of gradient sums (`reduce`) and of `states`."""
+
+    compute: str = "bf16"
+    reduce: str = "fp32"
+    states: str = "fp32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where each kind of state rests, within which budgets, and what a run survives."""
+
+    stage: int = 3
+    """ZeRO stage: 3 partitions parameters, gradients and optimizer states; 0 partitions nothing."""
+    params: PlacementRequest = "cpu"
+    grads: PlacementRequest = "cpu"
+    optimizer: PlacementRequest = "cpu"
+    activations: PlacementRequest = "device"
+    nvme: str | Path | Sequence[str | Path] | None = None
+    """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
+    existing: str = "refuse"
+    precision: str | Precision = "bf16"
+    """"bf16", "fp32" or a Precision. Read it as `numerics`."""
+    device_memory: int | str | None = None
+    cpu_memory: int | str | None = None
+    nvme_capacity: int | str | None = None
+    """Budgets; None is what the machine has. Read them through `budget_bytes`."""
+    durability: str = "process"
+    commit_every: int = 1
+    """Optimizer steps between two generations."""
+    update_overlap: str = "auto"
+
+    def __post_init__(self) -> None:
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        if problems := _find_problems(settings):
+            raise ConfigError(_list_problems(problems))
+        # One spelling per setting from here on, so that equal requests compare equal.
+        for name, value in _normalize(settings).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def nvme_dirs(self) -> tuple[Path, ...]:
+        return cast("tuple[Path, ...]", self.nvme)
+
+    @property
+    def numerics(self) -> Precision:
+        return cast(Precision, self.precision)
+
+    @property
+    def compute_dtype_name(self) -> str:
+        """The compute dtype's name in torch: "float32" or "bfloat16"."""
+        return _TORCH_NAMES[self.numerics.compute]
+
+    @property
+    def effective_durability(self) -> Durability:
+        """Without a directory there is nowhere to keep a generation: then `scratch`, whatever was asked."""
+        return Durability(self.durability) if self.nvme_dirs else Durability.SCRATCH
+
+    def placement_of(self, kind: StateKind) -> Mapping[Tier, float] | Literal["auto"]:
+        """Fractions per tier that sum to 1 (tiers with none are absent), or "auto"."""
+        request: PlacementRequest = getattr(self, kind.value)
+        if request == "auto":
+            return "auto"
+        if isinstance(request, str):
+            return {Tier(request): 1.0}
+        return {Tier(tier): fraction for tier, fraction in request.items()}
+
+    def budget_bytes(self, tier: Tier) -> int | None:
+        """The most this run may use of a tier; None where the user leaves it to the machine."""
+        limits = {Tier.DEVICE: self.device_memory, Tier.CPU: self.cpu_memory, Tier.NVME: self.nvme_capacity}
+        return cast("int | None", limits[tier])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON and TOML can hold; `from_dict` gives an equal config back."""
+        return asdict(self) | {"nvme": [str(path) for path in self.nvme_dirs]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
+        """Build from plain values; every unknown key is an error that offers the nearest name."""
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
+        settings = defaults | {name: value for name, value in values.items() if name in defaults}
+        problems = _unknown_names(values, list(defaults))
+        if isinstance(precision := settings["precision"], Mapping):
+            names = [field.name for field in fields(Precision)]
+            problems += _unknown_names(precision, names, prefix="precision.")
+            settings["precision"] = Precision(
+                **{name: precision[name] for name in names if name in precision}
+            )
+        if problems:
+            raise ConfigError(_list_problems(problems + _find_problems(settings)))
+        return cls(**settings)
+
+    @classmethod
+    def from_toml(cls, path: str | Path, table: str = "offload") -> OffloadConfig:
+        """Build from one table of a TOML file."""
+        try:
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        values = document.get(table)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} has no table [{table}]; add one holding the OffloadConfig settings")
+        return cls.from_dict(values)
+
+
+_TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+_TIERS = tuple(tier.value for tier in Tier)
+_STATES = ("params", "grads", "optimizer")
+_BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
+
+
+def _list_problems(problems: Sequence[str]) -> str:
+    noun = "problem" if len(problems) == 1 else "problems"
+    return "\n".join([f"OffloadConfig has {len(problems)} {noun}:", *(f"  - {line}" for line in problems)])
+
+
+def _unknown_names(values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> list[str]:
+    problems = []
+    for key in (key for key in values if key not in names):
+        near = difflib.get_close_matches(str(key), names, n=1)
+        hint = f"did you mean {prefix}{near[0]}? " if near else ""
+        problems.append(f"unknown setting {prefix}{key}: {hint}the settings are {', '.join(names)}")
+    return problems
+
+
+def _find_problems(settings: Mapping[str, Any]) -> list[str]:
+    return [problem for check in _CHECKS for problem in check(settings)]
+
+
+def _plain(value: str) -> str:
+    """The exact str of an enum member or of text."""
+    return str.__str__(value)
+
+
+def _nvme_paths(value: Any) -> tuple[Path, ...]:
+    return tuple(Path(path).expanduser() for path in _as_sequence(value))
+
+
+def _as_sequence(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return [value] if isinstance(value, str | Path) else list(value)
+
+
+def _check_stage(settings: Mapping[str, Any]) -> Iterator[str]:
+    stage = settings["stage"]
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        yield f"stage={stage!r} is not an integer; use 0 or 3"
+    elif stage in (1, 2):
+        yield f"stage={stage} arrives in a later version; use 0 or 3"
+    elif stage not in (0, 3):
+        yield f"stage={stage} does not exist; use 0 or 3"
+
+
+def _check_placements(settings: Mapping[str, Any]) -> Iterator[str]:
+    for name in _STATES:
+        yield from _check_placement(name, settings[name])
+    if (activations := settings["activations"]) not in ("device", {"device": 1.0}):
+        yield f"activations={activations!r} arrives in a later version; use 'device'"
+
+
+def _check_placement(name: str, request: object) -> Iterator[str]:
+    example = f"write {name}='cpu' or {name}={{'cpu': 0.5, 'nvme': 0.5}}"
+    if isinstance(request, str):
+        if request not in (*_TIERS, "auto"):
+            yield f"{name}={request!r} is no tier; use one of {', '.join(_TIERS)}, auto"
+        return
+    if not isinstance(request, Mapping):
+        yield f"{name}={request!r} is neither a tier nor fractions per tier; {example}"
+        return
+    for tier in (tier for tier in request if tier not in _TIERS):
+        yield f"{name} has a fraction for {tier!r}, which is no tier; use {', '.join(_TIERS)}"
+    if not all(_is_fraction(fraction) for fraction in request.values()):
+        yield f"{name}={dict(request)} has a fraction outside 0 to 1; {example}"
+    elif abs((total := sum(request.values())) - 1) > FRACTION_TOLERANCE:
+        yield f"{name}={dict(request)} sums to {total:g}; make the fractions sum to 1"
+
+
+def _is_fraction(value: object) -> bool:
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and 0 <= value <= 1
+    )
+
+
+def _check_nvme(settings: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        paths = _nvme_paths(settings["nvme"])
+    except (TypeError, RuntimeError):
+        yield f"nvme={settings['nvme']!r} is neither a directory nor a list of directories"
+        return
+    if "" in _as_sequence(settings["nvme"]):
+        yield "nvme has an empty path; name a directory, or leave the setting out"
+    if len(set(paths)) < len(paths):
+        yield f"nvme={[str(path) for path in paths]} names a directory twice; name each once"
+    if paths:
+        return
+    hint = 'add nvme="/path/to/a/directory/on/nvme"'
+    for name in _STATES:
+        request = settings[name]
+        fraction = request.get("nvme", 0) if isinstance(request, Mapping) else request == "nvme"
+        if fraction:
+            yield f"{name}={request!r} needs a directory; {hint}"
+    if (capacity := settings["nvme_capacity"]) is not None:
+        yield f"nvme_capacity={capacity!r} limits no directory; {hint}, or leave the limit out"
+
+
+def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
+    precision = settings["precision"]
+    if isinstance(precision, str):
+        precision = Precision(compute=precision)
+    if not isinstance(precision, Precision):
+        yield f"precision={precision!r} is no precision; use 'bf16', 'fp32' or a Precision"
+        return
+    if precision.compute == "fp16":
+        yield "precision 'fp16' arrives in a later version; use 'bf16' or 'fp32'"
+    elif precision.compute not in tuple(_TORCH_NAMES):
+        yield f"precision {precision.compute!r} is unknown; use 'bf16' or 'fp32'"
+    for name in ("reduce", "states"):
+        if (dtype := getattr(precision, name)) != "fp32":
+            yield f"Precision({name}={dtype!r}) arrives in a later version; use {name}='fp32'"
+
+
+def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
+    for name in _BUDGETS:
+        if (value := settings[name]) is not None:
+            try:
+                parse_bytes(value)
+            except ConfigError as error:
+                yield f"{name}={value!r}: {error}"
+
+
+def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
+    choices: dict[str, type[Enum]] = {"existing": Existing, "durability": Durability}
+    for name, enum in choices.items():
+        names = [member.value for member in enum]
+        if (value := settings[name]) not in names:
+            yield f"{name}={value!r} is unknown; use one of {', '.join(names)}"
+    overlap, overlaps = settings["update_overlap"], [member.value for member in UpdateOverlap]
+    if overlap == "backward":
+        yield f"update_overlap='backward' arrives in a later version; use one of {', '.join(overlaps)}"
+    elif overlap not in overlaps:
+        yield f"update_overlap={overlap!r} is unknown; use one of {', '.join(overlaps)}"
+
+
+def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
+    steps = settings["commit_every"]
+    if steps == "auto":
+        yield "commit_every='auto' arrives in a later version; use a number of optimizer steps"
+    elif isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        yield f"commit_every={steps!r} is no positive number of optimizer steps; use 1 or more"
+
+
+_CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
+    _check_stage,
+    _check_placements,
+    _check_nvme,
+    _check_precision,
+    _check_budgets,
+    _check_choices,
+    _check_commit_every,
+)
+
+
+def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The checked fields in one spelling: plain strings, ints, dicts without zeros, tuples of Path."""
+    values: dict[str, Any] = {"nvme": _nvme_paths(settings["nvme"])}
+    for name in (*_STATES, "activations"):
+        request = settings[name]
+        if isinstance(request, str):
+            values[name] = _plain(request)
+        else:
+            shares = {_plain(tier): float(share) for tier, share in request.items() if share}
+            values[name] = next(iter(shares)) if len(shares) == 1 else shares
+    for name in ("existing", "durability", "update_overlap"):
+        values[name] = _plain(settings[name])
+    for name in _BUDGETS:
+        if (size := settings[name]) is not None:
+            values[name] = parse_bytes(size)
+    if isinstance(settings["precision"], str):
+        values["precision"] = Precision(compute=_plain(settings["precision"]))
+    return values

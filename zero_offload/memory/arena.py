@@ -1,0 +1,136 @@
+"""All host memory this package takes, counted: permanent regions, and frames that move between buffers.
+
+Owns every page. Two ways to get memory:
+`Arena.allocate` gives a permanent `Region` (a shard that rests in CPU memory, gradients, staging);
+`Arena.lease_frames` gives 2 MiB frames that `MovableBuffer.attach` puts under a reserved address range and
+`detach` takes back, so that any unit can use any free frame: no fragmentation, no copy, no growth.
+A region is returned to the system when the last tensor that views it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from zero_offload.memory import pages
+from zero_offload.memory.pages import FRAME, num_frames
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of host memory and the object whose life keeps it."""
+
+    address: int
+    nbytes: int
+    owner: ctypes.Array[ctypes.c_char] = field(repr=False)
+
+    def tensor(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
+        """View (numel,) `dtype` of this memory, host, no copy; keeps the region alive."""
+        return torch.frombuffer(self.owner, dtype=dtype, count=numel, offset=offset_bytes)
+
+
+def _region(address: int, nbytes: int) -> Region:
+    size = num_frames(nbytes) * FRAME
+    owner = (ctypes.c_char * size).from_address(address)
+    # Tensors hold `owner` through the buffer protocol, so this runs after the last of them is gone.
+    weakref.finalize(owner, pages.release, address, size).atexit = False
+    return Region(address, nbytes, owner)
+
+
+class Arena:
+    """The host memory of one offloaded model."""
+
+    def __init__(self, frame_limit: int) -> None:
+        self._frame_limit = frame_limit
+        self._blocks: list[Region] = []
+        self._free: list[int] = []
+        self._num_frames = 0
+        self.allocated_bytes = 0
+        """Bytes in regions that are still viewed, rounded up to frames."""
+
+    def allocate(self, nbytes: int) -> Region:
+        """Take memory for good: zero-filled, aligned to 2 MiB."""
+        region = _region(pages.allocate(nbytes), nbytes)
+        self.allocated_bytes += num_frames(nbytes) * FRAME
+        weakref.finalize(region.owner, self._forget, num_frames(nbytes) * FRAME).atexit = False
+        return region
+
+    def _forget(self, nbytes: int) -> None:
+        self.allocated_bytes -= nbytes
+
+    @property
+    def free_frames(self) -> int:
+        """Frames that `lease_frames` can give now."""
+        return self._frame_limit - self._num_frames + len(self._free)
+
+    @property
+    def frame_limit(self) -> int:
+        return self._frame_limit
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes in frames, leased or free."""
+        return self._num_frames * FRAME
+
+    def lease_frames(self, count: int) -> list[int] | None:
+        """Take `count` frames (their addresses), or None when the budget is used up."""
+        if count > self.free_frames:
+            return None
+        while len(self._free) < count:
+            self._grow(count - len(self._free))
+        taken = self._free[-count:] if count else []
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def release_frames(self, frames: list[int]) -> None:
+        self._free.extend(frames)
+
+    def _grow(self, count: int) -> None:
+        region = _region(pages.allocate(count * FRAME), count * FRAME)
+        self._blocks.append(region)
+        self._num_frames += count
+        self._free.extend(region.address + i * FRAME for i in range(count))
+
+
+class MovableBuffer:
+    """A reserved address range; pages are under it only between `attach` and `detach`.
+
+    The address never changes, so tensors that view it stay valid while the pages are away (touching them
+    then is a fault: the guard class and the hooks see to it that nobody does).
+    """
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._arena = arena
+        self.region = _region(pages.reserve(nbytes), nbytes)
+        self._frames: list[int] | None = None
+
+    @property
+    def num_frames(self) -> int:
+        return num_frames(self.region.nbytes)
+
+    @property
+    def attached(self) -> bool:
+        return self._frames is not None
+
+    def attach(self) -> bool:
+        """Put pages under the range; False when the arena has too few. The contents are undefined."""
+        assert self._frames is None
+        frames = self._arena.lease_frames(self.num_frames)
+        if frames is None:
+            return False
+        for i, frame in enumerate(frames):
+            pages.move_frame(frame, self.region.address + i * FRAME)
+        self._frames = frames
+        return True
+
+    def detach(self) -> None:
+        """Take the pages back."""
+        assert self._frames is not None
+        for i, frame in enumerate(self._frames):
+            pages.move_frame(self.region.address + i * FRAME, frame)
+        pages.protect(self.region.address, self.region.nbytes)
+        self._arena.release_frames(self._frames)
+        self._frames = None

@@ -1,0 +1,155 @@
+"""Where every parameter lies: unit -> section -> flat buffer -> this rank's shard.
+
+A section is a unit's parameters of one (dtype, trainable): one flat buffer. Rules that cannot change
+later, since files depend on them: every parameter starts at a multiple of `ALIGN_NUMEL` elements, so no
+8-bit block and no hyperparameter segment straddles two parameters; ranks cut at multiples of
+`SHARD_NUMEL`, so the shard of any dtype of two bytes or more is a whole number of 4 KiB sectors.
+Pure: numbers in, frozen values out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zero_offload.errors import ConfigError
+from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+
+ALIGN_NUMEL = 256
+SHARD_NUMEL = 4096
+CHUNK_NUMEL = 1 << 20
+"""Elements per chunk: the grain of the update pipeline, of file blocks and of checksums."""
+
+_COMPUTE = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ParamSlice:
+    """A parameter inside its section: elements [begin, begin + numel) of the flat buffer."""
+
+    spec: ParamSpec
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.spec.numel
+
+
+@dataclass(frozen=True)
+class SectionLayout:
+    """One flat buffer of a unit and how ranks share it."""
+
+    unit: int
+    index: int
+    """Position among all sections of the model; names its extents in files."""
+    dtype: torch.dtype
+    trainable: bool
+    params: tuple[ParamSlice, ...]
+    shard_numel: int
+    """Elements each rank holds, padding included."""
+    num_shards: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.shard_numel * self.num_shards
+
+    @property
+    def used_numel(self) -> int:
+        """Elements that belong to parameters."""
+        return sum(piece.spec.numel for piece in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def shard_nbytes(self) -> int:
+        return self.shard_numel * self.dtype.itemsize
+
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Element ranges of a shard, `CHUNK_NUMEL` each but the last."""
+        return tuple(
+            (begin, min(begin + CHUNK_NUMEL, self.shard_numel))
+            for begin in range(0, self.shard_numel, CHUNK_NUMEL)
+        )
+
+
+@dataclass(frozen=True)
+class UnitLayout:
+    """The sections of one unit."""
+
+    name: str
+    sections: tuple[SectionLayout, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(section.nbytes for section in self.sections)
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Every section of a model for a given number of shards."""
+
+    units: tuple[UnitLayout, ...]
+    num_shards: int
+
+    @property
+    def sections(self) -> tuple[SectionLayout, ...]:
+        return tuple(section for unit in self.units for section in unit.sections)
+
+
+def make_layout(spec: ModelSpec, compute: torch.dtype, num_shards: int) -> ShardLayout:
+    """Lay out `spec` for `num_shards` ranks; floating parameters become `compute`.
+
+    Raises ConfigError for dtypes that have no place: float64, complex, trainable integers.
+    """
+    problems = [text for unit in spec.units for param in unit.params if (text := _problem(param))]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    units: list[UnitLayout] = []
+    next_index = 0
+    for number, unit in enumerate(spec.units):
+        sections = _sections(number, unit, compute, num_shards, next_index)
+        next_index += len(sections)
+        units.append(UnitLayout(unit.name, sections))
+    return ShardLayout(tuple(units), num_shards)
+
+
+def _problem(param: ParamSpec) -> str | None:
+    if param.dtype in ("float64", "complex64", "complex128"):
+        return f"parameter {param.name} is {param.dtype}; convert it first, for example with model.float()"
+    if param.trainable and param.dtype not in _COMPUTE:
+        return f"parameter {param.name} is {param.dtype} and cannot be trained; call requires_grad_(False) on it"
+    return None
+
+
+def _sections(
+    unit: int, spec: UnitSpec, compute: torch.dtype, num_shards: int, first_index: int
+) -> tuple[SectionLayout, ...]:
+    keys: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    for param in spec.params:
+        dtype = compute if param.dtype in _COMPUTE else getattr(torch, param.dtype)
+        keys.setdefault((dtype, param.trainable), []).append(param)
+    return tuple(
+        _section((unit, first_index + i), key, params, num_shards)
+        for i, (key, params) in enumerate(keys.items())
+    )
+
+
+def _section(
+    where: tuple[int, int], key: tuple[torch.dtype, bool], params: Sequence[ParamSpec], num_shards: int
+) -> SectionLayout:
+    slices: list[ParamSlice] = []
+    begin = 0
+    for param in params:
+        slices.append(ParamSlice(param, begin))
+        begin += _round_up(param.numel, ALIGN_NUMEL)
+    shard_numel = max(_round_up(-(-begin // num_shards), SHARD_NUMEL), SHARD_NUMEL)
+    return SectionLayout(where[0], where[1], key[0], key[1], tuple(slices), shard_numel, num_shards)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,215 @@
+"""What a placement costs: bytes per tier and kind of state, buffers in flight, and SSD wear per step.
+
+Owns the byte table. Pure arithmetic: it never measures a machine and never chooses a tier (`placement`
+does). The calls in order: `measure_units` turns element counts into one rank's bytes, `estimate_memory`
+adds them up for a `Placement` and says whether they fit its `Budget`.
+
+Bytes per trained parameter (frozen ones have the value only):
+
+    compute  value  residual  exp_avg  exp_avg_sq  optimizer extents  gradient held
+    bf16       2        2        4         4              12          2, or 4 if several are summed
+    fp32       4        -        4         4              12          4
+
+Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
+Where params and optimizer both rest in memory of a single rank, that value is the parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from zero_offload.config import Durability, OffloadConfig
+from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.types import StateKind, Tier, format_bytes
+
+PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
+
+UNITS_IN_FLIGHT = 3
+"""Whole units in compute memory at once: one in use, one arriving, one leaving."""
+CHUNKS_IN_FLIGHT = 3
+"""Chunks of the update pipeline: one being read, one updated, one written."""
+_CHUNK_BYTES = CHUNK_NUMEL * (12 + 4)  # optimizer extents and a fp32 gradient
+
+_VALUE_BYTES = {"bf16": 2, "fp32": 4}
+_OPTIMIZER_BYTES = 12
+
+
+@dataclass(frozen=True)
+class UnitNumel:
+    """Elements of one unit, over all ranks."""
+
+    name: str
+    trained: int
+    frozen: int = 0
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one rank holds of a unit."""
+
+    name: str
+    params_bytes: int
+    """Values in the compute dtype, frozen ones included."""
+    grads_bytes: int
+    optimizer_bytes: int
+    """Self-contained extents: the value and everything that completes the optimizer's state."""
+    frozen_bytes: int = 0
+    """The part of `params_bytes` that is not trained."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most one rank may use of each tier."""
+
+    device_bytes: int
+    cpu_bytes: int
+    nvme_bytes: int
+    shared_memory: bool
+    """The compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`."""
+
+    def of(self, tier: Tier) -> int:
+        limits = {Tier.DEVICE: self.device_bytes, Tier.CPU: self.cpu_bytes, Tier.NVME: self.nvme_bytes}
+        return limits[tier]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """unit x kind -> tier, and the budget it was made for."""
+
+    tiers: tuple[Mapping[StateKind, Tier], ...]
+    budget: Budget
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank under a placement."""
+
+    rest_bytes: Mapping[tuple[Tier, StateKind], int]
+    """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
+    staging_bytes: Mapping[Tier, int]
+    """Buffers that data passes through on its way to the compute device and the update."""
+    nvme_written_bytes_per_step: int
+    budget: Budget
+
+    def used_bytes(self, tier: Tier) -> int:
+        at_rest = sum(nbytes for (place, _), nbytes in self.rest_bytes.items() if place is tier)
+        return at_rest + self.staging_bytes[tier]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """One line per budget exceeded; none when the plan fits."""
+        checks = [(f"{tier.value} tier", self.used_bytes(tier), self.budget.of(tier)) for tier in Tier]
+        if self.budget.shared_memory:
+            both = self.used_bytes(Tier.DEVICE) + self.used_bytes(Tier.CPU)
+            checks[:2] = [("memory (the compute device is the CPU)", both, self.budget.cpu_bytes)]
+        return tuple(
+            f"{where}: needs {format_bytes(needed)}, {format_bytes(limit)} available, "
+            f"{format_bytes(needed - limit)} missing"
+            for where, needed, limit in checks
+            if needed > limit
+        )
+
+    @property
+    def fits(self) -> bool:
+        return not self.reasons
+
+    def table(self) -> str:
+        """A text table: one line per kind, one column per tier, then totals, budgets and wear."""
+        lines = [_row("", [tier.value for tier in Tier])]
+        for kind in PLACED_KINDS:
+            lines.append(_row(kind.value, [format_bytes(self.rest_bytes[tier, kind]) for tier in Tier]))
+        lines.append(_row("in flight", [format_bytes(self.staging_bytes[tier]) for tier in Tier]))
+        lines.append(_row("total", [format_bytes(self.used_bytes(tier)) for tier in Tier]))
+        lines.append(_row("available", [format_bytes(self.budget.of(tier)) for tier in Tier]))
+        lines.append(f"written to NVMe per step: {format_bytes(self.nvme_written_bytes_per_step)}")
+        return "\n".join([*lines, *self.reasons, "it fits" if self.fits else "it does not fit"])
+
+
+def measure_units(
+    units: Iterable[UnitNumel], config: OffloadConfig, world_size: int = 1, num_micro_batches: int = 1
+) -> tuple[UnitBytes, ...]:
+    """One rank's bytes of each unit: stage 3 divides everything, stage 0 nothing."""
+    num_shards = world_size if config.stage == 3 else 1
+    value = _VALUE_BYTES[config.numerics.compute]
+    # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
+    grad = value if world_size == num_micro_batches == 1 else 4
+    return tuple(
+        UnitBytes(
+            name=unit.name,
+            params_bytes=_divide_up((unit.trained + unit.frozen) * value, num_shards),
+            grads_bytes=_divide_up(unit.trained * grad, num_shards),
+            optimizer_bytes=_divide_up(unit.trained * _OPTIMIZER_BYTES, num_shards),
+            frozen_bytes=_divide_up(unit.frozen * value, num_shards),
+        )
+        for unit in units
+    )
+
+
+def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], world_size: int) -> int:
+    """Bytes one copy of `kind` takes on the tier that `tiers` gives it."""
+    params_tier, optimizer_tier = tiers[StateKind.PARAMS], tiers[StateKind.OPTIMIZER]
+    if kind is StateKind.GRADS:
+        return unit.grads_bytes
+    if kind is StateKind.PARAMS:
+        # With both on NVMe the value inside the optimizer's extents serves the forward too.
+        return unit.frozen_bytes if params_tier is optimizer_tier is Tier.NVME else unit.params_bytes
+    if world_size == 1 and Tier.NVME not in (params_tier, optimizer_tier):
+        return unit.optimizer_bytes - (unit.params_bytes - unit.frozen_bytes)
+    return unit.optimizer_bytes
+
+
+def estimate_memory(
+    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, world_size: int = 1
+) -> MemoryPlan:
+    """Add up what one rank needs on every tier."""
+    rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
+    keeps_generations = config.effective_durability is not Durability.SCRATCH
+    written = 0.0
+    for unit, tiers in zip(units, placement.tiers, strict=True):
+        for kind in PLACED_KINDS:
+            rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, world_size)
+        if tiers[StateKind.OPTIMIZER] is Tier.NVME:
+            written += unit.optimizer_bytes
+            rest[Tier.NVME, StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
+        elif keeps_generations:
+            written += unit.optimizer_bytes / config.commit_every
+            rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
+        if tiers[StateKind.PARAMS] is Tier.NVME is not tiers[StateKind.OPTIMIZER]:
+            written += unit.params_bytes - unit.frozen_bytes
+        if tiers[StateKind.GRADS] is Tier.NVME:
+            written += unit.grads_bytes
+    return MemoryPlan(
+        rest, _staging_bytes(units, placement, config, world_size), int(written), placement.budget
+    )
+
+
+def _staging_bytes(
+    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, world_size: int
+) -> dict[Tier, int]:
+    num_shards = world_size if config.stage == 3 else 1
+    shared = placement.budget.shared_memory
+    arriving, landing, trained = [0], [0], [0]
+    for unit, tiers in zip(units, placement.tiers, strict=True):
+        params_tier = tiers[StateKind.PARAMS]
+        in_place = params_tier is Tier.DEVICE or (shared and params_tier is Tier.CPU)
+        if num_shards > 1 or not in_place:
+            arriving.append(unit.params_bytes * num_shards)
+        if params_tier is Tier.NVME and not shared:
+            landing.append(unit.params_bytes)
+        trained.append((unit.params_bytes - unit.frozen_bytes) * num_shards)
+    updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    return {
+        # The last term: backward makes a unit's gradient whole before it moves to its tier.
+        Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * _CHUNK_BYTES * updates_on_nvme,
+        Tier.NVME: 0,
+    }
+
+
+def _divide_up(value: int, parts: int) -> int:
+    return -(-value // parts)
+
+
+def _row(label: str, cells: Sequence[str]) -> str:
+    return f"{label:<10}" + "".join(f"{cell:>12}" for cell in cells)

@@ -1,0 +1,172 @@
+"""Which parameters a model has and which of them form a unit.
+
+Owns `ModelSpec`: a frozen picture of a module, made once and valid for meta tensors too. It never
+touches parameter data. A unit is what is fetched, used and released together: one transformer block,
+or a leftover such as the embedding. Calls, in order: `find_units` picks the modules,
+`ModelSpec.from_module` reads the parameters.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero_offload.errors import ConfigError
+
+SMALL_NUMEL = 1 << 18
+"""Leftover modules below this many elements share one unit: a fetch of a few KiB is all latency."""
+
+UnitChoice = Sequence["str | type[nn.Module] | nn.Module"]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter, under the first name it has in the model."""
+
+    name: str
+    aliases: tuple[str, ...]
+    """Its further names: a tied parameter has several."""
+    shape: tuple[int, ...]
+    numel: int
+    dtype: str
+    """The dtype the user gave it, without the "torch." prefix."""
+    trainable: bool
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """Parameters that move together."""
+
+    name: str
+    params: tuple[ParamSpec, ...]
+
+    @property
+    def numel(self) -> int:
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True)
+class HookPoint:
+    """A module whose forward needs these units (indices into `ModelSpec.units`)."""
+
+    module: str
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The units of a model in order of definition, and the modules that use them."""
+
+    units: tuple[UnitSpec, ...]
+    hook_points: tuple[HookPoint, ...]
+
+    @classmethod
+    def from_module(cls, root: nn.Module, units: UnitChoice | None = None) -> ModelSpec:
+        """Read `root`; `units` names the unit modules (names, classes or modules), else they are found.
+
+        Raises ConfigError when a named unit is not in the model or the model has no parameter.
+        """
+        anchors = _resolve(root, units) if units is not None else find_units(root)
+        specs = _param_specs(root)
+        if not specs:
+            raise ConfigError("the model has no parameter to offload")
+        owner = {name: _anchor_of(name, anchors) for name in specs}
+        groups: dict[str, list[str]] = {}
+        for name in specs:
+            groups.setdefault(owner[name] or _leftover_group(root, name, owner), []).append(name)
+        built = tuple(UnitSpec(key, tuple(specs[n] for n in names)) for key, names in groups.items())
+        return cls(built, _hook_points(root, anchors, built))
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+
+def find_units(root: nn.Module) -> tuple[str, ...]:
+    """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential."""
+    return tuple(_repeated_blocks(root, ""))
+
+
+def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
+    children = dict(module.named_children())
+    repeated: set[type[nn.Module]] = set()
+    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        counts = Counter(type(child) for child in children.values() if any(True for _ in child.parameters()))
+        repeated = {kind for kind, count in counts.items() if count > 1}
+    for name, child in children.items():
+        path = f"{prefix}{name}"
+        if type(child) in repeated:
+            yield path
+        else:
+            yield from _repeated_blocks(child, f"{path}.")
+
+
+def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
+    modules = dict(root.named_modules())
+    names: dict[str, None] = {}
+    problems: list[str] = []
+    for unit in units:
+        if isinstance(unit, str):
+            found = [unit] if unit in modules else []
+        elif isinstance(unit, type):
+            found = [name for name, module in modules.items() if isinstance(module, unit)]
+        else:
+            found = [name for name, module in modules.items() if module is unit]
+        if not found:
+            problems.append(f"units: {unit!r} is no module of this {type(root).__name__}")
+        names.update(dict.fromkeys(found))
+    if problems:
+        raise ConfigError("\n".join([*problems, "names are those of model.named_modules()"]))
+    return tuple(name for name in modules if name in names)
+
+
+def _param_specs(root: nn.Module) -> dict[str, ParamSpec]:
+    """Parameters by first name, in order of definition; ties are one entry with aliases."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        tensors[id(param)] = param
+    return {
+        all_names[0]: ParamSpec(
+            name=all_names[0],
+            aliases=tuple(all_names[1:]),
+            shape=tuple(tensors[key].shape),
+            numel=tensors[key].numel(),
+            dtype=str(tensors[key].dtype).removeprefix("torch."),
+            trainable=tensors[key].requires_grad,
+        )
+        for key, all_names in names.items()
+    }
+
+
+def _anchor_of(param_name: str, anchors: Sequence[str]) -> str | None:
+    """The innermost unit module that holds the parameter, or None for a leftover."""
+    inside = [a for a in anchors if a == "" or param_name.startswith(f"{a}.")]
+    return max(inside, key=len) if inside else None
+
+
+def _leftover_group(root: nn.Module, param_name: str, owner: dict[str, str | None]) -> str:
+    """Large leftover modules are units of their own; the small ones share one."""
+    module_name = param_name.rpartition(".")[0]
+    own = root.get_submodule(module_name)
+    numel = sum(
+        param.numel()
+        for name, param in own.named_parameters(prefix=module_name, recurse=False)
+        if owner.get(name, "") is None
+    )
+    return (module_name or "(root)") if numel >= SMALL_NUMEL else "(small)"
+
+
+def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSpec]) -> tuple[HookPoint, ...]:
+    """Every unit module, and outside of them every module that holds a parameter directly."""
+    unit_of = {name: i for i, unit in enumerate(units) for p in unit.params for name in (p.name, *p.aliases)}
+    needed: dict[str, dict[int, None]] = {}
+    for name, index in unit_of.items():
+        point = _anchor_of(name, anchors)
+        needed.setdefault(name.rpartition(".")[0] if point is None else point, {})[index] = None
+    order = [name for name, _ in root.named_modules() if name in needed]
+    return tuple(HookPoint(name, tuple(sorted(needed[name]))) for name in order)

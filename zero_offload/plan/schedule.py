@@ -1,0 +1,60 @@
+"""When to fetch and what to evict, from a trace: pure questions, no clock, no memory.
+
+`FetchSchedule` follows a cycle as it happens against the trace of the last cycle of its kind. While the two
+agree, the next use of every unit is known: fetch what comes next, evict what comes last (Belady 1966). A
+use that was not predicted moves nothing; the position catches up at the next agreement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from zero_offload.plan.trace import NEVER, AccessTrace
+
+
+class FetchSchedule:
+    """Position in the predicted cycle, and the cycle recorded so far."""
+
+    def __init__(self) -> None:
+        self.trace = AccessTrace()
+        self.position = 0
+        self.num_departures = 0
+        """Uses in this cycle that the trace did not predict."""
+        self._recorded: list[int] = []
+        self._known: dict[str, AccessTrace] = {}
+        self._kind = ""
+
+    def begin_cycle(self, kind: str) -> None:
+        """A cycle of this kind starts; the previous one becomes the prediction for its own kind."""
+        if self._recorded:
+            self._known[self._kind] = AccessTrace(tuple(self._recorded))
+        self._kind, self._recorded = kind, []
+        self.trace = self._known.get(kind, AccessTrace())
+        self.position = self.num_departures = 0
+
+    def used(self, unit: int) -> None:
+        """Record a use and move on to behind it."""
+        self._recorded.append(unit)
+        found = self.trace.next_use(unit, self.position)
+        if found == NEVER:
+            self.num_departures += 1
+        else:
+            self.position = found + 1
+
+    def next_use(self, unit: int) -> int:
+        return self.trace.next_use(unit, self.position)
+
+    def upcoming(self) -> Iterator[int]:
+        return self.trace.upcoming(self.position)
+
+    def victim(self, candidates: Iterable[int], later_than: int = -1) -> int | None:
+        """The candidate whose next use is the furthest, if that is later than `later_than`."""
+        best = max(candidates, key=self.next_use, default=None)
+        return best if best is not None and self.next_use(best) > later_than else None
+
+    def first_uses(self, kind: str, num_units: int) -> tuple[int, ...]:
+        """Units in the order in which a cycle of this kind first needs them."""
+        trace = self._known.get(kind, AccessTrace())
+        if self._kind == kind and not trace.uses:
+            trace = AccessTrace(tuple(self._recorded))
+        return trace.first_uses(num_units)

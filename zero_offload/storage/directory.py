@@ -1,0 +1,383 @@
+"""The directory one run keeps its files in: locked, private, and only ever touched by descriptor.
+
+Owns the lock, the permission checks, preallocation and removal. Never reads or writes the bytes of a data
+file (a file engine does that on `DataFile.fd`), and never removes a name it was not given. The calls in
+order: `RunDirectory.open` (the other ranks of a run `join`), then `create_file`, `create_scratch` or
+`open_file` for each `DataFile`, `remove`, `close`. Every access is relative to the directory's descriptor,
+so a directory that is renamed or replaced meanwhile cannot redirect a write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
+from zero_offload.types import format_bytes
+
+LOCK_NAME = "LOCK"
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+class Caching(Enum):
+    """Whether transfers pass through the page cache."""
+
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+
+
+@contextlib.contextmanager
+def naming_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot {action} {path}: {error.strerror} (errno {error.errno}); "
+            "check the disk and its permissions, or choose another directory with nvme="
+        ) from error
+
+
+@dataclass
+class DataFile:
+    """One open, preallocated file; `caching` is what the file system granted, not what was asked."""
+
+    fd: int
+    path: Path
+    nbytes: int
+    caching: Caching
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve blocks up to `nbytes`; without the space, CapacityError and the old size."""
+        if nbytes <= self.nbytes:
+            return
+        with naming_errors("reserve space for", self.path):
+            self._reserve(nbytes)
+
+    def _reserve(self, nbytes: int) -> None:
+        usage = os.fstatvfs(self.fd)
+        free_bytes = usage.f_bavail * usage.f_frsize
+        missing_bytes = nbytes - self.nbytes
+        # Asked first: some file systems fill the disk to the brim before they refuse.
+        if missing_bytes > free_bytes:
+            raise self._no_space(missing_bytes, free_bytes)
+        try:
+            os.posix_fallocate(self.fd, self.nbytes, missing_bytes)
+        except OSError as error:
+            os.ftruncate(self.fd, self.nbytes)
+            if error.errno in _NO_SPACE:
+                raise self._no_space(missing_bytes, free_bytes) from error
+            raise
+        self.nbytes = nbytes
+
+    def _no_space(self, missing_bytes: int, free_bytes: int) -> CapacityError:
+        return CapacityError(
+            f"disk space: {self.path} needs {format_bytes(missing_bytes)} more, "
+            f"{format_bytes(free_bytes)} are free; free some, choose another disk with nvme=, "
+            "or keep more on the CPU, for example optimizer='cpu'"
+        )
+
+    def sync(self) -> None:
+        """Return once every completed write is on the medium."""
+        with naming_errors("flush", self.path):
+            os.fdatasync(self.fd)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class RunDirectory:
+    """An open, locked directory; use `open`, not the constructor."""
+
+    def __init__(self, path: Path, dir_fd: int, lock_fd: int) -> None:
+        self.path = path
+        self._dir_fd = dir_fd
+        self._lock_fd = lock_fd
+        os.register_at_fork(after_in_child=_closer_in_child(weakref.ref(self)))
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """Create the directory if need be, check that it is private and lock it."""
+        path = Path(path).absolute()
+        _make_private(path)
+        return cls._lock_with(_take_lock, path)
+
+    @classmethod
+    def join(cls, path: str | Path) -> RunDirectory:
+        """Open a directory that rank 0 of this run has opened; it stays locked until every rank is gone."""
+        return cls._lock_with(_share_lock, Path(path).absolute())
+
+    @classmethod
+    def _lock_with(cls, lock: Callable[[Path, int], int], path: Path) -> RunDirectory:
+        with naming_errors("open", path):
+            dir_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            check_private(path, os.fstat(dir_fd))
+            return cls(path, dir_fd, lock(path, dir_fd))
+        except BaseException:
+            os.close(dir_fd)
+            raise
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def dir_fd(self) -> int:
+        """Descriptor for calls that take `dir_fd=`; raises once closed, in a forked child too."""
+        if self._dir_fd < 0:
+            raise StorageError(f"{self.path} is closed in process {os.getpid()}; open it again")
+        return self._dir_fd
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes this user may still write to the file system."""
+        with naming_errors("measure", self.path):
+            usage = os.fstatvfs(self.dir_fd)
+        return usage.f_bavail * usage.f_frsize
+
+    def path_of(self, name: str) -> Path:
+        """The path of a file of ours; a name that could leave the directory is refused."""
+        if not _NAME.fullmatch(name):
+            raise StorageError(f"{name!r} is no name of a file in {self.path}; names match {_NAME.pattern}")
+        return self.path / name
+
+    def names(self) -> list[str]:
+        """Names present, sorted, without the lock."""
+        with naming_errors("list", self.path):
+            return sorted(name for name in os.listdir(self.dir_fd) if name != LOCK_NAME)
+
+    def create_file(self, name: str, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:
+        """A new file of `nbytes` reserved bytes; nothing stays behind when they cannot be had."""
+        path = self.path_of(name)
+        with naming_errors("create", path):
+            fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.dir_fd)
+        try:
+            return _prepare(fd, path, nbytes, caching)
+        except BaseException:
+            os.unlink(name, dir_fd=self.dir_fd)
+            raise
+
+    def create_scratch(self, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:
+        """A file without a name: the kernel frees it with its last descriptor, even after kill -9."""
+        path = self.path / "(scratch)"
+        with naming_errors("create", path):
+            return _prepare(self._open_unnamed(), path, nbytes, caching)
+
+    def _open_unnamed(self) -> int:
+        try:
+            return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self.dir_fd)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+        name = f"scratch-{os.getpid()}-{time.monotonic_ns()}"
+        fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.dir_fd)
+        os.unlink(name, dir_fd=self.dir_fd)
+        return fd
+
+    def open_file(self, name: str, nbytes: int | None = None, caching: Caching = Caching.DIRECT) -> DataFile:
+        """An existing file of ours; another size than the `nbytes` expected is an IntegrityError."""
+        path = self.path_of(name)
+        with naming_errors("open", path):
+            fd = os.open(name, _OPEN_FLAGS, dir_fd=self.dir_fd)
+        try:
+            info = os.fstat(fd)
+            _check_ours(path, info)
+            if nbytes is not None and info.st_size != nbytes:
+                raise IntegrityError(
+                    f"{path} has {info.st_size} bytes, its manifest says {nbytes}; "
+                    "load a checkpoint, or start over with existing='discard'"
+                )
+            return DataFile(fd, path, info.st_size, _grant(fd, caching))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def remove(self, names: Iterable[str]) -> int:
+        """Delete the named files and return the bytes freed; missing ones are skipped.
+
+        All names are checked first: one that is a link, a directory or not ours, and nothing is deleted.
+        """
+        found = {}
+        for name in names:
+            path = self.path_of(name)
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = os.stat(name, dir_fd=self.dir_fd, follow_symlinks=False)
+                _check_ours(path, found[name])
+        for name in found:
+            with naming_errors("delete", self.path / name):
+                os.unlink(name, dir_fd=self.dir_fd)
+        return sum(info.st_blocks * 512 for info in found.values())
+
+    def sync(self) -> None:
+        """Return once the directory's names (creations, renames, removals) are on the medium."""
+        with naming_errors("flush", self.path):
+            os.fsync(self.dir_fd)
+
+    def close(self) -> None:
+        """Release the lock; the directory and its files stay."""
+        if self._lock_fd >= 0:
+            # Explicitly: a descriptor that leaked into another process would keep the lock alive.
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+        self._close_descriptors()
+
+    def close_and_remove(self) -> bool:
+        """Close; delete the directory too when nothing but the lock is left in it."""
+        empty = not self.names()
+        if empty:
+            with naming_errors("delete", self.path):
+                os.unlink(LOCK_NAME, dir_fd=self.dir_fd)
+                self.path.rmdir()
+        self.close()
+        return empty
+
+    def _close_descriptors(self) -> None:
+        for fd in (self._lock_fd, self._dir_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._lock_fd = self._dir_fd = -1
+
+
+def _closer_in_child(reference: weakref.ref[RunDirectory]) -> Callable[[], None]:
+    """Closing, not unlocking: a forked worker that outlives a killed run must not hold its lock."""
+
+    def close_in_child() -> None:
+        directory = reference()
+        if directory is not None:
+            directory._close_descriptors()
+
+    return close_in_child
+
+
+def _make_private(path: Path) -> None:
+    with naming_errors("create", path):
+        for missing in reversed([each for each in (path, *path.parents) if not os.path.lexists(each)]):
+            missing.mkdir(0o700, exist_ok=True)
+        check_private(path, path.lstat())
+
+
+def check_private(path: Path, info: os.stat_result) -> None:
+    """Raise unless `info`, the status of `path` itself, is a directory that only this user can write."""
+    if stat.S_ISLNK(info.st_mode):
+        raise StorageError(
+            f"{path} is a symbolic link; give the directory it points to: {os.path.realpath(path)}"
+        )
+    if not stat.S_ISDIR(info.st_mode):
+        raise ConfigError(f"{path} is a file, not a directory; give a directory of its own to the run")
+    if info.st_uid != os.geteuid():
+        raise StorageError(
+            f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()} who runs this; "
+            "choose a directory of your own"
+        )
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StorageError(
+            f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); type: chmod 700 {path}"
+        )
+
+
+def _check_ours(path: Path, info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise StorageError(
+            f"{path} is not a regular file; it was not made by zero_offload and stays untouched"
+        )
+    if info.st_nlink != 1:
+        raise StorageError(
+            f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead"
+        )
+
+
+def _take_lock(path: Path, dir_fd: int) -> int:
+    lock_path = path / LOCK_NAME
+    with naming_errors("write", lock_path):
+        fd = os.open(LOCK_NAME, _OPEN_FLAGS | os.O_CREAT, 0o600, dir_fd=dir_fd)
+    try:
+        with naming_errors("lock", lock_path):
+            if not _try_lock(fd, fcntl.LOCK_EX):
+                raise LockError(_describe_holder(path, fd))
+            if os.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
+                raise LockError(f"{path} was being deleted; try again")
+            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, holder.encode() + b"\n", 0)
+            # Held shared from here on, so that other ranks can join; a new run asks for it alone.
+            if not _try_lock(fd, fcntl.LOCK_SH):
+                raise LockError(_describe_holder(path, fd))
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _share_lock(path: Path, dir_fd: int) -> int:
+    with naming_errors("join", path):
+        fd = os.open(LOCK_NAME, _OPEN_FLAGS, dir_fd=dir_fd)
+    try:
+        with naming_errors("join", path):
+            if _try_lock(fd, fcntl.LOCK_EX):
+                raise StorageError(f"{path} is held by no run; its rank 0 has to open it before others join")
+            if not _try_lock(fd, fcntl.LOCK_SH):
+                raise LockError(_describe_holder(path, fd))
+        return fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _describe_holder(path: Path, fd: int) -> str:
+    try:
+        holder = json.loads(os.pread(fd, 4096, 0))
+        who = f"process {holder['pid']} on {holder['host']} since {holder['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = "another process"  # it took the lock and has not written its name yet
+    return f"{path} is in use by {who}; wait for that run to end, stop it, or choose another directory"
+
+
+def _prepare(fd: int, path: Path, nbytes: int, caching: Caching) -> DataFile:
+    try:
+        file = DataFile(fd, path, 0, _grant(fd, caching))
+        file.grow(nbytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    return file
+
+
+def _grant(fd: int, caching: Caching) -> Caching:
+    """Ask for O_DIRECT on the open file: asked for at creation, a refusal would leave the file behind."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if caching is Caching.DIRECT else 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return Caching.BUFFERED
+    return caching

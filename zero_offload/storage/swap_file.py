@@ -1,0 +1,201 @@
+"""One rank's bytes on disk: extents in preallocated files, one file per directory.
+
+Owns the map from an extent's blocks to (file, offset) and each block's checksum; never knows what the bytes
+mean. An extent's table is what the file engine reads: a write stores the block's checksum in it, a read
+is verified against it, and a manifest is a copy of it. Blocks go round the directories in turn, so
+several drives work at once. The calls in order: `allocate` every extent, `create` (or `open_existing`),
+`read` / `write` and `Transfer.wait`, `sync`, `close`.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_offload.errors import IntegrityError
+from zero_offload.storage.directory import DataFile, RunDirectory
+from zero_offload.storage.engine import BLOCK_DTYPE, FileEngine, Ticket, Urgency
+
+BlockTable = npt.NDArray[np.void]
+SECTOR = 4096
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Blocks that hold one array; `blocks` has a row of `BLOCK_DTYPE` each, checksums included."""
+
+    name: str
+    blocks: BlockTable
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.blocks["nbytes"].sum())
+
+
+class Transfer:
+    """Blocks on their way; any thread may wait, any number of times, and each sees the same outcome."""
+
+    def __init__(self, engine: FileEngine, ticket: Ticket) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._lock = threading.Lock()
+        self._finished = False
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived. Raises StorageError or IntegrityError."""
+        with self._lock:
+            if not self._finished:
+                try:
+                    self._engine.wait(self._ticket)
+                except Exception as error:
+                    self._error = error
+                self._finished = True
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        if not self._lock.acquire(blocking=False):
+            return False  # someone is waiting; the engine forgets a ticket once it was waited for
+        try:
+            return self._finished or self._engine.done(self._ticket)
+        finally:
+            self._lock.release()
+
+
+class SwapFile:
+    """The extents of one rank in one or several directories."""
+
+    def __init__(self, directories: Sequence[RunDirectory], name: str, engine: FileEngine, seed: int) -> None:
+        self._directories = tuple(directories)
+        self._name = name
+        self._engine = engine
+        self._seed = seed
+        self._sizes = [0] * len(self._directories)
+        self._files: list[DataFile] = []
+        self._extents: list[Extent] = []
+        # Rows name the directory until the files are open, then the descriptor.
+        self._directory_of_block: list[npt.NDArray[np.int32]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of the file in each directory."""
+        return tuple(self._sizes)
+
+    def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
+        """Plan an extent of blocks of these sizes (bytes, whole sectors). After `create` the files grow."""
+        table = np.zeros(len(block_sizes), dtype=BLOCK_DTYPE)
+        places = np.zeros(len(block_sizes), dtype=np.int32)
+        for i, nbytes in enumerate(block_sizes):
+            assert nbytes % SECTOR == 0
+            place = (len(self._extents) + i) % len(self._directories)
+            table[i]["offset"] = self._sizes[place]
+            table[i]["nbytes"] = nbytes
+            # A block of another run, extent or position fails its checksum even where its bytes are valid.
+            table[i]["seed"] = _mix(self._seed, zlib.crc32(name.encode()), i)
+            places[i] = place
+            self._sizes[place] += nbytes
+        extent = Extent(name, table)
+        self._extents.append(extent)
+        self._directory_of_block.append(places)
+        if self._files:
+            for file, size in zip(self._files, self._sizes, strict=True):
+                file.grow(size)
+            self._bind(extent, places)
+        return extent
+
+    def create(self) -> None:
+        """Preallocate the files. Raises CapacityError when a directory is too small."""
+        self._open([d.create_file(self._name, max(size, SECTOR)) for d, size in self._pairs()])
+
+    def create_scratch(self) -> None:
+        """The same in files without a name: they vanish with the process."""
+        self._open([d.create_scratch(max(size, SECTOR)) for d, size in self._pairs()])
+
+    def open_existing(self) -> None:
+        """Open the files of an earlier run. Raises IntegrityError when one is shorter than the plan."""
+        files = [directory.open_file(self._name) for directory in self._directories]
+        for file, size in zip(files, self._sizes, strict=True):
+            if file.nbytes < size:
+                raise IntegrityError(
+                    f"{file.path} is truncated: {file.nbytes} bytes of {size}. Restore the file, "
+                    "load a checkpoint, or start over with existing='discard'"
+                )
+        # An earlier run may have grown its files; what it added is not given out twice.
+        self._sizes = [file.nbytes for file in files]
+        self._open(files)
+
+    def read(
+        self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL
+    ) -> Transfer:
+        """Launch the read of some blocks to consecutive memory; verified against their checksums."""
+        return Transfer(self._engine, self._engine.read(extent.blocks[rows], address, urgency))
+
+    def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
+        """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
+        return Transfer(self._engine, self._engine.write(extent.blocks[rows], address))
+
+    def sync(self) -> None:
+        """Make every completed write survive power loss. An error is final: a retry would lie."""
+        for file in self._files:
+            file.sync()
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def _pairs(self) -> list[tuple[RunDirectory, int]]:
+        return list(zip(self._directories, self._sizes, strict=True))
+
+    def _open(self, files: list[DataFile]) -> None:
+        self._files = files
+        for file in files:
+            self._engine.name_file(file.fd, str(file.path))
+        for extent, places in zip(self._extents, self._directory_of_block, strict=True):
+            self._bind(extent, places)
+
+    def _bind(self, extent: Extent, places: npt.NDArray[np.int32]) -> None:
+        extent.blocks["fd"] = np.asarray([file.fd for file in self._files], dtype=np.int32)[places]
+
+
+def extent_record(extent: Extent) -> dict[str, list[int]]:
+    """What a manifest keeps of an extent: where each block is and its checksum."""
+    return {key: [int(value) for value in extent.blocks[key]] for key in ("offset", "crc")}
+
+
+def restore_extent(extent: Extent, record: Any) -> None:
+    """Take a manifest's record. Raises IntegrityError unless it fits the extent."""
+    for key, limit in (("offset", 2**63), ("crc", 2**32)):
+        values = record.get(key) if isinstance(record, dict) else None
+        valid = isinstance(values, list) and len(values) == len(extent.blocks)
+        if not valid or not all(type(value) is int and 0 <= value < limit for value in values or ()):
+            raise IntegrityError(
+                f"the manifest's {key} list of {extent.name} is not {len(extent.blocks)} valid numbers; "
+                "load a checkpoint, or start over with existing='discard'"
+            )
+        extent.blocks[key] = values
+
+
+def _mix(*words: int) -> int:
+    """Spread a few integers over 32 bits (FNV-1a over their 64-bit forms)."""
+    value = 0x811C9DC5
+    for word in words:
+        for byte in word.to_bytes(8, "little"):
+            value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return value
