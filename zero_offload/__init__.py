@@ -1,0 +1,47 @@
+"""zero_offload: train models that do not fit the device, exactly.
+
+ZeRO partitioning with parameters, gradients and optimizer states on device, CPU memory or NVMe.
+    model = zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="nvme", nvme="/mnt/nvme0/run1"))
+    optimizer = zo.AdamW(model.parameters(), lr=3e-4)
+Everything else is a plain PyTorch loop; README.md shows it.
+"""
+
+from zero_offload.api import Resumed, clip_grad_norm_, close, commit, resume, stats
+from zero_offload.config import OffloadConfig, Precision
+from zero_offload.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    IntegrityError,
+    LockError,
+    NonFiniteError,
+    StorageError,
+    ZeroOffloadError,
+)
+from zero_offload.offload import offload
+from zero_offload.optim.adamw import AdamW
+from zero_offload.telemetry.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdamW",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "IntegrityError",
+    "LockError",
+    "NonFiniteError",
+    "OffloadConfig",
+    "Precision",
+    "Resumed",
+    "Stats",
+    "StorageError",
+    "ZeroOffloadError",
+    "clip_grad_norm_",
+    "close",
+    "commit",
+    "offload",
+    "resume",
+    "stats",
+]

@@ -1,0 +1,107 @@
+"""The public functions that work on an offloaded model. Each finds the model's runtime and asks it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.checkpoint.rng import capture_rng, restore_rng
+from zero_offload.errors import CheckpointError, ConfigError
+from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.optim.adamw import restore_groups
+from zero_offload.shards.registry import owner_of
+from zero_offload.telemetry.stats import Stats
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on."""
+
+    step: int
+    """Optimizer steps that are in the states."""
+    extra: Any
+    """What `commit` was given; None when the step was committed without it."""
+    committed_at: str
+
+
+def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> OffloadedModel | None:
+    """The runtime of the first offloaded parameter, or None."""
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    for param in params:
+        owner = owner_of(param)
+        if isinstance(owner, OffloadedModel):
+            return owner
+    return None
+
+
+def _need_runtime(model: nn.Module, call: str) -> OffloadedModel:
+    owner = runtime_of(model)
+    if owner is None:
+        raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
+    return owner
+
+
+def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Clip by the global 2-norm; returns the norm, fp32 scalar. As torch.nn.utils.clip_grad_norm_.
+
+    On an offloaded model the gradients are not touched: the next `step` multiplies by the clip factor in its
+    one pass. A model that is not offloaded goes to torch's function.
+    """
+    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+    owner = runtime_of(params)
+    if owner is None:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    if not max_norm > 0:
+        raise ConfigError(f"max_norm={max_norm} is not positive")
+    return owner.clip_grad_norm(float(max_norm))
+
+
+def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
+    """Let the state after the last `step` become the next generation, when one is due; returns at once.
+
+    Random number generators are taken now. `extra` is any JSON value: scheduler state, data position, ...
+    Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
+    """
+    owner = _need_runtime(model, "zo.commit")
+    try:
+        extra = json.loads(json.dumps(extra, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"extra= of zo.commit is not JSON: {error}; pass plain numbers, texts, lists, dicts") from error
+    owner.commit(capture_rng, extra)
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
+    """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
+
+    Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
+    number generators, and returns the step and `extra`. Raises CheckpointError when the optimizer differs.
+    """
+    owner = _need_runtime(model, "zo.resume")
+    keeper = owner.parts.keeper
+    if keeper is None or keeper.found is None:
+        return None
+    found = keeper.found
+    where = f"the generation of step {found.step}"
+    restore_groups(optimizer, found.payload.get("optimizer", []), where)
+    rng = keeper.rank_payload().get("rng")
+    if rng is not None:
+        restore_rng(rng)
+    return Resumed(found.step, found.payload.get("extra"), found.committed_at)
+
+
+def stats(model: nn.Module) -> Stats:
+    """Figures of the last step: bytes per tier, stalls, peak memory."""
+    return _need_runtime(model, "zo.stats").stats()
+
+
+def close(model: nn.Module) -> None:
+    """Finish updates and the generation that is due, and release files and locks; the model is then of no use.
+
+    At exit this happens by itself.
+    """
+    _need_runtime(model, "zo.close").close()

@@ -1,0 +1,119 @@
+"""What a generation says in its manifests: the words shared by writing, resuming and loading.
+
+`generation.json` is the commit point: it names the step, the ranks' manifests with their digests, the model's
+fingerprint and the optimizer's scalars. A rank's manifest says for every section which slot holds it, and
+for each component where its blocks are and their checksums. Sizes and names are checked before use; nothing
+in these files is ever executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zero_offload.errors import CheckpointError, IntegrityError
+from zero_offload.plan.layout import ShardLayout
+
+GENERATION_NAME = "generation.json"
+RUN_NAME = "run.json"
+
+
+def rank_manifest_name(rank: int, generation: int) -> str:
+    """Two names per rank in turn: the one that the committed generation names is never replaced."""
+    return f"rank{rank}-{generation % 2}.json"
+
+
+def swap_file_name(rank: int) -> str:
+    return f"rank{rank}.swap"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """All of a commit but the tensors; JSON values, taken on the control thread at the step's end."""
+
+    step: int
+    param_steps: dict[str, int]
+    """Updates each parameter has had, by name."""
+    optimizer: list[dict[str, Any]]
+    """Param groups: hyperparameters and parameter names."""
+    rng: dict[str, Any] | None
+    """Random number generators of this rank; None when `commit` was not called for this step."""
+    extra: Any
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A committed generation as read back."""
+
+    run_id: str
+    number: int
+    step: int
+    world_size: int
+    num_shards: int
+    committed_at: str
+    payload: Mapping[str, Any]
+
+    @classmethod
+    def parse(cls, payload: Mapping[str, Any]) -> Generation:
+        """Raises IntegrityError when a field is missing or of the wrong type."""
+        fields = {
+            "run_id": str,
+            "number": int,
+            "step": int,
+            "world_size": int,
+            "num_shards": int,
+            "committed_at": str,
+        }
+        values = {}
+        for name, kind in fields.items():
+            if type(payload.get(name)) is not kind:
+                raise IntegrityError(f"{GENERATION_NAME} has no valid {name}; load a checkpoint instead")
+            values[name] = payload[name]
+        return cls(**values, payload=payload)
+
+
+def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
+    """What must agree before a byte of a generation is believed: every parameter, in order."""
+    return [
+        {
+            "name": piece.spec.name,
+            "shape": list(piece.spec.shape),
+            "dtype": str(section.dtype).removeprefix("torch."),
+            "trainable": section.trainable,
+            "section": section.index,
+            "begin": piece.begin,
+        }
+        for section in layout.sections
+        for piece in section.params
+    ]
+
+
+def check_fingerprint(saved: Any, layout: ShardLayout, where: str) -> None:
+    """Raise CheckpointError naming the first difference."""
+    here = fingerprint(layout)
+    if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):
+        raise IntegrityError(f"{where}: the list of parameters is damaged")
+    for there, mine in zip(saved, here, strict=False):
+        different = [key for key in mine if there.get(key) != mine[key]]
+        if different:
+            key = different[0]
+            raise CheckpointError(
+                f"{where} holds another model: its parameter {there.get('name')!r} has "
+                f"{key}={there.get(key)!r}, this model's {mine['name']!r} has {key}={mine[key]!r}. "
+                "Build the same model with the same precision and units, or use another directory"
+            )
+    if len(saved) != len(here):
+        raise CheckpointError(
+            f"{where} holds another model: {len(saved)} parameters, this model has {len(here)}. "
+            "Build the same model, or use another directory"
+        )
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise IntegrityError(f"a manifest names the dtype {name!r}, which does not exist")
+    return dtype

@@ -1,0 +1,126 @@
+"""`zero-offload clean RUNDIR`: delete a run's files, and nothing else.
+
+Owns which files belong to a run: those named by `files.json` in the run directory and by the manifests in
+its NVMe directories. Anything else stays and is listed. Refuses a directory that a run has locked.
+Calls: `add_parser`, then `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.manifest import read_manifest
+from zero_offload.types import format_bytes
+
+RUN_FILE, FILES_FILE = "run.json", "files.json"
+NVME_SETTING = "offload.nvme"
+
+
+@dataclass(frozen=True)
+class Cleaned:
+    """What became of one directory."""
+
+    path: str
+    freed_bytes: int
+    deleted: tuple[str, ...]
+    left: tuple[str, ...]
+    """Names that no manifest of the run lists."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "clean",
+        help="delete a run's files by manifest",
+        description="Delete the files of a run: only those that its manifests name.",
+    )
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUNDIR", help="run directory, or directory of the NVMe tier"
+    )
+    parser.add_argument("--json", action="store_true", help="print what was deleted as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    results = clean(args.run_dir.expanduser())
+    if args.json:
+        print(json.dumps({"directories": [asdict(result) for result in results]}, indent=2))
+        return 0
+    for result in results:
+        print(f"{result.path}: freed {format_bytes(result.freed_bytes)} in {len(result.deleted)} files")
+        for name in result.left:
+            print(f"  left {name}: no manifest names it")
+    return 0
+
+
+def clean(run_dir: Path) -> list[Cleaned]:
+    """Delete the run's files and the directories that are then empty."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir} is no directory; give the run directory that `train` wrote")
+    with contextlib.ExitStack() as locks:
+        # Everything is locked and read before anything is deleted; the tier goes first, so that an
+        # interrupted clean can still find it through the run directory.
+        home = locks.enter_context(RunDirectory.open(run_dir))
+        tier = [locks.enter_context(RunDirectory.open(path)) for path in _tier_paths(home)]
+        # The manifests of a striped tier lie in one directory and name the files of all.
+        tier_names = {name for directory in (*tier, home) for name in _manifest_names(directory)}
+        home_names = tier_names if not tier else set(_manifest_names(home))
+        home_names |= set(_strings(_read_object(home.path / FILES_FILE).get("files")))
+        if not tier_names | home_names:
+            raise ConfigError(f"{run_dir} holds neither {FILES_FILE} nor a manifest; give a run directory")
+        return [*(_delete(directory, tier_names) for directory in tier), _delete(home, home_names)]
+
+
+def _tier_paths(home: RunDirectory) -> list[Path]:
+    """The other directories of the run, as it recorded them, as far as they still exist."""
+    identity = _read_object(home.path / RUN_FILE).get("identity")
+    recorded = _strings(identity.get(NVME_SETTING)) if isinstance(identity, dict) else []
+    for payload in _manifests(home).values():
+        recorded += _strings(payload.get("directories"))
+    paths = dict.fromkeys(Path(path).absolute() for path in recorded)
+    return [path for path in paths if path.is_dir() and not path.samefile(home.path)]
+
+
+def _manifests(directory: RunDirectory) -> dict[str, dict[str, Any]]:
+    """The payloads of the directory's manifests; what is not ours, or is damaged, is passed over."""
+    found = {}
+    for name in directory.names():
+        if name.endswith(".json"):
+            with contextlib.suppress(ZeroOffloadError):
+                found[name] = read_manifest(directory, name) or {}
+    return found
+
+
+def _manifest_names(directory: RunDirectory) -> Iterator[str]:
+    for manifest, payload in _manifests(directory).items():
+        for name in (manifest, *_strings(payload.get("files"))):
+            yield name
+            if name.endswith(".json"):
+                yield f"{name}.tmp"  # a crash can leave the one being written
+
+
+def _strings(value: object) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _delete(directory: RunDirectory, names: set[str]) -> Cleaned:
+    present = tuple(name for name in directory.names() if name in names)
+    freed_bytes = directory.remove(sorted(names))
+    left = tuple(directory.names())
+    directory.close_and_remove()
+    return Cleaned(str(directory.path), freed_bytes, present, left)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,199 @@
+"""`zero-offload doctor`: what this machine has, and a fix for every problem.
+
+Owns what counts as a problem. Never changes the machine. Calls: `add_parser`, `run`; `examine` gives the
+checks as values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from zero_offload import probe
+from zero_offload.errors import CapacityError, ZeroOffloadError
+from zero_offload.storage.directory import check_private
+from zero_offload.types import GIB, format_bytes
+
+PYTHON_MIN = (3, 11)
+TORCH_MIN = (2, 10)
+MEMORY_MIN_BYTES = 2 * GIB
+DISK_MIN_BYTES = 10 * GIB
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "fuse.sshfs")
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class Status(StrEnum):
+    """How a check went."""
+
+    OKAY = "OKAY"
+    WARNING = "WARNING"  # it works, but slower or with less
+    FAIL = "FAIL"  # it does not work
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report; `fix` is what to type, empty when all is well."""
+
+    name: str
+    status: Status
+    detail: str
+    fix: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "doctor",
+        help="what this machine has, and a fix per problem",
+        description="Check this machine. Exit code 3 when something does not work.",
+    )
+    parser.add_argument(
+        "--nvme", nargs="+", type=Path, default=[], metavar="DIR", help="directories to check"
+    )
+    parser.add_argument("--json", action="store_true", help="print the checks as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    checks = examine(args.nvme)
+    works = all(check.status is not Status.FAIL for check in checks)
+    if args.json:
+        print(json.dumps({"ok": works, "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        for check in checks:
+            print(f"{f'[{check.status.value}]':<9} {check.name}: {check.detail}")
+            if check.fix:
+                print(f"{'':<9} fix: {check.fix}")
+    return 0 if works else CapacityError.exit_code
+
+
+def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
+    """Every check of this machine and of the given directories."""
+    checks = [_check_python(), _check_torch(), _check_native(), _check_compiler(), _check_cores()]
+    checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_device()]
+    for directory in nvme_dirs:
+        checks += _check_directory(directory.expanduser())
+    return tuple(checks)
+
+
+def _check_python() -> Check:
+    detail = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < PYTHON_MIN:
+        return Check("python", Status.FAIL, detail, "install Python 3.11 or newer")
+    return Check("python", Status.OKAY, detail)
+
+
+def _check_torch() -> Check:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("torch", Status.FAIL, "not installed", "pip install torch")
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MIN:
+        return Check("torch", Status.FAIL, f"{version} is too old", "pip install --upgrade torch")
+    return Check("torch", Status.OKAY, version)
+
+
+def _check_native() -> Check:
+    from zero_offload import native
+
+    try:
+        native.lib()
+    except ZeroOffloadError as error:
+        return Check("native library", Status.FAIL, str(error), "make native, or: pip install -e .")
+    return Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
+
+
+def _check_compiler() -> Check:
+    compiler = probe.find_compiler()
+    if compiler is None:
+        fix = "install g++ (for example: apt install g++), needed only to build from source"
+        return Check("compiler", Status.WARNING, "no C++ compiler", fix)
+    return Check("compiler", Status.OKAY, compiler)
+
+
+def _check_cores() -> Check:
+    cores = probe.count_cores()
+    return Check("cpu", Status.OKAY, f"{cores} of {os.cpu_count()} cores usable")
+
+
+def _check_memory() -> Check:
+    limit = min(probe.memory_limits(), key=lambda limit: limit.free_bytes)
+    detail = f"{format_bytes(limit.free_bytes)} available (limited by {limit.source})"
+    if limit.free_bytes < MEMORY_MIN_BYTES:
+        fix = "stop other programs, raise the limit, or place states on NVMe: optimizer='nvme', params='nvme'"
+        return Check("memory", Status.WARNING, detail, fix)
+    return Check("memory", Status.OKAY, detail)
+
+
+def _check_pinning() -> Check:
+    limit = probe.memlock_limit_bytes()
+    return Check("memlock", Status.OKAY, "unlimited" if limit is None else format_bytes(limit))
+
+
+def _check_huge_pages() -> Check:
+    mode = probe.huge_page_mode()
+    if mode in ("always", "madvise"):
+        return Check("huge pages", Status.OKAY, mode)
+    fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    return Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
+
+
+def _check_device() -> Check:
+    from zero_offload import device
+
+    return Check("device", Status.OKAY, device.describe_device())
+
+
+def _check_directory(path: Path) -> Iterator[Check]:
+    name = f"directory {path}"
+    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    try:
+        if existing == path.absolute():
+            check_private(path, path.lstat())
+    except ZeroOffloadError as error:
+        yield Check(
+            name, Status.FAIL, str(error), "name a directory of your own, or correct this one as it says"
+        )
+        return
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        fix = f"choose another directory, or give user {os.geteuid()} the right to write to {existing}"
+        yield Check(name, Status.FAIL, f"{existing} is not writable", fix)
+        return
+    yield Check(name, Status.OKAY, "writable" if existing == path.absolute() else "will be created")
+    yield _check_file_system(existing)
+    yield _check_direct_io(existing)
+    yield _check_space(path)
+
+
+def _check_file_system(existing: Path) -> Check:
+    kind = probe.file_system_type(existing)
+    if kind in _IN_MEMORY:
+        fix = "choose a directory on a disk; files here fill the memory they are meant to relieve"
+        return Check("file system", Status.WARNING, f"{kind} keeps files in memory", fix)
+    if kind in _REMOTE:
+        return Check(
+            "file system", Status.WARNING, f"{kind} is remote", "choose a directory on a local NVMe disk"
+        )
+    return Check("file system", Status.OKAY, kind)
+
+
+def _check_direct_io(existing: Path) -> Check:
+    if probe.supports_direct_io(existing):
+        return Check("direct I/O", Status.OKAY, "supported")
+    fix = "use a local ext4 or xfs disk; until then transfers pass through the page cache"
+    return Check("direct I/O", Status.WARNING, "not supported here", fix)
+
+
+def _check_space(path: Path) -> Check:
+    free_bytes = probe.nvme_free_bytes([path])
+    detail = f"{format_bytes(free_bytes)} free"
+    if free_bytes < DISK_MIN_BYTES:
+        return Check("disk space", Status.WARNING, detail, "free some, or choose a larger disk")
+    return Check("disk space", Status.OKAY, detail)

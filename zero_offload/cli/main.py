@@ -1,0 +1,47 @@
+"""The `zero-offload` command: one parser, one module per subcommand, one place that turns errors into codes.
+
+Never knows what a command does. Each module has `add_parser(subparsers)`, which sets `run` as its default,
+and `run(args) -> int`; heavy imports wait inside `run`, so `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from zero_offload.cli import clean, doctor, plan, report, train
+from zero_offload.errors import ZeroOffloadError
+
+INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+
+_EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capacity, 4 storage, 5 integrity,
+6 directory in use, 7 gradients not finite, 130 interrupted"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+    except ZeroOffloadError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="zero-offload",
+        description="Train models larger than the memory of this machine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (train, plan, doctor, report, clean):
+        command.add_parser(subparsers)
+    return parser

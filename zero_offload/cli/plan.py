@@ -1,0 +1,130 @@
+"""`zero-offload plan`: bytes per tier and kind of state, and whether they fit, before anything is allocated.
+
+Owns the flags and the printed form; the numbers are `zero_offload.plan`'s. Calls: `add_parser`, then `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from zero_offload.config import OffloadConfig
+from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.placement import assign_tiers, tier_budget, ways_to_fit
+from zero_offload.probe import probe_hardware
+from zero_offload.types import HardwareProfile, Tier
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
+_MULTIPLE = {"m": 10**6, "b": 10**9}
+BLOCKS_OF_A_COUNT = 32
+"""A model known by its size alone is planned as this many equal units."""
+
+_SETTINGS = {
+    "stage": "ZeRO stage: 0 or 3",
+    "params": "tier of the parameters: device, cpu, nvme or auto",
+    "grads": "tier of the gradients",
+    "optimizer": "tier of the optimizer states",
+    "precision": "bf16 or fp32",
+    "device_memory": "plan for a GPU with this memory, for example 24GiB (default: the CPU computes)",
+    "cpu_memory": "CPU memory of one rank, for example 48GiB",
+    "nvme_capacity": "disk space of one rank, for example 400GiB",
+    "durability": "commit, process or scratch",
+    "commit_every": "optimizer steps between generations",
+}
+_COUNTS = ("stage", "commit_every")
+_TIERS = ("params", "grads", "optimizer")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "plan",
+        help="will it fit: bytes per tier, SSD bytes per step",
+        description="Plan a run without starting it. Sizes that are given replace what this machine has. "
+        "Exit code 3 when the plan does not fit.",
+    )
+    parser.add_argument(
+        "--model", default="small", help="preset, or a number of parameters such as 8B or 350M"
+    )
+    parser.add_argument("--nvme", nargs="+", metavar="DIR", help="directories of the NVMe tier")
+    for name, text in _SETTINGS.items():
+        flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
+        parser.add_argument(flag, dest=name, help=text, type=int if name in _COUNTS else str)
+    parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    given = {name: getattr(args, name) for name in (*_SETTINGS, "nvme") if getattr(args, name) is not None}
+    config = OffloadConfig.from_dict(given)
+    if min(args.ranks, args.accumulate) < 1:
+        raise ConfigError(f"--ranks {args.ranks} --accumulate {args.accumulate}: both must be 1 or more")
+    numels = find_units(args.model)
+    units = measure_units(numels, config, args.ranks, args.accumulate)
+    hardware = _hardware_of_one_rank(config, args.ranks)
+    placement = assign_tiers(units, config, tier_budget(config, hardware), args.ranks)
+    plan = estimate_memory(units, placement, config, args.ranks)
+    ways = [] if plan.fits else ways_to_fit(units, config, hardware, args.ranks)
+    num_parameters = sum(unit.trained for unit in numels)
+    if args.json:
+        print(
+            json.dumps(_as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}, indent=2)
+        )
+    else:
+        print(f"{args.model}: {num_parameters:,} parameters in {len(units)} units on {_count(args.ranks)}")
+        print("bytes of one rank:")
+        print("\n".join([plan.table(), *ways]))
+    return 0 if plan.fits else CapacityError.exit_code
+
+
+def find_units(model: str) -> list[UnitNumel]:
+    """The units of a preset, or of a model of which only the size is known."""
+    from zero_offload.recipes import gpt
+
+    if model in gpt.PRESETS:
+        return [UnitNumel(name, numel) for name, numel in gpt.unit_numels(gpt.PRESETS[model])]
+    if match := _COUNT.fullmatch(model):
+        block = int(float(match[1]) * _MULTIPLE[match[2].lower()]) // BLOCKS_OF_A_COUNT
+        return [UnitNumel(f"block {i}", block) for i in range(BLOCKS_OF_A_COUNT)]
+    raise ConfigError(f"--model {model!r} is no preset; use {', '.join(gpt.PRESETS)}, or a size such as 8B")
+
+
+def _hardware_of_one_rank(config: OffloadConfig, num_ranks: int) -> HardwareProfile:
+    """This machine's share of one rank; sizes the user gives stand in for it, larger or smaller."""
+    machine = probe_hardware(config.nvme_dirs)
+    cpu_memory = config.budget_bytes(Tier.CPU) or machine.cpu_memory_bytes // num_ranks
+    return HardwareProfile(
+        num_cores=max(machine.num_cores // num_ranks, 1),
+        cpu_memory_bytes=cpu_memory,
+        # Without a device's size the CPU computes, in the same memory.
+        device_name="cpu" if config.device_memory is None else "device",
+        device_memory_bytes=config.budget_bytes(Tier.DEVICE) or cpu_memory,
+        nvme_free_bytes=config.budget_bytes(Tier.NVME) or machine.nvme_free_bytes // num_ranks,
+    )
+
+
+def _count(num_ranks: int) -> str:
+    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+
+
+def _as_json(plan: MemoryPlan, ways: Sequence[str]) -> dict[str, Any]:
+    tiers = {}
+    for tier in Tier:
+        kinds = {kind.value: plan.rest_bytes[tier, kind] for kind in PLACED_KINDS}
+        tiers[tier.value] = kinds | {
+            "in_flight": plan.staging_bytes[tier],
+            "total": plan.used_bytes(tier),
+            "available": plan.budget.of(tier),
+        }
+    return {
+        "fits": plan.fits,
+        "reasons": plan.reasons,
+        "suggestions": list(ways),
+        "bytes": tiers,
+        "nvme_written_bytes_per_step": plan.nvme_written_bytes_per_step,
+    }

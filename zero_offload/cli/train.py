@@ -1,0 +1,135 @@
+"""`zero-offload train`: flags and a TOML file become a `TrainConfig`; the recipe does the rest.
+
+Owns the flags and what is printed at the end. Calls: `add_parser`, then `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_offload.config import Existing
+
+if TYPE_CHECKING:
+    from zero_offload.recipes.train import TrainResult
+
+INTERRUPTED_EXIT_CODE = 130
+
+_DESCRIPTION = """\
+Train a causal language model on text, its ZeRO shards on the tiers you choose.
+With no arguments: a small GPT on the Python standard library's sources, parameters and optimizer states on
+NVMe. The same command again continues an interrupted run at its last commit. Flags override run.toml, whose
+tables are [train] (settings named as the flags here) and [offload] (the fields of OffloadConfig)."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a language model on text",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="run.toml", help="settings of the run")
+    _add_train_flags(parser.add_argument_group("the run"))
+    _add_offload_flags(parser.add_argument_group("where states rest"))
+    parser.add_argument(
+        "--discard", action="store_true", help="delete an earlier run in the same place first"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON; progress goes to stderr"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Heavy imports wait until the command runs: `--help` stays quick.
+    from zero_offload.recipes.settings import TrainConfig, read_tables
+    from zero_offload.recipes.train import Ending, train
+
+    train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
+    train_table |= _given(args, "train_")
+    offload_table |= _given(args, "offload_")
+    config = TrainConfig.from_tables(train_table, offload_table)
+    stream = sys.stderr if args.json else sys.stdout
+    result = train(config, Existing.DISCARD if args.discard else Existing.RESUME, stream)
+    if int(os.environ.get("RANK", "0")) == 0:
+        report = _write_report(result.out)
+        if args.json:
+            print(json.dumps(_summary(result, report)))
+        else:
+            print(f"metrics, report and sample: {result.out}" + (f" (open {report})" if report else ""))
+    return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
+
+
+def _add_train_flags(group: argparse._ArgumentGroup) -> None:
+    def add(flag: str, help: str, **options: Any) -> None:
+        dest = "train_" + flag.removeprefix("--").replace("-", "_")
+        group.add_argument(flag, dest=dest, help=help, **options)
+
+    add("--model", "preset: tiny, small, gpt25m, gpt125m, gpt350m, gpt760m, gpt1b3", metavar="PRESET")
+    add("--data", "text to train on (default: the Python standard library)", nargs="+", metavar="FILE_OR_DIR")
+    add("--out", "run directory (default: runs/NAME_OF_THE_DATA)", metavar="RUNDIR")
+    add("--steps", "optimizer steps", type=int)
+    add("--seq", "bytes per sequence", type=int)
+    add("--batch", "sequences per micro-batch and rank", type=int)
+    add("--accumulate", "micro-batches per step", type=int)
+    add("--lr", "peak learning rate", type=float)
+    add("--warmup", "steps until the peak", type=int)
+    add("--weight-decay", "decay of the matrices", type=float)
+    add("--clip", "largest gradient norm", type=float)
+    add("--seed", "of the weights and of the data's order", type=int)
+    add("--eval-every", "steps between validation losses", type=int)
+    add("--recompute", "activations in backward: none (kept) or block (computed again)")
+
+
+def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
+    def add(flag: str, name: str, help: str, **options: Any) -> None:
+        group.add_argument(flag, dest=f"offload_{name}", help=help, **options)
+
+    add("--nvme", "nvme", "directories of the NVMe tier (default: RUNDIR/nvme)", nargs="+", metavar="DIR")
+    add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")
+    add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
+    add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
+    add("--stage", "stage", "ZeRO stage: 0 or 3", type=int)
+    add("--precision", "precision", "bf16 or fp32")
+    add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")
+    add("--device-memory", "device_memory", "budget, for example 20GiB", metavar="SIZE")
+    add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
+    add("--commit-every", "commit_every", "steps between generations", type=int, metavar="STEPS")
+
+
+def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    """The flags of one table that the user typed."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in vars(args).items()
+        if name.startswith(prefix) and value is not None
+    }
+
+
+def _write_report(out: Path) -> Path | None:
+    """A trained model is worth more than its picture: without matplotlib say so and go on."""
+    from zero_offload.errors import ZeroOffloadError
+    from zero_offload.telemetry.report import write_report
+
+    try:
+        return write_report(out)
+    except ZeroOffloadError as error:
+        print(f"no report: {error}", file=sys.stderr)
+        return None
+
+
+def _summary(result: TrainResult, report: Path | None) -> dict[str, Any]:
+    return {
+        "ending": result.ending.value,
+        "step": result.step,
+        "validation_loss": result.validation_loss,
+        "unigram_nats": result.unigram_nats,
+        "out": str(result.out),
+        "report": str(report) if report else None,
+        "sample": result.sample,
+    }

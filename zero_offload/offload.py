@@ -1,0 +1,264 @@
+"""`offload()`: from a module and a config to an `OffloadedModel` with its hooks in place.
+
+Owns the order of building: spec -> layout -> placement -> directories -> arena, swap file, store -> units, whose
+parameters move in section by section, so that the peak is the model plus one chunk -> hooks. What it builds
+is used by `OffloadedModel`; nothing here runs in a training step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zero_offload.checkpoint.format import swap_file_name
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.values import ComponentSource, fill_from_params
+from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.errors import ConfigError
+from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.memory.pages import num_frames
+from zero_offload.offloaded_model import OffloadedModel, Parts
+from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
+from zero_offload.plan.memory import UNITS_IN_FLIGHT, Placement, UnitBytes, UnitNumel, measure_units
+from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
+from zero_offload.plan.placement import place
+from zero_offload.probe import probe_hardware
+from zero_offload.runtime.collectives import Collectives, CommitGroup
+from zero_offload.runtime.guard import guard
+from zero_offload.runtime.hooks import install_hooks
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.registry import owner_of, register
+from zero_offload.shards.shard import Component
+from zero_offload.shards.store import ShardStore
+from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import open_engine
+from zero_offload.storage.swap_file import SwapFile
+from zero_offload.types import StateKind, Tier
+
+IO_THREADS = 4
+
+
+def offload(
+    model: nn.Module, config: OffloadConfig, mesh: object = None, units: UnitChoice | None = None
+) -> nn.Module:
+    """Offload `model` in place and return it: same object, same class, hooks only.
+
+    Its floating parameters become the compute dtype, with fp32 masters from their present values. `units` names
+    what moves together (module names, classes or modules); by default the repeated blocks are found.
+    With a generation in the directory and existing="resume", parameters and states are the generation's.
+
+    Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
+    CheckpointError; the model is then as it was, unless reading a generation back failed half-way.
+    """
+    _check_model(model, config, mesh)
+    collectives = Collectives(config.stage)
+    spec = ModelSpec.from_module(model, units)
+    layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
+    hardware = probe_hardware(config.nvme_dirs)
+    placement = place(_unit_bytes(spec, config, collectives.world_size), config, hardware, collectives.world_size)
+    with contextlib.ExitStack() as cleanup:
+        parts = _build(model, config, layout, placement, collectives, cleanup)
+        owner = OffloadedModel(parts)
+        # From here on the files live as long as the model.
+        weakref.finalize(owner, cleanup.pop_all().close)
+    for unit in parts.units:
+        for param in unit.params:
+            register(param, owner)
+        guard(unit.params)
+    points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
+    compute = getattr(torch, config.compute_dtype_name)
+    install_hooks(model, points, owner.session, compute, owner.grad_ready)
+    if parts.keeper is not None and parts.keeper.found is not None:
+        owner.adopt_generation(parts.keeper.found)
+    return model
+
+
+def _check_model(model: nn.Module, config: OffloadConfig, mesh: object) -> None:
+    problems = []
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
+    if mesh is not None:
+        problems.append("mesh= arrives in a later version; leave it out: all ranks form one shard group")
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            problems.append(f"{name} is offloaded already; call zo.offload once per model")
+        elif type(param) is not nn.Parameter:
+            problems.append(f"{name} is a {type(param).__name__}; only plain torch.nn.Parameter can be offloaded")
+        elif param.device.type != "cpu":
+            problems.append(f"{name} is on {param.device}; build the model on the CPU")
+        elif param.grad is not None:
+            problems.append(f"{name} has a gradient; call model.zero_grad() first")
+    if problems:
+        raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
+
+
+def _unit_bytes(spec: ModelSpec, config: OffloadConfig, world_size: int) -> Sequence[UnitBytes]:
+    return measure_units([unit_numel(unit) for unit in spec.units], config, world_size)
+
+
+def unit_numel(unit: UnitSpec) -> UnitNumel:
+    trained = sum(param.numel for param in unit.params if param.trainable)
+    return UnitNumel(unit.name, trained, unit.numel - trained)
+
+
+def _build(
+    model: nn.Module,
+    config: OffloadConfig,
+    layout: ShardLayout,
+    placement: Placement,
+    collectives: Collectives,
+    cleanup: contextlib.ExitStack,
+) -> Parts:
+    """Take files and memory, and move the parameters in; `cleanup` undoes the taking."""
+    files = _Files.open(config, layout, collectives, cleanup)
+    arena = Arena(_frame_limit(config, layout, placement, collectives))
+    num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
+    store = ShardStore(layout, placement.tiers, arena, files.swap, num_slots)
+    files.create(config.effective_durability)
+    if files.keeper is not None and files.swap is not None:
+        files.keeper.adopt(store, files.swap)
+    units = tuple(
+        _make_unit(i, unit, store, collectives.num_shards) for i, unit in enumerate(layout.units)
+    )
+    if files.keeper is not None and files.keeper.found is not None:
+        files.keeper.restore(files.keeper.rank_payload())
+    _move_in(model, units, store, collectives, adopt_values=files.found is None)
+    board = UpdateBoard(len(units))
+    residency = Residency(units, store, board, collectives)
+    return Parts(config, collectives, store, board, units, residency, files.keeper, cleanup.close)
+
+
+class _Files:
+    """The directories, engine, swap file and generations of one model; all None without a directory."""
+
+    def __init__(self) -> None:
+        self.keeper: GenerationKeeper | None = None
+        self.swap: SwapFile | None = None
+
+    @classmethod
+    def open(
+        cls,
+        config: OffloadConfig,
+        layout: ShardLayout,
+        collectives: Collectives,
+        cleanup: contextlib.ExitStack,
+    ) -> _Files:
+        files = cls()
+        if not config.nvme_dirs:
+            return files
+        directories = _open_directories(config, collectives)
+        for directory in directories:
+            cleanup.callback(directory.close)
+        durability = config.effective_durability
+        keeper = GenerationKeeper(
+            directories, layout, Ranks(collectives.rank, collectives.world_size, CommitGroup()), durability
+        )
+        if durability is not Durability.SCRATCH:
+            keeper.look(Existing(config.existing))
+            keeper.run_id = collectives.agree(keeper.run_id)
+            files.keeper = keeper
+            if keeper.found is None and collectives.rank == 0:
+                keeper.remove_old()
+                keeper.announce([swap_file_name(rank) for rank in range(collectives.world_size)])
+            collectives.barrier()
+        engine = open_engine(IO_THREADS)
+        cleanup.callback(engine.close)
+        seed = zlib.crc32(keeper.run_id.encode())
+        files.swap = SwapFile(directories, swap_file_name(collectives.rank), engine, seed)
+        cleanup.callback(files.swap.close)
+        return files
+
+    @property
+    def found(self) -> object:
+        return None if self.keeper is None else self.keeper.found
+
+    def create(self, durability: Durability) -> None:
+        """The store has planned its extents: make or open the files."""
+        if self.swap is None:
+            return
+        if durability is Durability.SCRATCH:
+            self.swap.create_scratch()
+        elif self.found is not None:
+            self.swap.open_existing()
+        else:
+            self.swap.create()
+
+
+def _open_directories(config: OffloadConfig, collectives: Collectives) -> list[RunDirectory]:
+    """Rank 0 takes the locks; the others join."""
+    if collectives.rank == 0:
+        directories = [RunDirectory.open(path) for path in config.nvme_dirs]
+        collectives.barrier()
+    else:
+        collectives.barrier()
+        directories = [RunDirectory.join(path) for path in config.nvme_dirs]
+    return directories
+
+
+def _frame_limit(
+    config: OffloadConfig, layout: ShardLayout, placement: Placement, collectives: Collectives
+) -> int:
+    """Frames for units on their way through the compute device, and for gradients on theirs."""
+    away = [
+        sum(num_frames(section.nbytes) for section in unit.sections)
+        for unit, tiers in zip(layout.units, placement.tiers, strict=True)
+        if _away(tiers[StateKind.PARAMS], collectives.num_shards)
+    ]
+    limit = min(UNITS_IN_FLIGHT * max(away, default=0), sum(away))
+    budget = config.budget_bytes(Tier.DEVICE)
+    if budget is not None:
+        limit = min(sum(away), num_frames(budget))
+    if collectives.world_size > 1 or any(t[StateKind.GRADS] is Tier.NVME for t in placement.tiers):
+        limit += 2 * max(num_frames(section.numel * 4) for section in layout.sections)
+    return limit
+
+
+def _away(params: Tier, num_shards: int) -> bool:
+    """Whether a unit's full parameters are on the compute device only while they are used."""
+    return params is Tier.NVME or num_shards > 1
+
+
+def _make_unit(index: int, layout: UnitLayout, store: ShardStore, num_shards: int) -> Unit:
+    sections = []
+    for section in layout.sections:
+        shard = store.shards[section.index]
+        existing = {}
+        if _away(shard.placement.params, num_shards):
+            buffer = MovableBuffer(store.arena, section.nbytes)
+            flat = buffer.region.tensor(section.dtype, section.numel)
+        else:
+            buffer = None
+            flat = store.new_array(section, section.dtype)
+            # With one shard and no GPU the shard is the flat buffer: no second copy, no gather.
+            existing[Component.VALUE] = flat
+        store.place_memory(shard, existing)
+        sections.append(Section(shard, flat, buffer))
+    return Unit(index, layout, sections)
+
+
+def _move_in(
+    model: nn.Module,
+    units: Sequence[Unit],
+    store: ShardStore,
+    collectives: Collectives,
+    *,
+    adopt_values: bool,
+) -> None:
+    """Make every parameter a view of its section; `adopt_values` takes their values along."""
+    params = dict(model.named_parameters())
+    for unit in units:
+        for section in unit.sections:
+            members = {piece: params[piece.spec.name] for piece in section.layout.params}
+            if adopt_values:
+                fill = fill_from_params(section.shard, collectives.shard_index, members)
+                store.write_components(section.shard, ComponentSource(section.shard, fill))
+            for piece, param in members.items():
+                param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
+                unit.params.append(param)

@@ -1,0 +1,242 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), for offloaded and for ordinary parameters.
+
+Owns hyperparameters (param groups) and the states of ordinary parameters; the states of offloaded ones are
+their runtime's. `step` captures hyperparameters by value, so that a scheduler may change them while the update
+is still running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw as torch_adamw
+
+from zero_offload.errors import CheckpointError, ConfigError
+from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
+from zero_offload.shards.registry import AdamWHyper, Owner, owner_of
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay; the arguments mean what they mean in torch.optim.AdamW.
+
+    On offloaded parameters the master is fp32 (bf16 compute: the bf16 half and a 16-bit residual) and the
+    moments are fp32, wherever they rest. On ordinary CPU parameters it is a plain optimizer with one fused
+    pass; bf16 parameters get an fp32 master by the same means, kept in `state`.
+
+    Raises ConfigError for hyperparameters out of range and for amsgrad on offloaded parameters.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        if problems := list(_problems(defaults)):
+            raise ConfigError("AdamW: " + "; ".join(problems))
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        problems = list(_problems(group))
+        if group["amsgrad"] and any(owner_of(param) for param in group["params"]):
+            problems.append("amsgrad is not offered for offloaded parameters; leave it False")
+        if problems:
+            self.param_groups.pop()
+            raise ConfigError("AdamW: " + "; ".join(problems))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        by_owner: dict[int, tuple[Owner, dict[nn.Parameter, AdamWHyper]]] = {}
+        for group in self.param_groups:
+            hyper = _hyper(group)
+            for param in group["params"]:
+                owner = owner_of(param)
+                if owner is not None:
+                    by_owner.setdefault(id(owner), (owner, {}))[1][param] = hyper
+                elif param.grad is not None:
+                    self._update_ordinary(param, hyper, group["amsgrad"])
+        groups = [group_record(group) for group in self.param_groups] if by_owner else []
+        for owner, hypers in by_owner.values():
+            owner.update(hypers, groups)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step has consumed."""
+        ordinary = []
+        for param in self._params():
+            owner = owner_of(param)
+            if owner is not None:
+                owner.write_grad(param, None)
+            elif param.grad is not None:
+                ordinary.append(param)
+        for param in ordinary:
+            if set_to_none:
+                param.grad = None
+            else:
+                assert param.grad is not None
+                param.grad.detach_().zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.AdamW's, states of offloaded parameters read from their tiers (one rank)."""
+        state: dict[str, Any] = super().state_dict()
+        for index, param in enumerate(self._params()):
+            owner = owner_of(param)
+            if owner is not None and (entry := owner.read_optimizer_state(param)):
+                state["state"][index] = entry
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict`, this class's or torch.optim.AdamW's."""
+        params = list(self._params())
+        away = {i: owner for i, param in enumerate(params) if (owner := owner_of(param)) is not None}
+        entries = state_dict["state"]
+        mine = {key: value for key, value in entries.items() if key not in away}
+        super().load_state_dict({**state_dict, "state": mine})
+        for index, owner in away.items():
+            if index in entries:
+                owner.write_optimizer_state(params[index], entries[index])
+
+    def _params(self) -> Iterable[nn.Parameter]:
+        return (param for group in self.param_groups for param in group["params"])
+
+    def _update_ordinary(self, param: nn.Parameter, hyper: AdamWHyper, amsgrad: bool) -> None:
+        grad, state = param.grad, self.state[param]
+        assert grad is not None
+        if grad.is_sparse:
+            raise ConfigError("AdamW takes no sparse gradients; use torch.optim.SparseAdam for them")
+        if not state:
+            _init_state(param, state, amsgrad)
+        if amsgrad or not all(_native(tensor) for tensor in (param, grad)):
+            _torch_update(param, state, hyper, amsgrad)
+            return
+        state["step"] += 1
+        buffers = AdamWBuffers(
+            value=param.data_ptr(),
+            residual=state["residual"].data_ptr() if "residual" in state else 0,
+            exp_avg=state["exp_avg"].data_ptr(),
+            exp_avg_sq=state["exp_avg_sq"].data_ptr(),
+            grad=grad.data_ptr(),
+            value_out=0,
+            value_dtype=param.dtype,
+            grad_dtype=grad.dtype,
+        )
+        segment = AdamWSegment(
+            0,
+            param.numel(),
+            hyper.lr,
+            hyper.beta1,
+            hyper.beta2,
+            hyper.eps,
+            hyper.weight_decay,
+            -1.0 if hyper.maximize else 1.0,
+            int(state["step"]),
+        )
+        adamw_update(buffers, [segment], torch.get_num_threads())
+        torch.autograd.graph.increment_version(param)
+
+
+def _problems(group: dict[str, Any]) -> Iterable[str]:
+    if not float(group["lr"]) >= 0:
+        yield f"lr={group['lr']} is negative; use 0 or more"
+    for i, beta in enumerate(group["betas"]):
+        if not 0 <= beta < 1:
+            yield f"betas[{i}]={beta} is outside [0, 1)"
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            yield f"{name}={group[name]} is negative; use 0 or more"
+
+
+def _hyper(group: dict[str, Any]) -> AdamWHyper:
+    beta1, beta2 = group["betas"]
+    return AdamWHyper(
+        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"]
+    )
+
+
+def group_record(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's hyperparameters as JSON values, and how many parameters it has."""
+    record: dict[str, Any] = {"num_params": len(group["params"])}
+    for name, value in group.items():
+        if name != "params":
+            record[name] = value.item() if isinstance(value, Tensor) else value
+    return record
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Put a generation's hyperparameters into `optimizer`. Raises CheckpointError when its groups differ."""
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [record.get("num_params") for record in records]
+    if counts != saved:
+        raise CheckpointError(
+            f"{where} was written with param groups of {saved} parameters, this optimizer has {counts}; "
+            "build the optimizer with the same groups"
+        )
+    for group, record in zip(optimizer.param_groups, records, strict=True):
+        for name, value in record.items():
+            if name == "num_params":
+                continue
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _native(tensor: Tensor) -> bool:
+    """Whether the fused kernel takes this tensor."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.dtype in (torch.float32, torch.bfloat16)
+        and tensor.is_contiguous()
+    )
+
+
+def _init_state(param: nn.Parameter, state: dict[str, Any], amsgrad: bool) -> None:
+    exact = _native(param) and not amsgrad
+    moments = torch.float32 if exact else param.dtype
+    state["step"] = torch.tensor(0.0)
+    for name in ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if amsgrad else ()):
+        state[name] = torch.zeros_like(param, dtype=moments)
+    if exact and param.dtype == torch.bfloat16:
+        state["residual"] = torch.zeros_like(param, dtype=torch.int16)
+
+
+def _torch_update(param: nn.Parameter, state: dict[str, Any], hyper: AdamWHyper, amsgrad: bool) -> None:
+    """Layouts and dtypes without a kernel of ours go torch's own way."""
+    torch_adamw(
+        [param],
+        [param.grad],  # type: ignore[list-item]
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [state["max_exp_avg_sq"]] if amsgrad else [],
+        [state["step"]],
+        amsgrad=amsgrad,
+        beta1=hyper.beta1,
+        beta2=hyper.beta2,
+        lr=hyper.lr,
+        weight_decay=hyper.weight_decay,
+        eps=hyper.eps,
+        maximize=hyper.maximize,
+    )

@@ -1,0 +1,182 @@
+"""The update pass: read | compute | write, for every chunk of every unit, with bounded staging.
+
+Owns the order of an update and its staging memory. Chunks whose states rest on disk are read ahead by up to
+`CHUNKS_IN_FLIGHT` chunks, updated by one fused kernel pass, and written back while the next ones are computed; chunks in
+memory are updated in place. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far
+it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from zero_offload.kernels.adamw import AdamWBuffers, SegmentArray, adamw_update
+from zero_offload.memory.arena import Region
+from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
+from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards.shard import Component, Shard
+from zero_offload.shards.store import STATE_STAGING_BYTES, OpenChunk, ShardStore
+from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.storage.swap_file import Transfer
+
+CHUNK_STAGING_BYTES = STATE_STAGING_BYTES + CHUNK_NUMEL * 4
+"""States and an fp32 gradient."""
+
+
+@dataclass(frozen=True)
+class SectionUpdate:
+    """One section's part of an update; `segments` are in elements of the shard, sorted, disjoint."""
+
+    unit: int
+    position: int
+    """Which of the unit's sections: index into a delivery's addresses."""
+    shard: Shard
+    grads: GradShard
+    segments: SegmentArray
+    complete: bool
+    """Whether the segments cover every parameter of the section."""
+
+
+@dataclass
+class _Task:
+    """A chunk between its reads and the end of its writes."""
+
+    section: SectionUpdate
+    row: int
+    first: bool
+    last: bool
+    staging: Region | None = None
+    chunk: OpenChunk | None = None
+    grad_address: int = 0
+    reads: list[Transfer] = field(default_factory=list)
+    writes: list[Transfer] = field(default_factory=list)
+
+
+class UpdatePipeline:
+    """Runs updates, one at a time."""
+
+    def __init__(self, store: ShardStore, board: UpdateBoard) -> None:
+        self._store = store
+        self._board = board
+        self._num_threads = 1
+        self._free: list[Region] | None = None
+        self._writing: deque[_Task] = deque()
+
+    def run(self, sections: Sequence[SectionUpdate], num_threads: int) -> None:
+        """Update the sections, which are in order of first use, all sections of a unit together.
+
+        Returns when the last write is complete. An error goes to the board, so that every waiter sees it.
+        """
+        self._num_threads = num_threads
+        try:
+            with self._store.counters.timed("update_s"):
+                self._run(sections)
+        except BaseException as error:
+            self._board.fail(error)
+            raise
+
+    def _run(self, sections: Sequence[SectionUpdate]) -> None:
+        tasks = self._tasks(sections)
+        reading: deque[_Task] = deque()
+        delivery: tuple[int, ...] | None = None
+        exhausted = False
+        while reading or not exhausted:
+            while not exhausted and len(reading) < CHUNKS_IN_FLIGHT - 1:
+                task = next(tasks, None)
+                exhausted = task is None
+                if task is not None:
+                    self._open(task)
+                    reading.append(task)
+            if not reading:
+                break
+            task = reading.popleft()
+            if task.first:
+                delivery = self._board.start(task.section.unit)
+            self._compute(task, delivery)
+            if task.last:
+                self._board.complete(task.section.unit)
+            self._reap(all_of_them=False)
+        self._reap(all_of_them=True)
+
+    def _tasks(self, sections: Sequence[SectionUpdate]) -> Iterator[_Task]:
+        for i, section in enumerate(sections):
+            first = i == 0 or sections[i - 1].unit != section.unit
+            last = i == len(sections) - 1 or sections[i + 1].unit != section.unit
+            rows = len(section.shard.layout.chunks())
+            for row in range(rows):
+                yield _Task(section, row, first and row == 0, last and row == rows - 1)
+
+    def _open(self, task: _Task) -> None:
+        """Launch a chunk's reads."""
+        shard = task.section.shard
+        if task.row == 0:
+            # The last update's writes must have landed before they are read.
+            shard.settle()
+            shard.writes.clear()
+        if shard.on_disk or task.section.grads.on_disk:
+            task.staging = self._lease()
+        staging = task.staging.address if task.staging is not None else 0
+        task.chunk = self._store.open_chunk(shard, task.row, staging)
+        task.grad_address, grad_reads = task.section.grads.open_chunk(task.row, staging + STATE_STAGING_BYTES)
+        task.reads = task.chunk.reads + grad_reads
+
+    def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
+        """Update a chunk and launch its writes."""
+        chunk, section = task.chunk, task.section
+        assert chunk is not None
+        for read in task.reads:
+            read.wait()
+        dtype = section.shard.layout.dtype
+        out = 0 if delivery is None else delivery[section.position] + chunk.begin * dtype.itemsize
+        buffers = AdamWBuffers(
+            value=chunk.addresses[Component.VALUE],
+            residual=chunk.addresses.get(Component.RESIDUAL, 0),
+            exp_avg=chunk.addresses[Component.EXP_AVG],
+            exp_avg_sq=chunk.addresses[Component.EXP_AVG_SQ],
+            grad=task.grad_address,
+            value_out=out,
+            value_dtype=dtype,
+            grad_dtype=section.grads.dtype,
+        )
+        segments = clip_segments(section.segments, chunk.begin, chunk.end)
+        if delivery is not None and not section.complete:
+            # The kernel writes segments only; parameters that this step leaves alone are delivered too.
+            ctypes.memmove(out, buffers.value, (chunk.end - chunk.begin) * dtype.itemsize)
+        adamw_update(buffers, segments, self._num_threads)
+        task.writes = self._store.close_chunk(chunk)
+        self._writing.append(task)
+        if task.row == len(section.shard.layout.chunks()) - 1:
+            self._store.finish_update(section.shard)
+
+    def _lease(self) -> Region:
+        """Staging for a chunk, waiting for the oldest write when all of it is in use."""
+        if self._free is None:
+            self._free = [self._store.arena.allocate(CHUNK_STAGING_BYTES) for _ in range(CHUNKS_IN_FLIGHT)]
+        while not self._free:
+            self._release(self._writing.popleft())
+        return self._free.pop()
+
+    def _reap(self, *, all_of_them: bool) -> None:
+        while self._writing and (all_of_them or all(w.done() for w in self._writing[0].writes)):
+            self._release(self._writing.popleft())
+
+    def _release(self, task: _Task) -> None:
+        for write in task.writes:
+            write.wait()
+        if task.staging is not None and self._free is not None:
+            self._free.append(task.staging)
+
+
+def clip_segments(segments: SegmentArray, begin: int, end: int) -> SegmentArray:
+    """The parts of sorted segments inside [begin, end), counted from `begin`."""
+    inside = segments[(segments["begin"] < end) & (segments["end"] > begin)].copy()
+    inside["begin"] = np.maximum(inside["begin"], begin) - begin
+    inside["end"] = np.minimum(inside["end"], end) - begin
+    return inside
+

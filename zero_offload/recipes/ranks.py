@@ -1,0 +1,61 @@
+"""The ranks of one run: one plain process, or those that `torchrun` started.
+
+Owns the process group's life and the two small agreements the loop needs (a mean, "does anyone want to
+stop?"). Never moves tensors of the model. Calls: `joined_ranks()` as a context, then the value's methods.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def is_first(self) -> bool:
+        """The one rank that prints and writes."""
+        return self.rank == 0
+
+    def mean(self, value: float) -> float:
+        """The mean over all ranks; every rank calls it."""
+        return self._sum(value) / self.size if self.size > 1 else value
+
+    def any(self, wanted: object) -> bool:
+        """Whether one rank wants it; every rank calls it and gets the same answer."""
+        return self._sum(float(bool(wanted))) > 0 if self.size > 1 else bool(wanted)
+
+    def wait(self) -> None:
+        """Return once every rank has come here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def _sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64)  # (), CPU: goes over gloo on every machine
+        dist.all_reduce(total)
+        return total.item()
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Join the ranks that the launcher's environment names; without a launcher this process is alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or dist.is_initialized():
+        yield Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
+        return
+    backend = "cpu:gloo,cuda:nccl" if torch.accelerator.is_available() else "gloo"
+    dist.init_process_group(backend)
+    try:
+        yield Ranks(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()

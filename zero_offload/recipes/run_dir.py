@@ -1,0 +1,156 @@
+"""Run directory: what was asked (`run.json`), what happened (`metrics.jsonl`), what to clean (`files.json`).
+
+Owns these files' names and formats, and the rule by which a second start continues the first. Never touches
+the NVMe tier, which may lie below it and guards itself.
+
+Calls, in order: `RunDir.find_existing` before anything is written, `RunDir.create` once the tier's lock is
+held, `Metrics.open` with the committed step, `Metrics.append` per step. `read_run` for those who only look.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from zero_offload.config import Existing
+from zero_offload.errors import ConfigError, StorageError
+
+RUN_FILE, METRICS_FILE, FILES_FILE = "run.json", "metrics.jsonl", "files.json"
+REPORT_FILE, SAMPLE_FILE = "report.png", "sample.txt"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """One run's directory."""
+
+    path: Path
+
+    def find_existing(self, identity: Mapping[str, Any]) -> Existing:
+        """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
+
+        Raises ConfigError naming the first setting in which an earlier run here differs.
+        """
+        file = self.path / RUN_FILE
+        if not file.exists():
+            return Existing.REFUSE
+        earlier = _read_json(file).get("identity", {})
+        for name in sorted({*identity, *earlier}):
+            if identity.get(name) != earlier.get(name):
+                raise ConfigError(
+                    f"{self.path} holds a run with {name}={_show(earlier.get(name))}, this one has "
+                    f"{name}={_show(identity.get(name))}; give the same settings to resume it, "
+                    "another --out, or --discard to delete it and start over"
+                )
+        return Existing.RESUME
+
+    def create(self, description: Mapping[str, Any]) -> None:
+        """Write what this run is, and list every file the run puts here."""
+        files = [RUN_FILE, METRICS_FILE, FILES_FILE, REPORT_FILE, SAMPLE_FILE]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            _replace_text(self.path / FILES_FILE, json.dumps({"files": files}, indent=1))
+            _replace_text(self.path / RUN_FILE, json.dumps(description, indent=1))
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {self.path}: {error.strerror}; choose another --out"
+            ) from error
+
+    def write_sample(self, text: str) -> None:
+        _replace_text(self.path / SAMPLE_FILE, text)
+
+
+class Metrics:
+    """One JSON object per step, in order, each step once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path, committed_step: int) -> Metrics:
+        """Drop what was written after the committed step, a torn last line included, and continue there."""
+        try:
+            file = open(path, "a+b")  # noqa: SIM115 - the object owns it
+            file.seek(0)
+            kept_bytes = sum(len(line) for line, row in _whole_lines(file) if row["step"] <= committed_step)
+            file.truncate(kept_bytes)
+        except OSError as error:
+            raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        return cls(file)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Hand one line to the system whole: it survives a killed process."""
+        line = json.dumps({name: _finite(value) for name, value in row.items()}) + "\n"
+        try:
+            self._file.write(line.encode())
+            self._file.flush()
+        except OSError as error:
+            raise StorageError(f"cannot write {self._file.name}: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run directory tells."""
+
+    path: Path
+    description: dict[str, Any]
+    rows: list[Row]
+
+
+def read_run(path: Path) -> Run:
+    """Read a run directory that may still be in use."""
+    if not (path / RUN_FILE).is_file():
+        raise ConfigError(f"{path} is no run directory: it has no {RUN_FILE}; name one that `train` wrote")
+    rows: list[Row] = []
+    if (path / METRICS_FILE).is_file():
+        with open(path / METRICS_FILE, "rb") as file:
+            rows = [row for _, row in _whole_lines(file)]
+    return Run(path, _read_json(path / RUN_FILE), rows)
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, Row]]:
+    """The leading lines that are complete and in order; a crash can leave a torn one behind them."""
+    last_step = 0
+    for line in file:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return
+        if not (line.endswith(b"\n") and isinstance(row, dict) and row.get("step", 0) > last_step):
+            return
+        last_step = row["step"]
+        yield line, row
+
+
+def _finite(value: object) -> object:
+    # JSON has no NaN; a loss that is none is written as null.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; start over with --discard") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a run's description; start over with --discard")
+    return content
+
+
+def _replace_text(path: Path, text: str) -> None:
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def _show(value: object) -> str:
+    return json.dumps(value) if value is not None else "(not set)"

@@ -1,0 +1,292 @@
+"""The training loop of a causal language model whose ZeRO shards rest where the config says.
+
+Owns the order of a step and of a run's start and end. Never knows how a shard moves: that is
+`zero_offload.offload`'s; nor how a run directory is written: that is `run_dir`'s.
+
+A run, in order: check the run directory -> offload the model (takes the directory's lock) -> resume ->
+per step: micro-batches, clip, update, metrics line, commit -> validation loss and sample.
+The metrics line goes out before the commit: what a generation has seen is never missing from the file, and
+a line too many is dropped on resume.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import resource
+import sys
+import time
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import zero_offload as zo
+from zero_offload.config import Existing
+from zero_offload.errors import CheckpointError, NonFiniteError
+from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.placement import assign_tiers, tier_budget
+from zero_offload.probe import probe_hardware
+from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
+from zero_offload.recipes.gpt import GPT, generate, next_token_loss, num_parameters, unit_numels
+from zero_offload.recipes.progress import Progress
+from zero_offload.recipes.ranks import Ranks, joined_ranks
+from zero_offload.recipes.run_dir import METRICS_FILE, Metrics, Row, RunDir
+from zero_offload.recipes.settings import TrainConfig
+from zero_offload.recipes.stop import StopRequest, requested_stop
+from zero_offload.types import KIB, Tier
+
+_BETAS = (0.9, 0.95)
+_LR_FLOOR = 0.1
+_NON_FINITE_STEPS_MAX = 3
+_SAMPLE_PROMPT = b"def "
+
+
+class Ending(str, Enum):
+    """Why a run's process ends without an error."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run reached."""
+
+    ending: Ending
+    step: int
+    validation_loss: float | None
+    unigram_nats: float
+    sample: str
+    out: Path
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every step needs."""
+
+    config: TrainConfig
+    corpus: Corpus
+    ranks: Ranks
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes: its buffers are there, wherever its parameters are."""
+        return self.model.rotation.device
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(self.config.batch, self.config.seq, self.config.seed)
+
+    @property
+    def tokens_per_step(self) -> int:
+        config = self.config
+        return config.batch * config.seq * config.accumulate * self.ranks.size
+
+
+def train(
+    config: TrainConfig, existing: Existing = Existing.RESUME, stream: TextIO | None = None
+) -> TrainResult:
+    """Train to the last step, or to the first Ctrl-C; a second call with an equal config continues.
+
+    `existing=Existing.DISCARD` deletes what an earlier run left in the same place.
+    """
+    with joined_ranks() as ranks, requested_stop() as stop:
+        progress = Progress((stream or sys.stdout) if ranks.is_first else None, config.steps)
+        corpus = load_corpus(config.data, config.seq)
+        progress.note(f"data: {corpus.description}")
+        progress.note(
+            f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte"
+        )
+        job, description = _set_up(config, corpus, ranks, existing)
+        if ranks.is_first:
+            RunDir(config.out).create(description)
+        first_step = _resume(job, progress) + 1
+        last_step = _train_steps(job, first_step, stop, progress)
+        return _finish(job, last_step, progress)
+
+
+def _set_up(
+    config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing
+) -> tuple[_Job, dict[str, Any]]:
+    """Build and offload the model; nothing is written before the storage tier's lock is held."""
+    identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
+    if existing is not Existing.DISCARD:
+        existing = RunDir(config.out).find_existing(identity)
+    ranks.wait()  # every rank has looked before the first one writes
+    baseline_bytes = _peak_rss_bytes()
+    gpt = config.gpt()
+    model = GPT(gpt, config.seed)
+    settings = replace(config.offload, existing=existing.value)
+    zo.offload(model, settings)
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    others = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = zo.AdamW(groups, lr=config.lr, betas=_BETAS, eps=1e-8)
+    scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
+    description = {
+        "identity": identity,
+        "unigram_nats": corpus.unigram_nats,
+        "data": corpus.description,
+        "num_parameters": num_parameters(gpt),
+        "tokens_per_step": config.batch * config.seq * config.accumulate * ranks.size,
+        "baseline_rss_bytes": baseline_bytes,
+        "device": model.rotation.device.type,
+        "plan": _planned_bytes(config, ranks.size),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    return _Job(config, corpus, ranks, model, optimizer, scheduler), description
+
+
+def _resume(job: _Job, progress: Progress) -> int:
+    """Restore the newest generation; the step it holds, or 0."""
+    resumed = zo.resume(job.model, job.optimizer)
+    if resumed is None:
+        return 0
+    if "scheduler" not in (resumed.extra or {}):
+        raise CheckpointError(
+            f"the generation of step {resumed.step} in {job.config.offload.nvme_dirs[0]} was not "
+            "committed by this recipe; start over with --discard, or name another --nvme directory"
+        )
+    job.scheduler.load_state_dict(resumed.extra["scheduler"])
+    for group, lr in zip(job.optimizer.param_groups, job.scheduler.get_last_lr(), strict=True):
+        group["lr"] = lr
+    step = int(resumed.extra["step"])
+    progress.note(f"resuming from step {step} (committed {resumed.committed_at})")
+    return step
+
+
+def _train_steps(job: _Job, first_step: int, stop: StopRequest, progress: Progress) -> int:
+    """Run the steps still to do; the number of the last one done."""
+    metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1) if job.ranks.is_first else None
+    non_finite_steps = 0
+    step = first_step - 1
+    started = time.perf_counter()
+    while step < job.config.steps and not job.ranks.any(stop.requested):
+        step += 1
+        row: Row = {"step": step, **_train_step(job, step)}
+        row |= _measured(job, time.perf_counter() - started)
+        if step == first_step > 1:
+            row["resumed"] = True
+        if step % job.config.eval_every == 0 or step == job.config.steps:
+            row["val_loss"] = _validation_loss(job)
+        if metrics is not None:
+            metrics.append(row)
+        started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
+        _commit(job, step)
+        progress.step(row)
+        non_finite_steps = 0 if math.isfinite(row["grad_norm"]) else non_finite_steps + 1
+        if non_finite_steps == _NON_FINITE_STEPS_MAX:
+            raise NonFiniteError(
+                f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
+                "none of them changed the parameters. "
+                f"Try a smaller --lr (now {job.config.lr:g}) or --precision fp32"
+            )
+    if metrics is not None:
+        metrics.close()
+    progress.close()
+    return step
+
+
+def _train_step(job: _Job, step: int) -> Row:
+    """Forward, backward and update on this step's micro-batches; numbers are means over ranks."""
+    loss_sum = 0.0
+    for micro in range(job.config.accumulate):
+        batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
+        loss = next_token_loss(job.model(batch.inputs.to(job.device)), batch.targets.to(job.device))
+        (loss / job.config.accumulate).backward()  # type: ignore[no-untyped-call]
+        loss_sum += loss.item()
+    lr = job.scheduler.get_last_lr()[0]
+    grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
+    job.optimizer.step()
+    job.scheduler.step()
+    job.optimizer.zero_grad()
+    return {
+        "loss": job.ranks.mean(loss_sum / job.config.accumulate),
+        "lr": lr,
+        "grad_norm": float(grad_norm),
+    }
+
+
+def _measured(job: _Job, step_s: float) -> Row:
+    stats = zo.stats(job.model)
+    return {
+        "step_s": step_s,
+        "tokens_per_s": job.tokens_per_step / step_s,
+        "stall_s": stats.stall_s,
+        "update_s": stats.update_s,
+        "commit_s": stats.commit_s,
+        "read_bytes": dict(stats.read_bytes),
+        "written_bytes": dict(stats.written_bytes),
+        "resident_bytes": dict(stats.resident_bytes),
+        "peak_rss_bytes": stats.peak_rss_bytes,
+        "skipped_steps": stats.skipped_steps,
+    }
+
+
+def _commit(job: _Job, step: int) -> None:
+    # The data position is the step itself: a batch is a function of (seed, step, rank, micro-batch).
+    zo.commit(job.model, job.optimizer, extra={"step": step, "scheduler": job.scheduler.state_dict()})
+
+
+@torch.no_grad()
+def _validation_loss(job: _Job) -> float:
+    """Mean loss over a fixed set of validation batches, dealt to the ranks."""
+    job.model.eval()
+    losses = []
+    for index in range(job.config.eval_batches):
+        batch = validation_batch(job.corpus, job.shape, index * job.ranks.size + job.ranks.rank)
+        logits = job.model(batch.inputs.to(job.device))
+        losses.append(next_token_loss(logits, batch.targets.to(job.device)).item())
+    job.model.train()
+    return job.ranks.mean(sum(losses) / len(losses))
+
+
+def _finish(job: _Job, last_step: int, progress: Progress) -> TrainResult:
+    config, unigram_nats = job.config, job.corpus.unigram_nats
+    if last_step < config.steps:
+        zo.close(job.model)  # completes the commit that is still on its way
+        progress.note(f"stopped after step {last_step}; the same command continues from the last commit")
+        return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
+    loss = _validation_loss(job)
+    job.model.eval()
+    text = generate(job.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
+    sample = text.decode("utf-8", errors="replace")
+    zo.close(job.model)
+    if job.ranks.is_first:
+        RunDir(config.out).write_sample(sample)
+    progress.note(f"validation loss {loss:.4f} nats per byte; unigram entropy {unigram_nats:.4f}")
+    progress.note(f"a sample of what the model writes:\n{sample}")
+    return TrainResult(Ending.FINISHED, last_step, loss, unigram_nats, sample, config.out)
+
+
+def _lr_factor(step: int, warmup: int, steps: int) -> float:
+    """Linear warm-up, then a cosine from 1 down to the floor at the last step."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return _LR_FLOOR + (1 - _LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _planned_bytes(config: TrainConfig, num_ranks: int) -> dict[str, int]:
+    """Bytes of one rank that the plan gives each tier."""
+    units = [UnitNumel(name, numel) for name, numel in unit_numels(config.gpt())]
+    unit_bytes = measure_units(units, config.offload, num_ranks, config.accumulate)
+    budget = tier_budget(config.offload, probe_hardware(config.offload.nvme_dirs))
+    placement = assign_tiers(unit_bytes, config.offload, budget, num_ranks)
+    plan = estimate_memory(unit_bytes, placement, config.offload, num_ranks)
+    return {tier.value: plan.used_bytes(tier) for tier in Tier}
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB

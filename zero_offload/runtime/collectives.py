@@ -1,0 +1,86 @@
+"""What ranks tell each other. One rank is a group of size one: same calls, no communication.
+
+Owns the process groups: shards are gathered over `shard_group`; with stage 0 every rank has all shards and
+only gradients and flags travel, over the world. Blocking calls on the control thread; nothing else communicates
+but `CommitGroup`, which has a process group of its own because it runs on the update worker's thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def _group_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class Collectives:
+    """Gathers parameters and reduces gradients."""
+
+    def __init__(self, stage: int) -> None:
+        self.world_size = _group_size()
+        self.rank = dist.get_rank() if self.world_size > 1 else 0
+        self.num_shards = self.world_size if stage == 3 else 1
+        self.shard_index = self.rank if stage == 3 else 0
+
+    def all_gather(self, flat: torch.Tensor) -> None:
+        """Fill `flat`, (numel,), of which this rank's part is in place, from all ranks."""
+        if self.num_shards == 1:
+            return
+        numel = flat.numel() // self.num_shards
+        mine = flat[self.shard_index * numel : (self.shard_index + 1) * numel]
+        # Bytes, since not every backend gathers every dtype.
+        dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8))
+
+    def reduce_grads(self, flat: torch.Tensor) -> torch.Tensor:
+        """Mean over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,), maybe a view."""
+        if self.world_size == 1:
+            return flat
+        if self.num_shards == 1:
+            dist.all_reduce(flat)
+            return flat.div_(self.world_size)
+        shard = torch.empty(flat.numel() // self.num_shards, dtype=flat.dtype, device=flat.device)
+        dist.reduce_scatter_tensor(shard, flat)
+        return shard.div_(self.world_size)
+
+    def sum_over_shards(self, values: list[float]) -> list[float]:
+        """Add numbers over the ranks that hold different shards."""
+        if self.num_shards == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return [float(value) for value in total]
+
+    def agree(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self.world_size == 1:
+            return text
+        holder = [text]
+        dist.broadcast_object_list(holder, src=0)
+        return holder[0]
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+
+class CommitGroup:
+    """Digests and the final confirmation of a commit, on their own process group."""
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo") if _group_size() > 1 else None
+
+    def gather_digests(self, digest: str) -> list[str]:
+        """One hex digest (64 characters) per rank."""
+        if self._group is None:
+            return [digest]
+        mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(_group_size())]
+        dist.all_gather(every, mine, group=self._group)
+        return [bytes(each.tolist()).decode() for each in every]
+
+    def confirm(self) -> None:
+        """Return when every rank has come this far."""
+        if self._group is not None:
+            dist.barrier(group=self._group)

@@ -1,0 +1,146 @@
+"""The class of an offloaded parameter while nobody computes with it.
+
+A tensor whose storage is away must not be read: on a CPU that is a fault, on a GPU it is freed memory. So at
+rest a parameter's class is `GuardedParameter` (switched like torch.nn.UninitializedParameter's, no attribute
+added), whose `__torch_function__` lets harmless questions through and asks the owner about everything else.
+The hooks switch the class to plain `nn.Parameter` for the time a unit is in use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zero_offload.errors import ZeroOffloadError
+from zero_offload.shards.registry import owner_of
+
+_HARMLESS_PROPERTIES = (
+    "shape dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized "
+    "is_mkldnn is_nested is_mps is_xpu is_sparse_csr is_vulkan is_xla is_hpu is_mtia is_ipu is_maia "
+    "ndim itemsize nbytes _version output_nr retains_grad names name _backward_hooks "
+    "_post_accumulate_grad_hooks grad_dtype"
+).split()
+_HARMLESS_METHODS = (
+    "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous stride "
+    "storage_offset register_hook register_post_accumulate_grad_hook get_device is_signed is_inference "
+    "is_shared has_names type_as_name is_same_size is_neg is_conj __len__ __hash__"
+).split()
+
+
+@functools.cache
+def _harmless() -> frozenset[Any]:
+    """Functions that read metadata only."""
+    found: set[Any] = set()
+    for name in _HARMLESS_PROPERTIES:
+        descriptor = getattr(Tensor, name, None)
+        if descriptor is not None and hasattr(descriptor, "__get__"):
+            found.add(descriptor.__get__)
+    for name in _HARMLESS_METHODS:
+        method = getattr(Tensor, name, None)
+        if method is not None:
+            found.add(method)
+    found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference))
+    return frozenset(found)
+
+
+@functools.cache
+def _special() -> dict[Any, Callable[..., Any]]:
+    """Functions that the owner answers itself."""
+    return {
+        Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
+        Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
+        Tensor.grad.__delete__: _set_grad,  # type: ignore[attr-defined]
+        Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+        Tensor.requires_grad_: _call_requires_grad_,
+    }
+
+
+def _get_grad(param: nn.Parameter, *_: Any) -> Tensor | None:
+    owner = owner_of(param)
+    return None if owner is None else owner.read_grad(param)
+
+
+def _set_grad(param: nn.Parameter, grad: Tensor | None = None) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        owner.write_grad(param, grad)
+
+
+def _set_requires_grad(param: nn.Parameter, value: bool) -> None:
+    owner = owner_of(param)
+    if owner is not None:
+        owner.check_requires_grad(param, value)
+
+
+def _call_requires_grad_(param: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
+    _set_requires_grad(param, requires_grad)
+    return param
+
+
+def _refuse_copy(param: nn.Parameter, *_: Any) -> NoReturn:
+    raise ZeroOffloadError(
+        "an offloaded parameter cannot be copied or pickled: its data rests elsewhere. "
+        "Use zo.save_checkpoint(model, optimizer, path), or model.state_dict() for the weights"
+    )
+
+
+class GuardedParameter(nn.Parameter):
+    """An offloaded parameter at rest; see the module's docstring."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _harmless():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        special = _special().get(func)
+        if special is not None:
+            return special(*args, **kwargs)
+        return _touch_and_call(func, args, kwargs)
+
+    __deepcopy__ = _refuse_copy
+    __reduce_ex__ = _refuse_copy
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        owner = owner_of(self)
+        where = "" if owner is None else f", {owner.describe(self)}"
+        with torch._C.DisableTorchFunctionSubclass():
+            shape, dtype = tuple(self.shape), self.dtype
+        return f"Parameter(shape={shape}, dtype={dtype}{where})"
+
+
+def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Let each owner make its parameters readable, then run the function on the plain tensors."""
+    guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+    by_owner: dict[int, list[nn.Parameter]] = {}
+    for param in guarded:
+        by_owner.setdefault(id(owner_of(param)), []).append(param)
+    for params in by_owner.values():
+        owner = owner_of(params[0])
+        if owner is not None:
+            owner.touch(params, func)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def guard(params: Iterable[nn.Parameter]) -> None:
+    """Switch parameters to rest."""
+    for param in params:
+        param.__class__ = GuardedParameter
+
+
+def unguard(params: Iterable[nn.Parameter]) -> None:
+    """Switch parameters to use: plain, at plain speed."""
+    for param in params:
+        param.__class__ = nn.Parameter

@@ -1,0 +1,75 @@
+"""The only file that registers hooks on modules and parameters. Each body is a call.
+
+Order of a step: `_before` / `_after` around the forwards of hooked modules, `_grad_ready` once per parameter
+when backward has its gradient. Post-forward hooks run after an exception too.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from zero_offload.runtime.session import Session
+from zero_offload.runtime.unit import Unit
+
+GradReady = Callable[[nn.Parameter], None]
+
+
+def install_hooks(
+    root: nn.Module,
+    points: Mapping[str, Sequence[Unit]],
+    session: Session,
+    compute: torch.dtype,
+    grad_ready: GradReady,
+) -> list[RemovableHandle]:
+    """Hook `root` and the modules named in `points`, and every trainable parameter; the handles undo it."""
+    handles = [root.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)]
+    for name in dict.fromkeys(("", *points)):
+        units = tuple(points.get(name, ()))
+        module = root.get_submodule(name)
+        before = functools.partial(_before, session, units)
+        after = functools.partial(_after, session)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after, always_call=True))
+    for param in root.parameters():
+        if param.requires_grad:
+            handles.append(param.register_post_accumulate_grad_hook(grad_ready))
+    return handles
+
+
+class _WeakCall:
+    """Calls a bound method while its object lives."""
+
+    def __init__(self, method: GradReady) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, param: nn.Parameter) -> None:
+        method = self._method()
+        if method is not None:
+            method(param)
+
+
+def _cast_inputs(
+    compute: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(compute) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _before(
+    session: Session, units: tuple[Unit, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    session.enter(units, (args, kwargs))
+
+
+def _after(session: Session, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    session.exit()

@@ -1,0 +1,210 @@
+"""What happens when: forwards, backwards and touches of one offloaded model, whatever order they come in.
+
+Owns the uses of units. Hooks need not pair: recompute enters a forward inside backward, and any of them may
+be left by an exception; so forwards push and pop a stack, backwards are counted, and the next outermost
+forward starts from a clean state. Never moves bytes: it asks `Residency` for units and lets go of them.
+
+[Note: when a unit is needed in backward]
+A node of the graph reads a parameter only after unpacking it. While the model's forward runs, saved tensors
+pass through `pack` and `unpack`, so unpacking a view of a unit's buffer fetches that unit first. What is
+recomputed inside backward (torch.utils.checkpoint) is saved elsewhere, but its forward passes the hooks again.
+A unit's backward ends when the gradients of its inputs are complete, or with the whole backward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.unit import Unit
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saved, the version it had, and the unit whose buffer it views."""
+
+    tensor: Tensor
+    version: int
+    unit: Unit | None
+
+
+@dataclass
+class Scope:
+    """One running forward of a hooked module."""
+
+    units: tuple[Unit, ...]
+    touched: list[Unit] = field(default_factory=list)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs on this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Session:
+    """Uses of units by forwards and backwards."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        residency: Residency,
+        finish_grads: Callable[[], None],
+        drop_grads: Callable[[], bool],
+    ) -> None:
+        """`finish_grads` ends a backward; `drop_grads` forgets gradients and says whether there were any."""
+        self._units = units
+        self._residency = residency
+        self._finish_grads = finish_grads
+        self._drop_grads = drop_grads
+        self._stack: list[Scope] = []
+        self._saving: saved_tensors_hooks | None = None
+        self._backward_runs = False
+        self._buffers = sorted(
+            (s.address, s.address + s.layout.nbytes, unit.index) for unit in units for s in unit.sections
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether parameters may be touched: a forward or backward of this model is running."""
+        return bool(self._stack) or in_backward()
+
+    # Forward
+
+    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
+        """A hooked module's forward starts."""
+        if in_backward():
+            for unit in units:
+                self._recompute(unit)
+            return
+        if not self._stack:
+            self._begin()
+        self._stack.append(Scope(units))
+        for unit in units:
+            self._use(unit)
+        if units:
+            self._watch_inputs(units, inputs)
+
+    def exit(self) -> None:
+        """That forward ended, with a result or an exception."""
+        if in_backward() or not self._stack:
+            return
+        scope = self._stack.pop()
+        for unit in (*scope.units, *scope.touched):
+            unit.forward_uses = max(unit.forward_uses - 1, 0)
+            unit.close()
+        if not self._stack and self._saving is not None:
+            self._saving.__exit__(None, None, None)
+            self._saving = None
+
+    def touch(self, unit: Unit) -> None:
+        """An operation needs a unit's parameters outside of its modules; valid while `active`."""
+        if in_backward():
+            self._use_in_backward(unit)
+        elif unit.forward_uses == 0:
+            self._stack[-1].touched.append(unit)
+            self._use(unit)
+
+    def _use(self, unit: Unit) -> None:
+        unit.forward_uses += 1
+        if unit.forward_uses == 1:
+            self._residency.acquire(unit)
+            unit.open()
+
+    def _begin(self) -> None:
+        """The outermost forward: whatever the last step left behind is put right first."""
+        if self._backward_runs or any(unit.in_use for unit in self._units):
+            self._recover()
+        grad = torch.is_grad_enabled()
+        self._residency.begin_cycle("grad" if grad else "no_grad")
+        if grad:
+            self._saving = saved_tensors_hooks(self._pack, self._unpack)
+            self._saving.__enter__()
+
+    def _recover(self) -> None:
+        broken = self._backward_runs
+        self._backward_runs = False
+        for unit in self._units:
+            unit.forward_uses = unit.backward_uses = 0
+            unit.close()
+        if broken and self._drop_grads():
+            warnings.warn(
+                "the last backward was left by an exception: its gradients are dropped, no step used them",
+                stacklevel=2,
+            )
+
+    # Backward
+
+    def _watch_inputs(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
+        """Learn when the backward through this forward is over: when its inputs' gradients are complete."""
+        tensors = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.requires_grad]
+        tensors = [x for x in tensors if not isinstance(x, nn.Parameter)]
+        if tensors:
+            register_multi_grad_hook(tensors, lambda _: self._leave_backward(units))
+
+    def _leave_backward(self, units: tuple[Unit, ...]) -> None:
+        for unit in units:
+            unit.backward_uses = max(unit.backward_uses - 1, 0)
+            unit.close()
+
+    def _recompute(self, unit: Unit) -> None:
+        # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
+        if unit.backward_uses > 0:
+            unit.backward_uses += 1
+        else:
+            self._use_in_backward(unit)
+
+    def _use_in_backward(self, unit: Unit) -> None:
+        self.note_backward()
+        if unit.backward_uses == 0:
+            # Counted first: what is in use is not evicted to fetch what comes next.
+            unit.backward_uses = 1
+            self._residency.acquire(unit)
+            unit.open()
+
+    def note_backward(self) -> None:
+        """Called on every sign of a backward: makes sure that its end is noticed."""
+        if not self._backward_runs:
+            self._backward_runs = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._backward_runs = False
+        for unit in self._units:
+            unit.backward_uses = 0
+            unit.close()
+        self._finish_grads()
+
+    # Saved tensors
+
+    def _pack(self, tensor: Tensor) -> Saved:
+        return Saved(tensor, tensor._version, self._unit_of(tensor))
+
+    def _unpack(self, saved: Saved) -> Tensor:
+        # Autograd leaves this check to whoever packs.
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(saved.tensor.shape)} is at version "
+                f"{saved.tensor._version}, backward expected version {saved.version}. An optimizer step "
+                "between a forward and its backward does this too"
+            )
+        if saved.unit is not None:
+            self._use_in_backward(saved.unit)
+        return saved.tensor
+
+    def _unit_of(self, tensor: Tensor) -> Unit | None:
+        if tensor.layout is not torch.strided:
+            return None
+        address = tensor.data_ptr()
+        i = bisect_right(self._buffers, (address, 1 << 63, 0)) - 1
+        if i >= 0 and self._buffers[i][0] <= address < self._buffers[i][1]:
+            return self._units[self._buffers[i][2]]
+        return None

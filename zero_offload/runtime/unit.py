@@ -1,0 +1,110 @@
+"""One unit at run time: its parameters, their flat buffers, and who is using them.
+
+[Note: flat buffers]
+Each section has one buffer of constant identity on the compute device; every parameter is a view of it, made
+once. Autograd keeps such views, so the buffer is never replaced: away means that its pages (on a CPU) or its
+storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Residency` decides when to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from zero_offload.memory.arena import MovableBuffer
+from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
+from zero_offload.runtime.guard import guard, unguard
+from zero_offload.shards.shard import Shard
+from zero_offload.shards.state import StateTracker, UnitState
+from zero_offload.storage.swap_file import Transfer
+
+
+class Section:
+    """One section's flat buffer, (numel,) on the compute device, and this rank's shard."""
+
+    def __init__(self, shard: Shard, flat: torch.Tensor, buffer: MovableBuffer | None) -> None:
+        """`buffer` holds the pages of `flat`; None when they never leave."""
+        self.shard = shard
+        self.flat = flat
+        self.buffer = buffer
+
+    @property
+    def layout(self) -> SectionLayout:
+        return self.shard.layout
+
+    @property
+    def address(self) -> int:
+        return self.flat.data_ptr()
+
+
+class Unit:
+    """Parameters that are fetched, used and released together."""
+
+    def __init__(self, index: int, layout: UnitLayout, sections: Sequence[Section]) -> None:
+        self.index = index
+        self.layout = layout
+        self.sections = tuple(sections)
+        self.params: list[nn.Parameter] = []
+        """Section after section, in the order of the layout."""
+        self.resident = all(section.buffer is None for section in sections)
+        self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.resident else UnitState.AWAY)
+        self.transfers: list[Transfer] = []
+        self.delivered = False
+        """Awaiting: the update writes its new values straight into the buffers."""
+        self.forward_uses = 0
+        """Forwards (of its modules, or around a touch) that are running now."""
+        self.backward_uses = 0
+        """Backwards through those modules that have begun and not ended."""
+
+    @property
+    def name(self) -> str:
+        return self.layout.name
+
+    @property
+    def state(self) -> UnitState:
+        return self.tracker.state
+
+    @property
+    def in_use(self) -> bool:
+        return self.forward_uses > 0 or self.backward_uses > 0
+
+    @property
+    def num_frames(self) -> int:
+        """Frames its buffers need while they are here."""
+        return sum(s.buffer.num_frames for s in self.sections if s.buffer is not None)
+
+    def placed_params(self) -> Iterator[tuple[Section, ParamSlice, nn.Parameter]]:
+        """Every parameter with its section and its slice of it."""
+        params = iter(self.params)
+        for section in self.sections:
+            for piece in section.layout.params:
+                yield section, piece, next(params)
+
+    def attach(self) -> bool:
+        """Put pages under all buffers; False, and none attached, when there are too few."""
+        attached: list[MovableBuffer] = []
+        for section in self.sections:
+            if section.buffer is None:
+                continue
+            if not section.buffer.attach():
+                for buffer in attached:
+                    buffer.detach()
+                return False
+            attached.append(section.buffer)
+        return True
+
+    def detach(self) -> None:
+        for section in self.sections:
+            if section.buffer is not None:
+                section.buffer.detach()
+
+    def open(self) -> None:
+        """Give the parameters plain tensors' speed for a use."""
+        unguard(self.params)
+
+    def close(self) -> None:
+        """Guard the parameters again, unless someone still uses them."""
+        if not self.in_use:
+            guard(self.params)

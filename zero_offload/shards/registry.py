@@ -1,0 +1,76 @@
+"""Which runtime a parameter belongs to: the only module-level state of the package.
+
+`Owner` is what the guard class, the optimizers and the public functions may ask of the runtime; the object
+behind it is made one layer up. Nothing is ever hung on a parameter or a module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class AdamWHyper:
+    """Hyperparameters of one parameter for one step, captured by value."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+
+class Owner(Protocol):
+    """One offloaded model."""
+
+    def touch(self, params: list[nn.Parameter], func: object) -> None:
+        """Make the data of `params` readable for an operation, or raise naming `zo.gathered`."""
+
+    def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What `param.grad` is."""
+
+    def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        """What `param.grad = grad` does."""
+
+    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
+        """Raise unless `requires_grad` stays what the layout was made for."""
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Where the parameter rests, for repr and messages."""
+
+    def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
+        """Launch one AdamW step over the parameters that have gradients; `groups` goes into generations."""
+
+    def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies of "step", "exp_avg" and "exp_avg_sq"; empty before the first step."""
+
+    def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+        """Replace them."""
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        """Set the clip factor of the next update; returns the global norm."""
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter -> weak reference to its owner, which the model's hooks keep alive."""
+
+
+def owner_of(param: nn.Parameter) -> Owner | None:
+    """The runtime that offloads `param`, or None."""
+    reference = _owners.get(param)
+    owner: Owner | None = None if reference is None else reference()
+    return owner
+
+
+def register(param: nn.Parameter, owner: Owner) -> None:
+    _owners[param] = weakref.ref(owner)

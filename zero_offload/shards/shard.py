@@ -1,0 +1,104 @@
+"""One rank's part of one section: which components it has and where each of them is.
+
+[Note: components of a shard]
+A trainable shard is whole in its optimizer components; they alone make a generation.
+
+    value       (shard_numel,) compute dtype: what forward uses. With bf16 compute it is the upper half of the
+                fp32 master; with fp32 compute it is the master.
+    residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit.
+    exp_avg, exp_avg_sq   (shard_numel,) fp32: Adam's moments.
+
+A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU
+tier; `slots` the extents on disk: two for a trainable shard that takes part in generations, so that the
+committed one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is
+written after every update and belongs to no generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from zero_offload.plan.layout import SectionLayout
+from zero_offload.storage.swap_file import Extent, Transfer
+from zero_offload.types import StateKind, Tier
+
+
+class Component(StrEnum):
+    VALUE = "value"
+    RESIDUAL = "residual"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+def components_of(layout: SectionLayout) -> tuple[Component, ...]:
+    """The components a shard of this section has."""
+    if not layout.trainable:
+        return (Component.VALUE,)
+    if layout.dtype == torch.float32:
+        return (Component.VALUE, Component.EXP_AVG, Component.EXP_AVG_SQ)
+    return tuple(Component)
+
+
+def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
+    if component is Component.VALUE:
+        return layout.dtype
+    return torch.int16 if component is Component.RESIDUAL else torch.float32
+
+
+def block_sizes(layout: SectionLayout, dtype: torch.dtype) -> list[int]:
+    """Bytes of each block of an array over the shard: one block per chunk."""
+    return [(end - begin) * dtype.itemsize for begin, end in layout.chunks()]
+
+
+@dataclass(frozen=True)
+class ShardPlacement:
+    """The tier of each state kind of one shard."""
+
+    params: Tier
+    grads: Tier
+    optimizer: Tier
+
+    @property
+    def value_in_memory(self) -> bool:
+        return self.params is not Tier.NVME
+
+    @classmethod
+    def of(cls, kinds: dict[StateKind, Tier]) -> ShardPlacement:
+        return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])
+
+
+@dataclass
+class Shard:
+    """See [Note: components of a shard]."""
+
+    layout: SectionLayout
+    placement: ShardPlacement
+    memory: dict[Component, torch.Tensor] = field(default_factory=dict)
+    slots: tuple[dict[Component, Extent], ...] = ()
+    cache: Extent | None = None
+    current: int = 0
+    """The slot of the newest values, where they rest on disk."""
+    committed: int | None = None
+    """The slot that the committed generation names; never written to."""
+    dirty: bool = True
+    """Changed in memory since it was last written to a slot."""
+    writes: list[Transfer] = field(default_factory=list)
+    """Writes not yet known to be complete."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the working copy is in the slots (then generations cost no further write)."""
+        return any(component not in self.memory for component in components_of(self.layout))
+
+    def settle(self) -> None:
+        """Return when what was written can be read. Raises StorageError when a write failed."""
+        for transfer in list(self.writes):
+            transfer.wait()
+
+    def writable_slot(self) -> int:
+        """The slot that may be overwritten now."""
+        busy = self.committed == self.current
+        return (self.current + 1) % len(self.slots) if busy else self.current

@@ -1,0 +1,278 @@
+"""Where every shard's bytes are: the only one who knows.
+
+Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
+nothing. The calls, and who makes them:
+    `place_memory`, `write_components`         each section once (offload);
+    `launch_fetch`                             parameters for forward and backward (runtime);
+    `open_chunk`, the kernel, `close_chunk`, after a section `finish_update`   (optim);
+    `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
+    `snapshot`, `mark_committed`               generations (checkpoint).
+Whatever is launched returns transfers; the caller waits for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zero_offload.errors import IntegrityError
+from zero_offload.memory.arena import Arena, Region
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.shards.shard import (
+    Component,
+    Shard,
+    ShardPlacement,
+    block_sizes,
+    component_dtype,
+    components_of,
+)
+from zero_offload.storage.engine import Urgency
+from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
+from zero_offload.telemetry.events import Counters
+from zero_offload.types import StateKind, Tier
+
+ALL_ROWS = slice(None)
+STATE_STAGING_BYTES = CHUNK_NUMEL * 12
+"""Staging that `open_chunk` may use: all components of a trainable shard."""
+
+ChunkSource = Callable[[Component, int, int], torch.Tensor]
+"""source(component, begin, end) -> (end - begin,) of the component's dtype, host: elements of the shard."""
+
+
+@dataclass
+class OpenChunk:
+    """Elements [begin, end) of a shard made addressable for the update kernel."""
+
+    shard: Shard
+    row: int
+    begin: int
+    end: int
+    addresses: dict[Component, int]
+    reads: list[Transfer] = field(default_factory=list)
+
+
+class ShardStore:
+    """All shards of one model on one rank."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        placements: Sequence[dict[StateKind, Tier]],
+        arena: Arena,
+        swap: SwapFile | None,
+        num_slots: int,
+    ) -> None:
+        """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk."""
+        self.arena = arena
+        self.swap = swap
+        self.counters = Counters()
+        self._staging_region: Region | None = None
+        self.shards = tuple(
+            Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections
+        )
+        self._generations = num_slots > 1
+        for shard in self.shards:
+            self._place(shard, num_slots)
+
+    def _place(self, shard: Shard, num_slots: int) -> None:
+        """Plan a shard's extents; its memory is taken by `initialize`, section by section."""
+        layout, place = shard.layout, shard.placement
+        trainable_on_disk = layout.trainable and (place.optimizer is Tier.NVME or self._generations)
+        value_on_disk = place.params is Tier.NVME and (not layout.trainable or place.optimizer is Tier.NVME)
+        frozen_on_disk = not layout.trainable and (value_on_disk or self._generations)
+        if trainable_on_disk or frozen_on_disk:
+            count = num_slots if layout.trainable else 1
+            shard.slots = tuple(self._slot(layout, slot) for slot in range(count))
+        if place.params is Tier.NVME and not value_on_disk:
+            shard.cache = self._allocate(layout, "cache", layout.dtype)
+
+    def _slot(self, layout: SectionLayout, slot: int) -> dict[Component, Extent]:
+        return {
+            component: self._allocate(layout, f"{component.value}.{slot}", component_dtype(layout, component))
+            for component in components_of(layout)
+        }
+
+    def _allocate(self, layout: SectionLayout, name: str, dtype: torch.dtype) -> Extent:
+        assert self.swap is not None
+        return self.swap.allocate(f"section {layout.index} {name}", block_sizes(layout, dtype))
+
+    def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
+        """Take memory for the components that rest in memory; `existing` brings those that have it already."""
+        place, layout = shard.placement, shard.layout
+        for component in components_of(layout):
+            rests = place.optimizer is not Tier.NVME and layout.trainable
+            if component is Component.VALUE:
+                rests = rests or place.value_in_memory
+            if rests:
+                dtype = component_dtype(layout, component)
+                shard.memory[component] = (
+                    existing[component] if component in existing else self.new_array(layout, dtype)
+                )
+
+    def new_array(self, layout: SectionLayout, dtype: torch.dtype) -> torch.Tensor:
+        """(shard_numel,) zeros on the host, counted for good."""
+        region = self.arena.allocate(layout.shard_numel * dtype.itemsize)
+        return region.tensor(dtype, layout.shard_numel)
+
+    # Parameters for forward and backward
+
+    def launch_fetch(self, shard: Shard, address: int, urgency: Urgency) -> list[Transfer]:
+        """Bring this rank's values, `shard_nbytes`, to host memory at `address`."""
+        value = shard.memory.get(Component.VALUE)
+        if value is not None and shard.cache is None:
+            self.counters.read(Tier.CPU, shard.layout.shard_nbytes)
+            ctypes.memmove(address, value.data_ptr(), shard.layout.shard_nbytes)
+            return []
+        shard.settle()
+        extent = shard.cache or shard.slots[shard.current][Component.VALUE]
+        return [self.launch_read(extent, ALL_ROWS, address, urgency)]
+
+    # The optimizer's update, chunk by chunk
+
+    def open_chunk(self, shard: Shard, row: int, staging: int) -> OpenChunk:
+        """Make chunk `row` addressable; what rests on disk is read into `staging` (`STATE_STAGING_BYTES` long)."""
+        begin, end = shard.layout.chunks()[row]
+        chunk, rows = OpenChunk(shard, row, begin, end, {}), slice(row, row + 1)
+        for component in components_of(shard.layout):
+            dtype = component_dtype(shard.layout, component)
+            if component in shard.memory:
+                address = shard.memory[component].data_ptr() + begin * dtype.itemsize
+                self.counters.read(Tier.CPU, (end - begin) * dtype.itemsize)
+            else:
+                address, staging = staging, staging + (end - begin) * dtype.itemsize
+                chunk.reads.append(self.launch_read(shard.slots[shard.current][component], rows, address))
+            chunk.addresses[component] = address
+        return chunk
+
+    def close_chunk(self, chunk: OpenChunk) -> list[Transfer]:
+        """Write the chunk where it rests; its memory may be reused when the transfers are done."""
+        shard, rows = chunk.shard, slice(chunk.row, chunk.row + 1)
+        writes: list[Transfer] = []
+        for component in components_of(shard.layout):
+            if shard.on_disk:
+                extent = shard.slots[shard.writable_slot()][component]
+                writes.append(self.launch_write(extent, rows, chunk.addresses[component]))
+            if component in shard.memory:
+                itemsize = component_dtype(shard.layout, component).itemsize
+                self.counters.written(Tier.CPU, (chunk.end - chunk.begin) * itemsize)
+        if shard.cache is not None:
+            writes.append(self.launch_write(shard.cache, rows, chunk.addresses[Component.VALUE]))
+        shard.writes += writes
+        return writes
+
+    def finish_update(self, shard: Shard) -> None:
+        """All chunks of the shard are closed: its newest values are what was written."""
+        if shard.on_disk:
+            shard.current = shard.writable_slot()
+        shard.dirty = True
+
+    # Arrays on disk
+
+    def launch_read(
+        self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL
+    ) -> Transfer:
+        assert self.swap is not None
+        self.counters.read(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
+        return self.swap.read(extent, rows, address, urgency)
+
+    def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
+        assert self.swap is not None
+        self.counters.written(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
+        return self.swap.write(extent, rows, address)
+
+    def read_array(self, extent: Extent, out: torch.Tensor) -> None:
+        """Fill `out`, sector-aligned host memory, and wait."""
+        self.launch_read(extent, ALL_ROWS, out.data_ptr(), Urgency.URGENT).wait()
+
+    def write_array(self, extent: Extent, values: torch.Tensor) -> None:
+        """Write `values`, sector-aligned host memory, and wait."""
+        self.launch_write(extent, ALL_ROWS, values.data_ptr()).wait()
+
+    # Whole shards
+
+    def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
+        """(shard_numel,) of the component, host: a view where it rests in memory, else a copy."""
+        if component in shard.memory:
+            return shard.memory[component]
+        shard.settle()
+        return self.read_extent(shard.slots[shard.current][component], component_dtype(shard.layout, component))
+
+    def read_extent(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
+        """A copy of an extent, host, verified."""
+        out = torch.empty(extent.nbytes // dtype.itemsize, dtype=dtype)
+        staging, done = self._staging(), 0
+        for row in range(len(extent.blocks)):
+            self.launch_read(extent, slice(row, row + 1), staging.address).wait()
+            numel = int(extent.blocks[row]["nbytes"]) // dtype.itemsize
+            out[done : done + numel] = staging.tensor(dtype, numel)
+            done += numel
+        return out
+
+    def write_components(self, shard: Shard, source: ChunkSource) -> None:
+        """Replace every component of a shard; what rests on disk goes to a slot no generation needs."""
+        self._make_writable(shard)
+        staging = self._staging()
+        for row, (begin, end) in enumerate(shard.layout.chunks()):
+            chunk = OpenChunk(shard, row, begin, end, {})
+            used = 0
+            for component in components_of(shard.layout):
+                values = source(component, begin, end)
+                if component in shard.memory:
+                    target = shard.memory[component][begin:end]
+                else:
+                    target = staging.tensor(values.dtype, end - begin, used)
+                    used += values.nbytes
+                target.copy_(values)
+                chunk.addresses[component] = target.data_ptr()
+            self.close_chunk(chunk)
+            shard.settle()
+        self.finish_update(shard)
+        shard.writes.clear()
+
+    def _make_writable(self, shard: Shard) -> None:
+        """A frozen shard has one slot; once that is committed, a change needs a second."""
+        if shard.slots and len(shard.slots) == 1 and shard.committed is not None:
+            self.ensure_slot(shard, 1)
+
+    def _staging(self) -> Region:
+        if self._staging_region is None:
+            self._staging_region = self.arena.allocate(STATE_STAGING_BYTES)
+        return self._staging_region
+
+    # Generations
+
+    def snapshot(self, shard: Shard) -> int:
+        """Bring the newest values into a slot and return it; on-disk shards are there already."""
+        if not shard.on_disk and shard.dirty:
+            self._make_writable(shard)
+            slot = shard.writable_slot()
+            for component in components_of(shard.layout):
+                self.write_array(shard.slots[slot][component], shard.memory[component])
+            shard.current = slot
+        shard.settle()
+        shard.writes.clear()
+        shard.dirty = False
+        return shard.current
+
+    def ensure_slot(self, shard: Shard, slot: int) -> None:
+        """Have extents for `slot`; a frozen shard gets its second one only when it was changed."""
+        if slot == 1 and len(shard.slots) == 1:
+            shard.slots = (*shard.slots, self._slot(shard.layout, 1))
+        if not 0 <= slot < len(shard.slots):
+            raise IntegrityError(f"a manifest puts section {shard.layout.index} in slot {slot}")
+
+    def load_memory(self, shard: Shard, slot: int) -> None:
+        """Fill what rests in memory, and a cache, from a slot."""
+        for component, array in shard.memory.items():
+            self.read_array(shard.slots[slot][component], array)
+        if shard.cache is not None:
+            self.write_array(shard.cache, shard.memory[Component.VALUE])
+        shard.dirty = False
+
+    def mark_committed(self, slots: Sequence[int]) -> None:
+        """The generation that names these slots (one per shard) is durable; older slots may be reused."""
+        for shard, slot in zip(self.shards, slots, strict=True):
+            shard.committed = slot

@@ -1,0 +1,80 @@
+"""Who waits for whose update: the one thing the control thread and the update worker share.
+
+A unit is queued by `step()`, started and computed by the worker, waited for by whoever needs its parameters or
+its gradient buffer. The control thread may offer memory for a queued unit's new values (a delivery) until
+the worker starts it; then forward need not read them back. An error of the worker reaches every waiter.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from enum import Enum
+
+
+class UpdateStatus(Enum):
+    IDLE = "idle"
+    QUEUED = "queued"
+    STARTED = "started"
+
+
+class UpdateBoard:
+    """Update status of every unit."""
+
+    def __init__(self, num_units: int) -> None:
+        self._changed = threading.Condition()
+        self._status = [UpdateStatus.IDLE] * num_units
+        self._deliveries: dict[int, tuple[int, ...]] = {}
+        self._error: BaseException | None = None
+
+    def queue(self, units: Iterable[int]) -> None:
+        with self._changed:
+            for unit in units:
+                assert self._status[unit] is UpdateStatus.IDLE
+                self._status[unit] = UpdateStatus.QUEUED
+
+    def offer(self, unit: int, addresses: tuple[int, ...]) -> bool:
+        """Give memory (one address per section) for the new values; False when the update has begun."""
+        with self._changed:
+            if self._status[unit] is not UpdateStatus.QUEUED:
+                return False
+            self._deliveries[unit] = addresses
+            return True
+
+    def start(self, unit: int) -> tuple[int, ...] | None:
+        """The worker begins a unit; returns where to deliver, or None."""
+        with self._changed:
+            self._status[unit] = UpdateStatus.STARTED
+            return self._deliveries.pop(unit, None)
+
+    def complete(self, unit: int) -> None:
+        """New values are computed, delivered where asked, and on their way to disk."""
+        with self._changed:
+            self._status[unit] = UpdateStatus.IDLE
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """The worker stopped; from now on every wait raises."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def pending(self, unit: int) -> bool:
+        return self._status[unit] is not UpdateStatus.IDLE
+
+    def queued(self, unit: int) -> bool:
+        """Whether a delivery can still be offered."""
+        return self._status[unit] is UpdateStatus.QUEUED
+
+    def wait(self, unit: int) -> None:
+        """Return when the unit's update is computed. Raises the worker's error."""
+        if self._status[unit] is UpdateStatus.IDLE and self._error is None:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or self._status[unit] is UpdateStatus.IDLE)
+            self.check()
+
+    def check(self) -> None:
+        """Raise the worker's error, if there is one."""
+        if self._error is not None:
+            raise self._error

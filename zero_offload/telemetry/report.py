@@ -1,0 +1,210 @@
+"""The picture and the summary of a run, from its metrics file alone.
+
+Owns what is drawn and how; the only importer of matplotlib. Never trains and never changes a metric.
+Calls: `write_report(run_dir)` for the PNG, `summarize(read_run(run_dir))` for the figures in words.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.recipes.run_dir import REPORT_FILE, Row, Run, read_run
+from zero_offload.types import MIB, Tier, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours: told apart by colour-blind readers too.
+_BLUE, _ORANGE, _GREEN = "#0072B2", "#E69F00", "#009E73"
+_RED, _SKY, _GREY = "#D55E00", "#56B4E9", "#777777"
+_TIER_COLORS = {Tier.DEVICE.value: _GREEN, Tier.CPU.value: _BLUE, Tier.NVME.value: _ORANGE}
+
+_BINS_MAX = 120
+_WARM_UP_STEPS = 2
+
+
+def write_report(run_dir: Path) -> Path:
+    """Draw loss, step time, traffic and memory of a run into one PNG; its path."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CapacityError(
+            "the report needs matplotlib, which is missing: pip install matplotlib"
+        ) from error
+    run = _require_rows(read_run(run_dir))
+    figure = Figure(figsize=(13, 8.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 2)
+    figure.suptitle(_title(run), fontsize=12)
+    for axes, draw in zip(
+        panels.flat, (_draw_loss, _draw_step_time, _draw_traffic, _draw_memory), strict=True
+    ):
+        draw(axes, run)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    path = run_dir / REPORT_FILE
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """The figures a reader asks for first; medians leave out the first steps."""
+    rows = _require_rows(run).rows
+    steady = rows[_WARM_UP_STEPS:] or rows
+    validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
+    total_s = sum(row["step_s"] for row in steady)
+    return {
+        "steps": rows[-1]["step"],
+        "steps_planned": run.description["identity"]["steps"],
+        "loss": rows[-1]["loss"],
+        "validation_loss": validation[-1] if validation else None,
+        "unigram_nats": run.description["unigram_nats"],
+        "step_s": statistics.median(row["step_s"] for row in steady),
+        "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steady),
+        "stall_share": sum(row["stall_s"] for row in steady) / total_s,
+        "nvme_read_bytes_per_step": _median_bytes(steady, "read_bytes", Tier.NVME),
+        "nvme_written_bytes_per_step": _median_bytes(steady, "written_bytes", Tier.NVME),
+        "peak_rss_bytes": max(row["peak_rss_bytes"] for row in rows),
+        "planned_rss_bytes": _planned_rss_bytes(run),
+        "resumes": sum(1 for row in rows if row.get("resumed")),
+    }
+
+
+def _require_rows(run: Run) -> Run:
+    if not run.rows:
+        raise ConfigError(f"{run.path} has no finished step yet; try again after the first one")
+    return run
+
+
+def _title(run: Run) -> str:
+    identity = run.description["identity"]
+    tiers = ", ".join(
+        f"{kind} on {_tier_text(identity[f'offload.{kind}'])}" for kind in ("params", "grads", "optimizer")
+    )
+    size = run.description["num_parameters"] / 1e6
+    return f"{identity['model']} ({size:.1f}M parameters): {tiers}"
+
+
+def _tier_text(request: object) -> str:
+    if isinstance(request, dict):
+        return " + ".join(f"{fraction:.0%} {tier}" for tier, fraction in request.items())
+    return str(request)
+
+
+def _draw_loss(axes: Axes, run: Run) -> None:
+    rows = run.rows
+    known = [row for row in rows if row["loss"] is not None]
+    axes.plot([r["step"] for r in known], [r["loss"] for r in known], color=_SKY, lw=1, label="training")
+    checked = [row for row in rows if row.get("val_loss") is not None]
+    if checked:
+        losses = [row["val_loss"] for row in checked]
+        axes.plot(
+            [row["step"] for row in checked], losses, color=_BLUE, lw=2, marker="o", ms=4, label="validation"
+        )
+        axes.annotate(
+            f"{losses[-1]:.3f}",
+            (checked[-1]["step"], losses[-1]),
+            (0, -14),
+            textcoords="offset points",
+            color=_BLUE,
+            ha="right",
+        )
+    unigram = run.description["unigram_nats"]
+    axes.axhline(unigram, color=_RED, ls="--", lw=1.5, label=f"unigram entropy ({unigram:.3f})")
+    for index, row in enumerate(row for row in rows if row.get("resumed")):
+        axes.axvline(row["step"], color=_GREY, ls=":", lw=1.5, label="resumed" if index == 0 else None)
+    axes.set_title("Loss")
+    axes.set_ylabel("nats per byte")
+    axes.legend(frameon=False)
+
+
+def _draw_step_time(axes: Axes, run: Run) -> None:
+    bins = _bins(run.rows)
+    steps = [part[-1]["step"] for part in bins]
+    whole, stall, update, commit = (
+        [1000 * _mean(part, _figure(name)) for part in bins]
+        for name in ("step_s", "stall_s", "update_s", "commit_s")
+    )
+    compute = [max(0.0, all_ms - stall_ms) for all_ms, stall_ms in zip(whole, stall, strict=True)]
+    labels = ["forward and backward", "stall: waiting for parameters"]
+    axes.stackplot(steps, compute, stall, labels=labels, colors=[_SKY, _RED], lw=0)
+    axes.plot(steps, update, color="black", lw=1.3, label="update, most of it beside forward")
+    axes.plot(steps, commit, color="black", lw=1.3, ls=":", label="commit, in the background")
+    # The first step records the trace and is slow: it may leave the picture, the steady state may not.
+    axes.set_ylim(0, 1.6 * statistics.median(whole))
+    axes.set_title("Where a step's time goes")
+    axes.set_ylabel("ms per step")
+    axes.legend(edgecolor="none", framealpha=0.85, loc="upper right", ncols=2)
+
+
+def _draw_traffic(axes: Axes, run: Run) -> None:
+    bins = _bins(run.rows)
+    steps = [part[-1]["step"] for part in bins]
+    for key, style, word in (("read_bytes", "-", "read from"), ("written_bytes", "--", "written to")):
+        for tier, color in _TIER_COLORS.items():
+            amounts = [_mean(part, _bytes_of(key, tier)) / MIB for part in bins]
+            if any(amounts):
+                axes.plot(steps, amounts, style, color=color, lw=1.8, label=f"{word} {tier}")
+    axes.set_ylim(bottom=0)
+    axes.set_title("Bytes moved per tier")
+    axes.set_ylabel("MiB per step")
+    axes.legend(frameon=False)
+
+
+def _draw_memory(axes: Axes, run: Run) -> None:
+    steps = [row["step"] for row in run.rows]
+    axes.plot(steps, [row["peak_rss_bytes"] / MIB for row in run.rows], color=_RED, lw=2, label="peak RSS")
+    for tier, color in _TIER_COLORS.items():
+        resident = [row["resident_bytes"].get(tier, 0) / MIB for row in run.rows]
+        if any(resident):
+            axes.plot(steps, resident, color=color, lw=1.5, label=f"states on {tier}")
+    baseline, planned = run.description["baseline_rss_bytes"], _planned_rss_bytes(run)
+    axes.axhline(planned / MIB, color="black", ls="--", lw=1.2, label=f"planned, {format_bytes(planned)}")
+    axes.axhline(
+        baseline / MIB,
+        color=_GREY,
+        ls=":",
+        lw=1.2,
+        label=f"process before the model, {format_bytes(baseline)}",
+    )
+    axes.set_ylim(bottom=0)
+    axes.set_title("Memory against the plan (activations come on top)")
+    axes.set_ylabel("MiB")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _planned_rss_bytes(run: Run) -> int:
+    """The process before the model, and what the plan puts into its memory."""
+    plan = run.description["plan"]
+    in_memory: int = plan[Tier.CPU.value]
+    if run.description["device"] == "cpu":
+        in_memory += plan[Tier.DEVICE.value]
+    return int(run.description["baseline_rss_bytes"]) + in_memory
+
+
+def _bins(rows: Sequence[Row]) -> list[Sequence[Row]]:
+    """Neighbouring steps together, so that a long run stays legible."""
+    size = max(1, -(-len(rows) // _BINS_MAX))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _mean(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
+    return statistics.fmean(value(row) for row in rows)
+
+
+def _figure(name: str) -> Callable[[Row], float]:
+    return lambda row: float(row[name])
+
+
+def _bytes_of(key: str, tier: str) -> Callable[[Row], float]:
+    return lambda row: float(row[key].get(tier, 0))
+
+
+def _median_bytes(rows: Sequence[Row], key: str, tier: Tier) -> int:
+    return int(statistics.median(row[key].get(tier.value, 0) for row in rows))

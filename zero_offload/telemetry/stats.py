@@ -1,0 +1,68 @@
+"""Figures of one optimizer step: `Stats`, the difference of two counter snapshots."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+
+from zero_offload.telemetry.events import Counters
+from zero_offload.types import Tier
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one rank did between the last two calls of `step()`, or before the first one."""
+
+    step: int
+    """Steps so far, skipped ones included."""
+    step_s: float
+    stall_s: float
+    """Seconds that forward and backward waited for parameters."""
+    update_s: float
+    """Seconds of update passes, most of them beside forward."""
+    commit_s: float
+    read_bytes: dict[str, int]
+    """Per tier."""
+    written_bytes: dict[str, int]
+    num_departures: int
+    """Uses of units that the schedule did not predict."""
+    skipped_steps: int
+    """Steps not applied because a gradient was NaN or infinite, in all."""
+    resident_bytes: dict[str, int]
+    """Bytes that rest on each tier now, buffers included."""
+    peak_rss_bytes: int
+    """The process's largest resident set so far."""
+
+
+class StatsKeeper:
+    """Cuts the counters into steps."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._start = time.perf_counter()
+        self._before: dict[str, float] = {}
+        self._delta: dict[str, float] = {}
+
+    def close_step(self) -> None:
+        """A step ends here."""
+        now, totals = time.perf_counter(), self._counters.snapshot()
+        self._delta = {name: total - self._before.get(name, 0) for name, total in totals.items()}
+        self._delta["step_s"] = now - self._start
+        self._start, self._before = now, totals
+
+    def stats(self, step: int, skipped_steps: int, resident_bytes: dict[str, int]) -> Stats:
+        delta = self._delta
+        return Stats(
+            step=step,
+            step_s=delta.get("step_s", 0.0),
+            stall_s=delta.get("stall_s", 0.0),
+            update_s=delta.get("update_s", 0.0),
+            commit_s=delta.get("commit_s", 0.0),
+            read_bytes={tier.value: int(delta.get(f"read.{tier.value}", 0)) for tier in Tier},
+            written_bytes={tier.value: int(delta.get(f"written.{tier.value}", 0)) for tier in Tier},
+            num_departures=int(delta.get("departures", 0)),
+            skipped_steps=skipped_steps,
+            resident_bytes=resident_bytes,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        )
