@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zero_offload.cli.main import main
+from zero_offload.config import Durability
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.manifest import write_manifest
+
+SWAP = "rank-0.swap"
+NBYTES = 1 << 20
+
+
+def make_tier(path: Path, names: list[str], directories: list[Path]) -> None:
+    with RunDirectory.open(path) as directory:
+        for name in names:
+            directory.create_file(name, NBYTES).close()
+        payload = {"files": [*names, "run.json", "generation.json"], "run_id": "r"}
+        write_manifest(directory, "run.json", payload, Durability.PROCESS)
+        generation = {"step": 3, "directories": [str(each) for each in directories]}
+        write_manifest(directory, "generation.json", generation, Durability.PROCESS)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "run"
+    make_tier(path / "nvme", [SWAP], [path / "nvme"])
+    path.chmod(0o755)
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+    (path / "run.json").write_text(json.dumps({"identity": {"offload.nvme": [str(path / "nvme")]}}))
+    (path / "files.json").write_text(
+        json.dumps({"files": ["run.json", "metrics.jsonl", "files.json", "gone"]})
+    )
+    return path
+
+
+def test_everything_of_a_run_goes(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clean", str(run_dir)]) == 0
+    assert not run_dir.exists()
+    out = capsys.readouterr().out
+    assert "nvme: freed 1.01 MiB in 3 files" in out
+    assert "run: freed 12 KiB in 3 files" in out
+
+
+def test_what_no_manifest_names_stays(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "nvme" / "mine.txt").write_text("precious")
+    (run_dir / "notes.json").write_text('{"files": ["nothing"]}')
+    assert main(["clean", str(run_dir), "--json"]) == 0
+    tier, home = json.loads(capsys.readouterr().out)["directories"]
+    assert tier["deleted"] == ["generation.json", SWAP, "run.json"]
+    assert tier["freed_bytes"] >= NBYTES
+    assert (tier["left"], home["left"]) == (["mine.txt"], ["notes.json", "nvme"])
+    assert (run_dir / "nvme" / "mine.txt").read_text() == "precious"
+    assert (run_dir / "notes.json").exists()
+    assert not (run_dir / "metrics.jsonl").exists()
+
+
+def test_a_striped_tier_is_cleaned_by_the_manifests_of_its_first_directory(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    make_tier(first, [SWAP], [first, second])
+    with RunDirectory.open(second) as directory:
+        directory.create_file(SWAP, NBYTES).close()
+    assert main(["clean", str(first)]) == 0
+    assert not first.exists() and not second.exists()
+
+
+def test_half_written_manifests_go_too(run_dir: Path) -> None:
+    (run_dir / "nvme" / "generation.json.tmp").write_text("{")
+    assert main(["clean", str(run_dir)]) == 0
+    assert not run_dir.exists()
+
+
+def test_a_run_in_progress_is_refused(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDirectory.open(run_dir / "nvme"):
+        assert main(["clean", str(run_dir)]) == 6
+    assert "is in use by process" in capsys.readouterr().err
+    assert (run_dir / "nvme" / SWAP).exists() and (run_dir / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "nvme"])
+def test_a_forged_list_deletes_nothing_outside(run_dir: Path, name: str) -> None:
+    outside = run_dir.parent / "outside"
+    outside.write_text("precious")
+    (run_dir / "files.json").write_text(json.dumps({"files": [name, "metrics.jsonl"]}))
+    (run_dir / "nvme" / "mine.txt").write_text("keeps the directory")
+    assert main(["clean", str(run_dir)]) == 4
+    assert outside.read_text() == "precious"
+    assert (run_dir / "metrics.jsonl").exists() and (run_dir / "nvme").exists()
+
+
+def test_a_damaged_manifest_deletes_nothing(run_dir: Path) -> None:
+    for name in ("run.json", "generation.json"):
+        (run_dir / "nvme" / name).write_text("{}")
+    assert main(["clean", str(run_dir)]) == 0
+    assert (run_dir / "nvme" / SWAP).exists()
+
+
+def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "file").touch()
+    assert main(["clean", str(tmp_path / "data")]) == 2
+    assert "holds neither files.json nor a manifest" in capsys.readouterr().err
+    assert main(["clean", str(tmp_path / "missing")]) == 2
+    assert "is no directory" in capsys.readouterr().err
+    assert (tmp_path / "data" / "file").exists()

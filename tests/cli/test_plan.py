@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_offload.cli.main import main
+from zero_offload.types import GIB
+
+MEMORY = ["--cpu-memory", "64GiB"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", "--json", *MEMORY, *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_a_preset_with_everything_on_nvme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--params-tier", "nvme", "--optimizer-tier", "nvme", "--durability", "scratch"]
+    code, result = plan(capsys, "--model", "gpt125m", "--nvme", str(tmp_path), *flags)
+    count = result["parameters"]
+    assert code == 0 and result["fits"] and result["reasons"] == []
+    assert count > 80_000_000
+    assert result["bytes"]["nvme"]["optimizer"] == result["nvme_written_bytes_per_step"] == 12 * count
+    assert result["bytes"]["nvme"]["params"] == 0
+    assert result["bytes"]["cpu"]["grads"] == 2 * count
+
+
+def test_sizes_and_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = plan(capsys, "--model", "8B", "--ranks", "4", "--device-memory", "24GiB")
+    assert code == 0
+    assert result["parameters"] == 8 * 10**9
+    assert result["bytes"]["cpu"]["optimizer"] == 12 * 2 * 10**9
+    assert result["bytes"]["cpu"]["grads"] == 4 * 2 * 10**9
+    assert result["bytes"]["device"]["available"] == 24 * GIB
+    assert result["bytes"]["cpu"]["available"] == 64 * GIB
+
+
+def test_accumulation_and_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    _, result = plan(capsys, "--model", "320M", "--accumulate", "2")
+    assert result["bytes"]["cpu"]["grads"] == 4 * 320_000_000
+    _, result = plan(capsys, "--model", "320M", "--precision", "fp32")
+    assert result["bytes"]["cpu"]["params"] == 4 * 320_000_000
+
+
+def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "8B", *MEMORY]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "8B: 8,000,000,000 parameters in 32 units on 1 rank"
+    assert any("GiB missing" in line for line in lines)
+    assert any(line.startswith("would fit: optimizer='nvme'") for line in lines)
+    assert "it does not fit" in lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "gpt9000"], "is no preset; use tiny, small"),
+        (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
+        (["--ranks", "0"], "both must be 1 or more"),
+        (["--stage", "2", "--precision", "fp16"], "has 2 problems"),
+    ],
+)
+def test_what_makes_no_sense_exits_2(
+    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
+) -> None:
+    assert main(["plan", *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,232 @@
+"""`zero-offload train` as a user types it, on a model of a million parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 14
+SIZES = ["--model", "tiny", "--seq", "32", "--batch", "2", "--steps", str(STEPS), "--eval-every", "7"]
+DEADLINE_S = 120
+
+
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "zero_offload", "train", *map(str, arguments)]
+
+
+def _train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=_environment(),
+        check=False,
+    )
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1"}  # one thread count for all runs: their losses are compared
+
+
+def _rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def _losses(out: Path) -> list[tuple[int, float, float | None]]:
+    return [(row["step"], row["loss"], row.get("val_loss")) for row in _rows(out)]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{number} and {number * 7 % 91} are numbers.\n" for number in range(3000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, dict[str, Any]]:
+    """An uninterrupted run and what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    done = _train(*SIZES, "--data", text, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    return out, json.loads(done.stdout)
+
+
+def _wait_for_step(out: Path, step: int, child: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline and child.poll() is None:
+        metrics = out / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count("\n") >= step:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"the run ended or hung before step {step}: {child.communicate()[0]}")
+
+
+def _start(*arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        _command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=_environment()
+    )
+
+
+def test_a_run_leaves_metrics_report_and_sample(whole_run: tuple[Path, dict[str, Any]]) -> None:
+    out, result = whole_run
+    rows = _rows(out)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert rows[-1]["val_loss"] == result["validation_loss"]
+    assert result["ending"] == "finished" and result["step"] == STEPS
+    assert 0 < result["unigram_nats"] < 5.6
+    assert rows[-1]["read_bytes"]["nvme"] > 0 and rows[-1]["written_bytes"]["nvme"] > 0
+    assert rows[-1]["peak_rss_bytes"] > 0
+    listed = set(json.loads((out / "files.json").read_text())["files"])
+    assert {path.name for path in out.iterdir() if path.is_file()} <= listed
+    assert {"metrics.jsonl", "run.json", "sample.txt"} <= listed
+
+
+def test_the_same_command_after_the_end_trains_no_further(
+    whole_run: tuple[Path, dict[str, Any]], text: Path
+) -> None:
+    out, result = whole_run
+    before = (out / "metrics.jsonl").read_bytes()
+    again = _train(*SIZES, "--data", text, "--out", out, "--json")
+    assert again.returncode == 0, again.stderr
+    assert f"resuming from step {STEPS}" in again.stderr
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert json.loads(again.stdout)["validation_loss"] == result["validation_loss"]
+
+
+def test_kill_and_the_same_command_give_the_losses_of_an_uninterrupted_run(
+    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = [*SIZES, "--data", text, "--out", out]
+    for step in (3, 9):
+        child = _start(*arguments)
+        _wait_for_step(out, step, child)
+        child.kill()
+        child.communicate()
+    done = _train(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert "resuming from step" in done.stdout and "committed" in done.stdout
+    assert _losses(out) == _losses(whole_run[0])
+
+
+def test_ctrl_c_commits_and_the_same_command_continues(
+    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    arguments = [*SIZES, "--data", text, "--out", out]
+    child = _start(*arguments)
+    _wait_for_step(out, 2, child)
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=DEADLINE_S)
+    assert child.returncode == 130, output
+    assert "the same command continues" in output
+    stopped_at = _rows(out)[-1]["step"]
+    done = _train(*arguments)
+    assert f"resuming from step {stopped_at} " in done.stdout
+    assert _losses(out) == _losses(whole_run[0])
+
+
+def test_tiers_do_not_change_the_numbers(
+    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    done = _train(
+        *SIZES,
+        "--data",
+        text,
+        "--out",
+        out,
+        "--params-tier",
+        "cpu",
+        "--optimizer-tier",
+        "cpu",
+        "--commit-every",
+        5,
+    )
+    assert done.returncode == 0, done.stderr
+    assert _losses(out) == _losses(whole_run[0])
+
+
+def test_other_settings_in_the_same_place_are_refused_until_discarded(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", text, "--out", out]
+    assert _train(*short, "--steps", 2).returncode == 0
+    before = (out / "metrics.jsonl").read_bytes()
+    refused = _train(*short, "--steps", 3)
+    assert refused.returncode == 2
+    assert "steps=2, this one has steps=3" in refused.stderr and "--discard" in refused.stderr
+    assert (out / "metrics.jsonl").read_bytes() == before
+    discarded = _train(*short, "--steps", 3, "--discard")
+    assert discarded.returncode == 0, discarded.stderr
+    assert [row["step"] for row in _rows(out)] == [1, 2, 3]
+
+
+def test_toml_with_a_flag_on_top(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'[train]\nmodel = "tiny"\ndata = "{text}"\nout = "{out}"\n'
+        "seq = 16\nbatch = 1\naccumulate = 2\nsteps = 9\n"
+        '[offload]\nparams = "cpu"\nprecision = "fp32"\n'
+    )
+    done = _train(file, "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    identity = json.loads((out / "run.json").read_text())["identity"]
+    assert identity["steps"] == 2 and identity["accumulate"] == 2
+    assert identity["offload.params"] == "cpu" and identity["offload.optimizer"] == "nvme"
+
+
+def test_bad_input_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("short")
+    cases: list[tuple[list[object], list[str]]] = [
+        (["--steps", 0, "--batch", -1, "--model", "tinny"], ["steps=0", "batch=-1", "'tiny'"]),
+        (["--params-tier", "disk", "--seq", 0], ["params='disk'", "seq=0"]),
+        (["--data", tmp_path / "none.txt"], ["none.txt: no such file"]),
+        (["--data", tmp_path / "empty.txt"], ["empty.txt: the file is empty"]),
+        (["--data", tmp_path / "short.txt"], ["too short", "128 + 1"]),
+        ([tmp_path / "none.toml"], ["none.toml"]),
+    ]
+    for arguments, parts in cases:
+        out = tmp_path / "run"
+        done = _train(*arguments, "--out", out)
+        assert done.returncode == 2, (arguments, done.stderr)
+        assert all(part in done.stderr for part in parts), (parts, done.stderr)
+        assert "Traceback" not in done.stderr
+        assert not out.exists()
+
+
+def test_two_runs_cannot_share_a_directory(text: Path, tmp_path: Path) -> None:
+    arguments = [*SIZES, "--data", text, "--out", tmp_path / "run", "--steps", 100000]
+    child = _start(*arguments)
+    try:
+        _wait_for_step(tmp_path / "run", 1, child)
+        second = _train(*arguments)
+        assert second.returncode == 6, second.stderr
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    sizes = ["--model", "tiny", "--seq", "16", "--batch", "1", "--steps", "3", "--data", str(text)]
+    done = subprocess.run(
+        [*launcher, "-m", "zero_offload", "train", *sizes, "--out", str(out)],
+        capture_output=True, text=True, timeout=DEADLINE_S, env=_environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in _rows(out)] == [1, 2, 3]
+    assert done.stdout.count("unigram entropy:") == 1  # only the first rank speaks

@@ -1,0 +1,113 @@
+"""A file imports only from lower layers, or from its own folder."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_offload import errors
+
+ROOT = Path(errors.__file__).parent
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors", "types", "config", "telemetry.events", "telemetry.stats"),
+    ("native", "plan"),
+    ("probe", "device", "kernels", "memory", "storage"),
+    ("shards",),
+    ("runtime", "optim", "checkpoint"),
+    ("offload", "offloaded_model"),
+    ("__init__", "__main__", "api", "cli", "recipes", "integrations", "telemetry.report"),
+)
+LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
+FAMILIES = (0, 5, 6)  # files of these layers may import each other: words, the tying object, faces
+
+
+def module_names() -> list[str]:
+    return sorted(".".join(path.relative_to(ROOT).with_suffix("").parts) for path in ROOT.rglob("*.py"))
+
+
+def part_of(module: str) -> str | None:
+    """The folder or file of the table that `module` belongs to; None for a folder's bare `__init__`."""
+    if module in LAYER_OF:
+        return module
+    head = module.split(".")[0]
+    return head if head in LAYER_OF else None
+
+
+def imports_of(module: str, source: str, modules: frozenset[str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} uses a relative import"
+            if node.module is None or node.module.split(".")[0] != "zero_offload":
+                continue
+            base = node.module.removeprefix("zero_offload").removeprefix(".")
+            for alias in node.names:
+                inner = f"{base}.{alias.name}" if base else alias.name
+                is_module = inner in modules or f"{inner}.__init__" in modules
+                yield inner if is_module else base or "__init__"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "zero_offload":
+                    yield alias.name.removeprefix("zero_offload").removeprefix(".") or "__init__"
+
+
+def violations(module: str, source: str, modules: frozenset[str]) -> list[str]:
+    part = part_of(module)
+    if part is None:
+        return [f"{module} belongs to no layer"] if source.strip() else []
+    found = []
+    for target in imports_of(module, source, modules):
+        other = part_of(target)
+        if other is None:
+            found.append(f"{module} imports {target}, which belongs to no layer")
+        elif other != part and not _may_import(LAYER_OF[part], LAYER_OF[other]):
+            found.append(f"{module} (layer {LAYER_OF[part]}) imports {target} (layer {LAYER_OF[other]})")
+    return found
+
+
+def _may_import(layer: int, other: int) -> bool:
+    # Siblings outside the families meet one layer up.
+    return other < layer or (other == layer and layer in FAMILIES)
+
+
+@pytest.mark.parametrize("module", module_names())
+def test_imports_point_down(module: str) -> None:
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    assert violations(module, source, frozenset(module_names())) == []
+
+
+MODULES = frozenset({"types", "config", "storage.engine", "memory.pages", "shards.store", "plan.memory"})
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("storage.engine", "from zero_offload.memory.pages import x"),
+        ("plan.memory", "from zero_offload.storage import engine"),
+        ("memory.pages", "import zero_offload.shards.store"),
+        ("types", "def f():\n    from zero_offload import offload"),
+        ("optim.adamw", "from zero_offload.runtime.unit import Unit"),
+        ("runtime.unit", "import zero_offload as zo"),
+        ("stray", "x = 1"),
+        ("stray.inner", "x = 1"),
+    ],
+)
+def test_the_rule_finds_what_it_forbids(module: str, source: str) -> None:
+    assert violations(module, source, MODULES) != []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        (
+            "storage.engine",
+            "from zero_offload.storage.directory import x\nfrom zero_offload.plan import memory",
+        ),
+        ("config", "from zero_offload.types import Tier"),
+        ("cli.train", "import zero_offload as zo\nfrom zero_offload.recipes import gpt"),
+    ],
+)
+def test_the_rule_allows_what_is_legal(module: str, source: str) -> None:
+    assert violations(module, source, MODULES) == []

@@ -1,0 +1,88 @@
+"""Each third-party or delicate facility is used in its own place and nowhere else."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_offload import errors
+
+ROOT = Path(errors.__file__).parent
+
+OWNERS: dict[str, frozenset[str]] = {
+    "psutil": frozenset({"probe.py"}),
+    "torch.cuda": frozenset({"device.py"}),
+    "matplotlib": frozenset({"telemetry/report.py"}),
+    "ctypes.CDLL": frozenset({"native.py", "memory/pages.py"}),
+    # Not used yet: their fallback kernels and file engine are to be the only importers.
+    "numba": frozenset(),
+    "aiofiles": frozenset(),
+}
+
+
+def dotted_names(source: str) -> Iterator[str]:
+    """Every imported or used dotted name, with import aliases resolved."""
+    tree = ast.parse(source)
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                aliases[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (path := _path_of(node)):
+            head, _, rest = path.partition(".")
+            yield f"{aliases.get(head, head)}.{rest}"
+
+
+def _path_of(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := _path_of(node.value)):
+        return f"{base}.{node.attr}"
+    return None
+
+
+def uses(source: str, facility: str) -> bool:
+    return any(name == facility or name.startswith(f"{facility}.") for name in dotted_names(source))
+
+
+@pytest.mark.parametrize("facility", OWNERS)
+def test_only_the_owners_use_it(facility: str) -> None:
+    users = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if uses(path.read_text(), facility)}
+    assert users == OWNERS[facility]
+
+
+@pytest.mark.parametrize(
+    ("source", "facility"),
+    [
+        ("import psutil", "psutil"),
+        ("from psutil import Process", "psutil"),
+        ("import torch\ntorch.cuda.is_available()", "torch.cuda"),
+        ("import torch as t\nt.cuda.Stream()", "torch.cuda"),
+        ("from torch import cuda", "torch.cuda"),
+        ("from torch.cuda import Stream", "torch.cuda"),
+        ("import ctypes as C\nC.CDLL(None)", "ctypes.CDLL"),
+        ("from ctypes import CDLL", "ctypes.CDLL"),
+        ("def f():\n    from matplotlib.figure import Figure", "matplotlib"),
+    ],
+)
+def test_the_rule_finds_every_spelling(source: str, facility: str) -> None:
+    assert uses(source, facility)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import torch\ntorch.cpu.Stream()", "# torch.cuda\nx = 'torch.cuda'", "import ctypes\nctypes.memmove"],
+)
+def test_the_rule_leaves_the_rest_alone(source: str) -> None:
+    assert not any(uses(source, facility) for facility in OWNERS)

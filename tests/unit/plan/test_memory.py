@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zero_offload.config import OffloadConfig
+from zero_offload.plan.memory import (
+    CHUNKS_IN_FLIGHT,
+    PLACED_KINDS,
+    Budget,
+    MemoryPlan,
+    Placement,
+    UnitNumel,
+    estimate_memory,
+    measure_units,
+)
+from zero_offload.types import GIB, MIB, StateKind, Tier
+
+ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
+GPU = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=False)
+N = 1000
+PARAMS, GRADS, OPTIMIZER = PLACED_KINDS
+
+
+def estimate(
+    tiers: tuple[str, str, str], budget: Budget = ROOMY, world_size: int = 1, frozen: int = 0, **settings: Any
+) -> MemoryPlan:
+    config = OffloadConfig(**({"nvme": "x"} | settings))
+    units = measure_units([UnitNumel("a", N, frozen), UnitNumel("b", 2 * N)], config, world_size)
+    placed = {kind: Tier(tier) for kind, tier in zip(PLACED_KINDS, tiers, strict=True)}
+    return estimate_memory(units, Placement((placed, placed), budget), config, world_size)
+
+
+def used(plan: MemoryPlan) -> dict[tuple[str, str], int]:
+    return {(tier.value, kind.value): n for (tier, kind), n in plan.rest_bytes.items() if n}
+
+
+def test_bf16_in_memory_of_one_rank_is_12_bytes_and_the_gradient() -> None:
+    plan = estimate(("cpu", "cpu", "cpu"), durability="scratch")
+    assert used(plan) == {
+        ("cpu", "params"): 2 * 3 * N,
+        ("cpu", "grads"): 2 * 3 * N,
+        ("cpu", "optimizer"): 10 * 3 * N,
+    }
+    assert plan.nvme_written_bytes_per_step == 0
+
+
+def test_fp32_has_the_parameter_as_its_master() -> None:
+    plan = estimate(("cpu", "cpu", "cpu"), durability="scratch", precision="fp32")
+    assert used(plan) == {
+        ("cpu", "params"): 4 * 3 * N,
+        ("cpu", "grads"): 4 * 3 * N,
+        ("cpu", "optimizer"): 8 * 3 * N,
+    }
+
+
+@pytest.mark.parametrize(("durability", "slots"), [("scratch", 1), ("process", 2), ("commit", 2)])
+def test_optimizer_on_nvme_is_self_contained_and_has_slots(durability: str, slots: int) -> None:
+    plan = estimate(("cpu", "cpu", "nvme"), durability=durability)
+    assert used(plan)["nvme", "optimizer"] == slots * 12 * 3 * N
+    assert used(plan)["cpu", "params"] == 2 * 3 * N
+    assert plan.nvme_written_bytes_per_step == 12 * 3 * N
+
+
+def test_states_in_memory_are_snapshotted_into_two_slots() -> None:
+    plan = estimate(("cpu", "cpu", "cpu"), commit_every=10)
+    assert used(plan)["nvme", "optimizer"] == 2 * 12 * 3 * N
+    assert plan.nvme_written_bytes_per_step == 12 * 3 * N // 10
+
+
+def test_without_a_directory_nothing_is_on_nvme() -> None:
+    plan = estimate(("cpu", "cpu", "cpu"), nvme=None)
+    assert plan.used_bytes(Tier.NVME) == 0
+
+
+def test_params_on_nvme_live_in_the_optimizers_extents_or_in_a_cache() -> None:
+    both = estimate(("nvme", "cpu", "nvme"), durability="scratch")
+    assert used(both) == {("cpu", "grads"): 2 * 3 * N, ("nvme", "optimizer"): 12 * 3 * N}
+    cache = estimate(("nvme", "cpu", "cpu"), durability="scratch")
+    assert used(cache)["nvme", "params"] == 2 * 3 * N
+    assert used(cache)["cpu", "optimizer"] == 12 * 3 * N
+    assert cache.nvme_written_bytes_per_step == 2 * 3 * N
+
+
+def test_grads_on_nvme_are_written_every_step() -> None:
+    plan = estimate(("cpu", "nvme", "cpu"), durability="scratch")
+    assert used(plan)["nvme", "grads"] == plan.nvme_written_bytes_per_step == 2 * 3 * N
+
+
+def test_frozen_parameters_have_a_value_only() -> None:
+    memory = estimate(("cpu", "cpu", "cpu"), frozen=500, durability="scratch")
+    assert used(memory) == {
+        ("cpu", "params"): 2 * (3 * N + 500),
+        ("cpu", "grads"): 2 * 3 * N,
+        ("cpu", "optimizer"): 10 * 3 * N,
+    }
+    nvme = estimate(("nvme", "cpu", "nvme"), frozen=500, durability="scratch")
+    assert used(nvme)["nvme", "params"] == 2 * 500
+    assert nvme.nvme_written_bytes_per_step == 12 * 3 * N
+    cache = estimate(("nvme", "cpu", "cpu"), frozen=500, durability="scratch")
+    assert used(cache)["nvme", "params"] == 2 * (3 * N + 500)
+    assert cache.nvme_written_bytes_per_step == 2 * 3 * N
+
+
+def test_several_ranks_share_everything_in_stage_3_and_nothing_in_stage_0() -> None:
+    sharded = estimate(("cpu", "cpu", "cpu"), world_size=2, durability="scratch")
+    assert used(sharded) == {
+        ("cpu", "params"): 2 * 3 * N // 2,
+        ("cpu", "grads"): 4 * 3 * N // 2,
+        ("cpu", "optimizer"): 12 * 3 * N // 2,
+    }
+    whole = estimate(("cpu", "cpu", "cpu"), world_size=2, stage=0, durability="scratch")
+    assert used(whole)["cpu", "params"] == 2 * 3 * N
+
+
+def test_accumulated_gradients_are_fp32() -> None:
+    (unit,) = measure_units([UnitNumel("a", N)], OffloadConfig(), num_micro_batches=4)
+    assert unit.grads_bytes == 4 * N
+
+
+def test_staging_on_a_cpu_device_needs_no_copy_of_params_in_memory() -> None:
+    in_place = estimate(("cpu", "cpu", "cpu"))
+    assert in_place.staging_bytes[Tier.DEVICE] == 2 * 2 * N  # the largest unit's gradient
+    assert in_place.staging_bytes[Tier.CPU] == 0
+    streamed = estimate(("nvme", "cpu", "nvme"))
+    assert streamed.staging_bytes[Tier.DEVICE] == 2 * 3 * N + 2 * 2 * N
+    assert streamed.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * 16 * MIB
+
+
+def test_staging_on_a_gpu_passes_through_cpu_memory() -> None:
+    plan = estimate(("nvme", "cpu", "cpu"), budget=GPU)
+    assert plan.staging_bytes[Tier.DEVICE] == 2 * 3 * N + 2 * 2 * N
+    assert plan.staging_bytes[Tier.CPU] == 2 * 3 * N
+
+
+def test_whole_units_are_gathered_from_all_ranks() -> None:
+    plan = estimate(("device", "device", "device"), budget=GPU, world_size=4)
+    assert plan.staging_bytes[Tier.DEVICE] == 2 * 3 * N + 2 * 2 * N
+
+
+def test_it_fits_or_says_what_is_missing() -> None:
+    assert estimate(("cpu", "cpu", "nvme")).fits
+    small = Budget(device_bytes=100, cpu_bytes=10_000, nvme_bytes=10_000, shared_memory=False)
+    plan = estimate(("device", "cpu", "nvme"), budget=small, durability="scratch")
+    assert not plan.fits
+    device, cpu, nvme = plan.reasons
+    assert device.startswith("device tier: needs ") and device.endswith("missing")
+    assert "cpu tier: needs 48 MiB, 9.77 KiB available, 48 MiB missing" in cpu
+    assert nvme == "nvme tier: needs 35.2 KiB, 9.77 KiB available, 25.4 KiB missing"
+
+
+def test_on_a_cpu_device_both_memory_tiers_fill_the_same_memory() -> None:
+    tight = Budget(device_bytes=30_000, cpu_bytes=30_000, nvme_bytes=0, shared_memory=True)
+    plan = estimate(("device", "cpu", "cpu"), budget=tight, nvme=None)
+    assert plan.used_bytes(Tier.DEVICE) < 30_000 > plan.used_bytes(Tier.CPU) - 12_000
+    assert [reason.split(":")[0] for reason in plan.reasons] == ["memory (the compute device is the CPU)"]
+
+
+def test_the_table_shows_every_number() -> None:
+    text = estimate(("cpu", "cpu", "nvme"), durability="scratch").table()
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    assert "device" in text.splitlines()[0] and "nvme" in text.splitlines()[0]
+    assert "5.86 KiB" in lines["params"]
+    assert "35.2 KiB" in lines["optimizer"]
+    assert "written to NVMe per step: 35.2 KiB" in text
+    assert text.endswith("it fits")
+    assert {kind.value for kind in StateKind} - {"activations"} <= set(lines)

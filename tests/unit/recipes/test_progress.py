@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import io
+
+from zero_offload.recipes.progress import Progress
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def _row(step: int, **extra: object) -> dict[str, object]:
+    moved = {"device": 0, "cpu": 0, "nvme": 3 << 20}
+    row = {"step": step, "loss": 2.5, "step_s": 0.5, "stall_s": 0.1, "tokens_per_s": 4096.0}
+    return row | {"read_bytes": moved, "written_bytes": moved} | extra
+
+
+def test_a_terminal_sees_one_line_rewritten() -> None:
+    out = _Terminal()
+    progress = Progress(out, num_steps=3)
+    for step in (1, 2, 3):
+        progress.step(_row(step))
+    progress.note("done")
+    text = out.getvalue()
+    assert text.count("\r") == 3
+    assert text.count("\n") == 2  # the live line is closed once, then the note
+    for part in ("step 3/3", "loss 2.500", "4,096 tokens/s", "nvme 3 MiB in 3 MiB out", "stall 20%"):
+        assert part in text
+
+
+def test_a_file_gets_a_plain_line_now_and_then() -> None:
+    out = io.StringIO()
+    progress = Progress(out, num_steps=100)
+    for step in range(1, 41):
+        progress.step(_row(step))
+    lines = out.getvalue().splitlines()
+    assert "\r" not in out.getvalue()
+    assert [line.split()[1] for line in lines] == ["1/100", "10/100", "20/100", "30/100", "40/100"]
+
+
+def test_the_last_validation_loss_stays_in_sight() -> None:
+    out = io.StringIO()
+    progress = Progress(out, num_steps=20)
+    progress.step(_row(7, val_loss=1.25))
+    progress.step(_row(20))
+    assert out.getvalue().count("val 1.250") == 2
+
+
+def test_other_ranks_are_silent(capsys: object) -> None:
+    progress = Progress(None, num_steps=1)
+    progress.step(_row(1))
+    progress.note("nothing")
+    assert capsys.readouterr().out == ""  # type: ignore[attr-defined]

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.recipes.run_dir import read_run
+from zero_offload.telemetry.report import summarize, write_report
+
+
+def _write_run(path: Path, num_steps: int) -> Path:
+    path.mkdir()
+    tiers = {"offload.params": "nvme", "offload.grads": "cpu", "offload.optimizer": {"cpu": 0.5, "nvme": 0.5}}
+    description = {
+        "identity": {"model": "tiny", "steps": 500, **tiers},
+        "unigram_nats": 3.25,
+        "num_parameters": 1_000_000,
+        "baseline_rss_bytes": 300 << 20,
+        "device": "cpu",
+        "plan": {"device": 10 << 20, "cpu": 50 << 20, "nvme": 200 << 20},
+    }
+    (path / "run.json").write_text(json.dumps(description))
+    lines = [json.dumps(_row(step)) for step in range(1, num_steps + 1)]
+    (path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines) + '{"step": 99')
+    return path
+
+
+def _row(step: int) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "step": step,
+        "loss": None if step == 3 else 5 / step,
+        "step_s": 9.0 if step == 1 else 0.5,
+        "tokens_per_s": 1000.0,
+        "stall_s": 0.1,
+        "update_s": 0.05,
+        "commit_s": 0.01,
+        "read_bytes": {"cpu": 5, "nvme": 14 << 20},
+        "written_bytes": {"cpu": 5, "nvme": 12 << 20},
+        "resident_bytes": {"cpu": 2 << 20, "nvme": 24 << 20},
+        "peak_rss_bytes": (340 << 20) + step,
+    }
+    if step % 10 == 0:
+        row["val_loss"] = 30 / step
+    return row | ({"resumed": True} if step == 7 else {})
+
+
+@pytest.mark.parametrize("num_steps", [1, 20, 500])
+def test_the_report_is_a_png_of_a_readable_size(tmp_path: Path, num_steps: int) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_report(_write_run(tmp_path / "run", num_steps))
+    content = path.read_bytes()
+    assert path == tmp_path / "run" / "report.png"
+    assert content.startswith(b"\x89PNG\r\n")
+    width, height = int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
+    assert width >= 1200 and height >= 800
+
+
+def test_the_summary_leaves_out_the_first_steps_and_the_torn_line(tmp_path: Path) -> None:
+    summary = summarize(read_run(_write_run(tmp_path / "run", 20)))
+    assert summary["steps"] == 20
+    assert summary["steps_planned"] == 500
+    assert summary["validation_loss"] == 1.5
+    assert summary["step_s"] == 0.5
+    assert summary["stall_share"] == pytest.approx(0.2)
+    assert summary["nvme_read_bytes_per_step"] == 14 << 20
+    assert summary["nvme_written_bytes_per_step"] == 12 << 20
+    assert summary["peak_rss_bytes"] == (340 << 20) + 20
+    assert summary["planned_rss_bytes"] == 360 << 20  # the device is the CPU: both tiers are its memory
+    assert summary["resumes"] == 1
+
+
+def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "run", 0)
+    with pytest.raises(ConfigError, match="no finished step"):
+        summarize(read_run(run))
+
+
+def test_missing_matplotlib_names_the_line_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _write_run(tmp_path / "run", 3)
+    for name in ("matplotlib", "matplotlib.backends.backend_agg", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(CapacityError, match="pip install matplotlib"):
+        write_report(run)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero_offload.config import Durability, OffloadConfig, Precision
+from zero_offload.errors import ConfigError
+from zero_offload.types import GIB, StateKind, Tier
+
+
+def problems_of(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(**settings)
+    return str(caught.value)
+
+
+def test_defaults_are_those_of_the_contract() -> None:
+    config = OffloadConfig()
+    assert config.stage == 3
+    assert {kind: config.placement_of(kind) for kind in StateKind} == {
+        StateKind.PARAMS: {Tier.CPU: 1.0},
+        StateKind.GRADS: {Tier.CPU: 1.0},
+        StateKind.OPTIMIZER: {Tier.CPU: 1.0},
+        StateKind.ACTIVATIONS: {Tier.DEVICE: 1.0},
+    }
+    assert (config.existing, config.durability, config.commit_every) == ("refuse", "process", 1)
+    assert config.numerics == Precision(compute="bf16", reduce="fp32", states="fp32")
+    assert config.compute_dtype_name == "bfloat16"
+    assert [config.budget_bytes(tier) for tier in Tier] == [None, None, None]
+
+
+def test_settings_are_normalized() -> None:
+    config = OffloadConfig(
+        params=Tier.NVME, optimizer={"cpu": 0.25, "nvme": 0.75, "device": 0}, nvme="~/run", cpu_memory="48GiB"
+    )
+    assert config.nvme_dirs == (Path("~/run").expanduser(),)
+    assert config.budget_bytes(Tier.CPU) == 48 * GIB
+    assert config.placement_of(StateKind.OPTIMIZER) == {Tier.CPU: 0.25, Tier.NVME: 0.75}
+    assert config == OffloadConfig(
+        params="nvme",
+        optimizer={Tier.NVME: 0.75, Tier.CPU: 0.25},
+        nvme=[Path("~/run").expanduser()],
+        cpu_memory=48 * GIB,
+    )
+
+
+def test_a_callers_dict_is_copied() -> None:
+    fractions = {"cpu": 0.5, "nvme": 0.5}
+    config = OffloadConfig(optimizer=fractions, nvme="x")
+    fractions["cpu"] = 9.0
+    assert config.placement_of(StateKind.OPTIMIZER) == {Tier.CPU: 0.5, Tier.NVME: 0.5}
+
+
+def test_auto_is_left_to_the_planner() -> None:
+    assert OffloadConfig(params="auto").placement_of(StateKind.PARAMS) == "auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stage": 1}, "stage=1 arrives in a later version; use 0 or 3"),
+        ({"stage": 2}, "stage=2 arrives in a later version; use 0 or 3"),
+        ({"stage": 4}, "stage=4 does not exist"),
+        ({"stage": True}, "stage=True is not an integer"),
+        ({"stage": "3"}, "stage='3' is not an integer"),
+        ({"params": "gpu"}, "params='gpu' is no tier"),
+        ({"params": 3}, "params=3 is neither"),
+        ({"grads": {"cpu": 0.5}}, "sums to 0.5"),
+        ({"grads": {}}, "sums to 0"),
+        ({"grads": {"cpu": 1.5, "device": -0.5}}, "outside 0 to 1"),
+        ({"grads": {"cpu": float("nan")}}, "outside 0 to 1"),
+        ({"grads": {"cpu": True}}, "outside 0 to 1"),
+        ({"grads": {"disk": 1.0}}, "'disk', which is no tier"),
+        ({"optimizer": "nvme"}, "optimizer='nvme' needs a directory; add nvme="),
+        ({"optimizer": {"cpu": 0.5, "nvme": 0.5}}, "needs a directory"),
+        ({"nvme_capacity": "1GiB"}, "limits no directory"),
+        ({"nvme": 7}, "nvme=7 is neither"),
+        ({"nvme": ""}, "empty path"),
+        ({"nvme": ["a", "a"]}, "names a directory twice"),
+        ({"activations": "cpu"}, "activations='cpu' arrives in a later version"),
+        ({"precision": "fp16"}, "'fp16' arrives in a later version; use 'bf16' or 'fp32'"),
+        ({"precision": "int8"}, "precision 'int8' is unknown"),
+        ({"precision": 16}, "precision=16 is no precision"),
+        ({"precision": Precision(reduce="bf16")}, "Precision(reduce='bf16') arrives in a later version"),
+        ({"precision": Precision(states="int8")}, "Precision(states='int8') arrives in a later version"),
+        ({"cpu_memory": 0}, "cpu_memory=0: a size is positive"),
+        ({"cpu_memory": -5}, "a size is positive"),
+        ({"device_memory": "much"}, "cannot read 'much' as a size"),
+        ({"existing": "keep"}, "existing='keep' is unknown; use one of refuse, resume, discard"),
+        ({"durability": "none"}, "durability='none' is unknown"),
+        ({"update_overlap": "backward"}, "update_overlap='backward' arrives in a later version"),
+        ({"update_overlap": "both"}, "update_overlap='both' is unknown"),
+        ({"commit_every": 0}, "commit_every=0 is no positive number"),
+        ({"commit_every": 1.5}, "commit_every=1.5 is no positive number"),
+        ({"commit_every": "auto"}, "commit_every='auto' arrives in a later version"),
+    ],
+)
+def test_each_wrong_setting_is_named(settings: dict[str, Any], words: str) -> None:
+    message = problems_of(**settings)
+    assert words in message
+    assert "has 1 problem:" in message
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    message = problems_of(stage=2, optimizer="nvme", precision="fp16", commit_every=0, cpu_memory="x")
+    assert message.startswith("OffloadConfig has 5 problems:")
+    assert message.count("\n  - ") == 5
+
+
+def test_durability_needs_a_directory() -> None:
+    assert OffloadConfig(durability="commit").effective_durability is Durability.SCRATCH
+    assert OffloadConfig(durability="commit", nvme="x").effective_durability is Durability.COMMIT
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OffloadConfig(),
+        OffloadConfig(nvme=["a", "b"], optimizer={"cpu": 0.5, "nvme": 0.5}, precision="fp32", stage=0),
+        OffloadConfig(params="auto", device_memory="1GiB", update_overlap="none", commit_every=7),
+    ],
+)
+def test_round_trips(config: OffloadConfig) -> None:
+    assert OffloadConfig.from_dict(config.to_dict()) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_from_dict_offers_the_nearest_name_and_checks_the_rest() -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.from_dict({"optimiser": "cpu", "zzz": 1, "stage": 1, "precision": {"kompute": "bf16"}})
+    message = str(caught.value)
+    assert "unknown setting optimiser: did you mean optimizer?" in message
+    assert "unknown setting zzz: the settings are stage, params" in message
+    assert "unknown setting precision.kompute: did you mean precision.compute?" in message
+    assert "stage=1 arrives in a later version" in message
+
+
+def test_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[offload]\noptimizer = {cpu = 0.5, nvme = 0.5}\nnvme = "/mnt/x"\n')
+    expected = OffloadConfig(optimizer={"cpu": 0.5, "nvme": 0.5}, nvme="/mnt/x")
+    assert OffloadConfig.from_toml(file) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[offload\n", "not valid TOML"), ("[train]\n", "no table [offload]"), (None, "cannot read")],
+)
+def test_from_toml_names_what_is_wrong(tmp_path: Path, text: str | None, words: str) -> None:
+    file = tmp_path / "run.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
+        OffloadConfig.from_toml(file)

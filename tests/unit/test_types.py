@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from zero_offload.errors import ConfigError
+from zero_offload.types import GIB, KIB, MIB, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("16GiB", 16 * GIB),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("2gib", 2 * GIB),
+        ("4KB", 4000),
+        ("4KiB", 4 * KIB),
+        ("7", 7),
+        ("7B", 7),
+        ("3MiB", 3 * MIB),
+        ("1TB", 10**12),
+        (512, 512),
+    ],
+)
+def test_parse_bytes(text: int | str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 XB", "0", 0, -1, True, 1.5, None])
+def test_parse_bytes_refuses(text: object) -> None:
+    with pytest.raises(ConfigError):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * GIB // 2, "1.5 GiB")]
+)
+def test_format_bytes(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+@given(st.integers(1, 10**15))
+@example(1023 * KIB)
+def test_what_is_written_can_be_read(nbytes: int) -> None:
+    assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.01)
