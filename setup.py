@@ -101,9 +101,7 @@ class BuildNative(build_ext):
         if compiler is not None:
             compile_native(compiler, Path(self.build_temp) / "native", Path(self.get_ext_fullpath(ext.name)))
             return
-        problem = (
-            "no C++ compiler found (tried $CXX, g++, clang++); install one, for example: apt install g++"
-        )
+        problem = "no C++ compiler found (tried $CXX, g++, clang++); install one, for example: apt install g++"
         if os.environ.get("ZERO_OFFLOAD_REQUIRE_NATIVE") == "1":
             raise CompileError(problem)
         ext.optional = True

@@ -33,9 +33,7 @@ import torch
 from zero_offload.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss, num_parameters, unit_numels
 from zero_offload.types import GIB, MIB, format_bytes
 
-MODEL = GPTConfig(
-    num_layers=12, width=768, num_heads=12, vocab_size=50257, seq_max=128, recompute=Recompute.BLOCK
-)
+MODEL = GPTConfig(num_layers=12, width=768, num_heads=12, vocab_size=50257, seq_max=128, recompute=Recompute.BLOCK)
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0
 WARM_UP_STEPS = 3  # the first records the trace, the next ones fill pools
@@ -113,9 +111,7 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
         model, update = build_ours(system, directory)
     else:
         model, update = build_plain() if system == "plain" else build_forward_backward()
-    tokens = torch.randint(
-        MODEL.vocab_size, (1, MODEL.seq_max + 1), generator=torch.Generator().manual_seed(0)
-    )
+    tokens = torch.randint(MODEL.vocab_size, (1, MODEL.seq_max + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     # From here on the peak counts: building the model in fp32 is the same for everyone and no step.
     Path("/proc/self/clear_refs").write_text("5")
@@ -180,9 +176,7 @@ def disk_rates(directory: Path) -> Rates:
 
 
 def _fio_rate(file: Path, direction: str) -> float:
-    options = (
-        f"--name=probe --filename={file} --rw={direction} --size={PROBE_BYTES} --bs={PROBE_BLOCK_BYTES} "
-    )
+    options = f"--name=probe --filename={file} --rw={direction} --size={PROBE_BYTES} --bs={PROBE_BLOCK_BYTES} "
     options += "--direct=1 --ioengine=libaio --iodepth=16 --iomem=mmaphuge --output-format=json"
     plain = options.replace(" --iomem=mmaphuge", "")  # without reserved huge pages fio refuses to start
     for arguments in (options, plain):
@@ -288,9 +282,7 @@ def _row(name: str, ours: float, unit: str, against: str, theirs: float, reach: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within three minutes")
     parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")

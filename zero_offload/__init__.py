@@ -6,7 +6,17 @@ ZeRO partitioning with parameters, gradients and optimizer states on device, CPU
 Everything else is a plain PyTorch loop; README.md shows it.
 """
 
-from zero_offload.api import Resumed, clip_grad_norm_, close, commit, resume, stats
+from zero_offload.api import (
+    Resumed,
+    clip_grad_norm_,
+    close,
+    commit,
+    load_checkpoint,
+    plan,
+    resume,
+    save_checkpoint,
+    stats,
+)
 from zero_offload.config import OffloadConfig, Precision
 from zero_offload.errors import (
     CapacityError,
@@ -18,6 +28,7 @@ from zero_offload.errors import (
     StorageError,
     ZeroOffloadError,
 )
+from zero_offload.gathered import gathered
 from zero_offload.offload import offload
 from zero_offload.optim.adamw import AdamW
 from zero_offload.telemetry.stats import Stats
@@ -41,7 +52,11 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "commit",
+    "gathered",
+    "load_checkpoint",
     "offload",
+    "plan",
     "resume",
+    "save_checkpoint",
     "stats",
 ]

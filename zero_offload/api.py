@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
-from zero_offload.errors import CheckpointError, ConfigError
+from zero_offload.config import OffloadConfig
+from zero_offload.errors import ConfigError
+from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
-from zero_offload.optim.adamw import restore_groups
+from zero_offload.optim.adamw import group_record, restore_groups
+from zero_offload.plan.memory import MemoryPlan
+from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.shards.registry import owner_of
 from zero_offload.telemetry.stats import Stats
 
@@ -67,12 +72,40 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     Random number generators are taken now. `extra` is any JSON value: scheduler state, data position, ...
     Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
     """
-    owner = _need_runtime(model, "zo.commit")
+    _need_runtime(model, "zo.commit").commit(capture_rng, _json(extra))
+
+
+def _json(extra: Any) -> Any:
+    """A copy of `extra` that later changes cannot reach."""
     try:
-        extra = json.loads(json.dumps(extra, allow_nan=False))
+        return json.loads(json.dumps(extra, allow_nan=False))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"extra= of zo.commit is not JSON: {error}; pass plain numbers, texts, lists, dicts") from error
-    owner.commit(capture_rng, extra)
+        raise ConfigError(f"extra= is not JSON: {error}; pass plain numbers, texts, lists and dicts") from error
+
+
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, extra: Any = None) -> None:
+    """Write an immutable copy of parameters, optimizer states and generators to a new directory `path`.
+
+    It loads with `load_checkpoint` on any number of ranks and any placement. Every rank must call. Raises
+    CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
+    """
+    owner = _need_runtime(model, "zo.save_checkpoint")
+    owner.groups = [group_record(group) for group in optimizer.param_groups]
+    owner.save(Path(path), capture_rng, _json(extra))
+
+
+def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path) -> Resumed:
+    """Replace parameters, optimizer states and hyperparameters by a checkpoint's. Every rank must call.
+
+    Generators are restored when the number of ranks is the same. Raises CheckpointError naming the first
+    difference when it is another model's, IntegrityError when a byte is not what was written.
+    """
+    owner = _need_runtime(model, "zo.load_checkpoint")
+    generation, rng = owner.load(Path(path))
+    restore_groups(optimizer, generation.payload.get("optimizer", []), str(path))
+    if rng is not None:
+        restore_rng(rng)
+    return Resumed(generation.step, generation.payload.get("extra"), generation.committed_at)
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
@@ -100,8 +133,16 @@ def stats(model: nn.Module) -> Stats:
 
 
 def close(model: nn.Module) -> None:
-    """Finish updates and the generation that is due, and release files and locks; the model is then of no use.
+    """Finish updates, make the last step a generation, and release files and locks.
 
-    At exit this happens by itself.
+    The model is then of no use. At exit this happens by itself.
     """
     _need_runtime(model, "zo.close").close()
+
+
+def plan(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
+    """Bytes per tier and kind of state that `offload(model, config)` would use, and whether they fit; meta models too.
+
+    `print(zo.plan(model, config).table())` shows it; `.fits` and `.reasons` say whether and why not.
+    """
+    return plan_memory(model, config, units)

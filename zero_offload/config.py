@@ -136,9 +136,7 @@ class OffloadConfig:
         if isinstance(precision := settings["precision"], Mapping):
             names = [field.name for field in fields(Precision)]
             problems += _unknown_names(precision, names, prefix="precision.")
-            settings["precision"] = Precision(
-                **{name: precision[name] for name in names if name in precision}
-            )
+            settings["precision"] = Precision(**{name: precision[name] for name in names if name in precision})
         if problems:
             raise ConfigError(_list_problems(problems + _find_problems(settings)))
         return cls(**settings)
@@ -232,12 +230,7 @@ def _check_placement(name: str, request: object) -> Iterator[str]:
 
 
 def _is_fraction(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and 0 <= value <= 1
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1
 
 
 def _check_nvme(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,8 @@ def describe_device() -> str:
 
 def device_rng_states() -> list[torch.Tensor]:
     """The generators of all CUDA devices this process uses; none without CUDA."""
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.cuda.get_rng_state_all() if used else []
 
 
 def set_device_rng_states(states: list[torch.Tensor]) -> None:

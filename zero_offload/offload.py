@@ -24,13 +24,21 @@ from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
-from zero_offload.plan.memory import UNITS_IN_FLIGHT, Placement, UnitBytes, UnitNumel, measure_units
+from zero_offload.plan.memory import (
+    UNITS_IN_FLIGHT,
+    MemoryPlan,
+    Placement,
+    UnitBytes,
+    UnitNumel,
+    estimate_memory,
+    measure_units,
+)
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
-from zero_offload.plan.placement import place
+from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.probe import probe_hardware
 from zero_offload.runtime.collectives import Collectives, CommitGroup
 from zero_offload.runtime.guard import guard
-from zero_offload.runtime.hooks import install_hooks
+from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, register
@@ -45,9 +53,7 @@ from zero_offload.types import StateKind, Tier
 IO_THREADS = 4
 
 
-def offload(
-    model: nn.Module, config: OffloadConfig, mesh: object = None, units: UnitChoice | None = None
-) -> nn.Module:
+def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units: UnitChoice | None = None) -> nn.Module:
     """Offload `model` in place and return it: same object, same class, hooks only.
 
     Its floating parameters become the compute dtype, with fp32 masters from their present values. `units` names
@@ -63,11 +69,15 @@ def offload(
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
     hardware = probe_hardware(config.nvme_dirs)
     placement = place(_unit_bytes(spec, config, collectives.world_size), config, hardware, collectives.world_size)
-    with contextlib.ExitStack() as cleanup:
+    cleanup = contextlib.ExitStack()
+    try:
         parts = _build(model, config, layout, placement, collectives, cleanup)
-        owner = OffloadedModel(parts)
-        # From here on the files live as long as the model.
-        weakref.finalize(owner, cleanup.pop_all().close)
+    except BaseException:
+        cleanup.close()
+        raise
+    owner = OffloadedModel(parts)
+    # From here on the files live as long as the model.
+    weakref.finalize(owner, cleanup.close)
     for unit in parts.units:
         for param in unit.params:
             register(param, owner)
@@ -75,6 +85,7 @@ def offload(
     points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
     compute = getattr(torch, config.compute_dtype_name)
     install_hooks(model, points, owner.session, compute, owner.grad_ready)
+    install_walk_hooks(model, owner.access.begin_walk, owner.access.end_walk)
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)
     return model
@@ -99,6 +110,14 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: object) -> None:
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
 
 
+def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
+    """What `offload` would take of each tier; the model may be on meta."""
+    world_size = Collectives(config.stage).world_size
+    unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, world_size)
+    budget = tier_budget(config, probe_hardware(config.nvme_dirs))
+    return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, world_size), config, world_size)
+
+
 def _unit_bytes(spec: ModelSpec, config: OffloadConfig, world_size: int) -> Sequence[UnitBytes]:
     return measure_units([unit_numel(unit) for unit in spec.units], config, world_size)
 
@@ -117,22 +136,21 @@ def _build(
     cleanup: contextlib.ExitStack,
 ) -> Parts:
     """Take files and memory, and move the parameters in; `cleanup` undoes the taking."""
-    files = _Files.open(config, layout, collectives, cleanup)
+    ranks = Ranks(collectives.rank, collectives.world_size, CommitGroup())
+    files = _Files.open(config, layout, ranks, cleanup)
     arena = Arena(_frame_limit(config, layout, placement, collectives))
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
     store = ShardStore(layout, placement.tiers, arena, files.swap, num_slots)
     files.create(config.effective_durability)
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
-    units = tuple(
-        _make_unit(i, unit, store, collectives.num_shards) for i, unit in enumerate(layout.units)
-    )
+    units = tuple(_make_unit(i, unit, store, collectives.num_shards) for i, unit in enumerate(layout.units))
     if files.keeper is not None and files.keeper.found is not None:
         files.keeper.restore(files.keeper.rank_payload())
     _move_in(model, units, store, collectives, adopt_values=files.found is None)
     board = UpdateBoard(len(units))
     residency = Residency(units, store, board, collectives)
-    return Parts(config, collectives, store, board, units, residency, files.keeper, cleanup.close)
+    return Parts(config, layout, ranks, collectives, store, board, units, residency, files.keeper, cleanup.close)
 
 
 class _Files:
@@ -147,31 +165,29 @@ class _Files:
         cls,
         config: OffloadConfig,
         layout: ShardLayout,
-        collectives: Collectives,
+        ranks: Ranks,
         cleanup: contextlib.ExitStack,
     ) -> _Files:
         files = cls()
         if not config.nvme_dirs:
             return files
-        directories = _open_directories(config, collectives)
+        directories = _open_directories(config, ranks)
         for directory in directories:
             cleanup.callback(directory.close)
         durability = config.effective_durability
-        keeper = GenerationKeeper(
-            directories, layout, Ranks(collectives.rank, collectives.world_size, CommitGroup()), durability
-        )
+        keeper = GenerationKeeper(directories, layout, ranks, durability)
         if durability is not Durability.SCRATCH:
             keeper.look(Existing(config.existing))
-            keeper.run_id = collectives.agree(keeper.run_id)
+            keeper.run_id = ranks.exchange.agree(keeper.run_id)
             files.keeper = keeper
-            if keeper.found is None and collectives.rank == 0:
+            if keeper.found is None and ranks.rank == 0:
                 keeper.remove_old()
-                keeper.announce([swap_file_name(rank) for rank in range(collectives.world_size)])
-            collectives.barrier()
+                keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
+            ranks.exchange.confirm()
         engine = open_engine(IO_THREADS)
         cleanup.callback(engine.close)
         seed = zlib.crc32(keeper.run_id.encode())
-        files.swap = SwapFile(directories, swap_file_name(collectives.rank), engine, seed)
+        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed)
         cleanup.callback(files.swap.close)
         return files
 
@@ -191,20 +207,18 @@ class _Files:
             self.swap.create()
 
 
-def _open_directories(config: OffloadConfig, collectives: Collectives) -> list[RunDirectory]:
-    """Rank 0 takes the locks; the others join."""
-    if collectives.rank == 0:
+def _open_directories(config: OffloadConfig, ranks: Ranks) -> list[RunDirectory]:
+    """Rank 0 takes the locks; the others join once it has them."""
+    if ranks.rank == 0:
         directories = [RunDirectory.open(path) for path in config.nvme_dirs]
-        collectives.barrier()
+        ranks.exchange.confirm()
     else:
-        collectives.barrier()
+        ranks.exchange.confirm()
         directories = [RunDirectory.join(path) for path in config.nvme_dirs]
     return directories
 
 
-def _frame_limit(
-    config: OffloadConfig, layout: ShardLayout, placement: Placement, collectives: Collectives
-) -> int:
+def _frame_limit(config: OffloadConfig, layout: ShardLayout, placement: Placement, collectives: Collectives) -> int:
     """Frames for units on their way through the compute device, and for gradients on theirs."""
     away = [
         sum(num_frames(section.nbytes) for section in unit.sections)

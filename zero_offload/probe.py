@@ -48,9 +48,7 @@ def probe_hardware(
     )
 
 
-def memory_limits(
-    proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT
-) -> tuple[MemoryLimit, ...]:
+def memory_limits(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT) -> tuple[MemoryLimit, ...]:
     """Every bound that applies, the host's first; none is larger than the host's memory."""
     host = psutil.virtual_memory()
     limits = [MemoryLimit("host", host.available)]
@@ -169,9 +167,7 @@ def _cgroup_used_bytes(directory: Path) -> int:
     used = _read_number(directory, "memory.current", "memory.usage_in_bytes") or 0
     fields = dict(line.split(" ", 1) for line in _read_text(directory / "memory.stat").splitlines())
     # Version 1 counts the whole subtree under "total_" names.
-    cache = sum(
-        int(fields.get(f"total_{name}", fields.get(name, 0))) for name in ("inactive_file", "active_file")
-    )
+    cache = sum(int(fields.get(f"total_{name}", fields.get(name, 0))) for name in ("inactive_file", "active_file"))
     return max(used - cache, 0)
 
 

@@ -71,12 +71,11 @@ def parse_bytes(value: int | str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """Write a size with a binary unit and three significant digits: 1.46 GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            break
+    """Write a size with a binary unit and three significant digits (four from 1000 on): 1.46 GiB."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(nbytes) >= 1024 and len(units) > 1:
         nbytes /= 1024
-    else:
-        unit = "TiB"
-    digits = 4 if abs(nbytes) >= 999.5 else 3
-    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.{digits}g} {unit}"
+        del units[0]
+    if units[0] == "B":
+        return f"{nbytes:.0f} B"
+    return f"{nbytes:.{4 if abs(nbytes) >= 999.5 else 3}g} {units[0]}"

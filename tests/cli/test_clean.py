@@ -31,9 +31,7 @@ def run_dir(tmp_path: Path) -> Path:
     path.chmod(0o755)
     (path / "metrics.jsonl").write_text('{"step": 1}\n')
     (path / "run.json").write_text(json.dumps({"identity": {"offload.nvme": [str(path / "nvme")]}}))
-    (path / "files.json").write_text(
-        json.dumps({"files": ["run.json", "metrics.jsonl", "files.json", "gone"]})
-    )
+    (path / "files.json").write_text(json.dumps({"files": ["run.json", "metrics.jsonl", "files.json", "gone"]}))
     return path
 
 

@@ -63,8 +63,6 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--stage", "2", "--precision", "fp16"], "has 2 problems"),
     ],
 )
-def test_what_makes_no_sense_exits_2(
-    capsys: pytest.CaptureFixture[str], flags: list[str], words: str
-) -> None:
+def test_what_makes_no_sense_exits_2(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
     assert main(["plan", *flags]) == 2
     assert words in capsys.readouterr().err

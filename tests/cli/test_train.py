@@ -92,9 +92,7 @@ def test_a_run_leaves_metrics_report_and_sample(whole_run: tuple[Path, dict[str,
     assert {"metrics.jsonl", "run.json", "sample.txt"} <= listed
 
 
-def test_the_same_command_after_the_end_trains_no_further(
-    whole_run: tuple[Path, dict[str, Any]], text: Path
-) -> None:
+def test_the_same_command_after_the_end_trains_no_further(whole_run: tuple[Path, dict[str, Any]], text: Path) -> None:
     out, result = whole_run
     before = (out / "metrics.jsonl").read_bytes()
     again = _train(*SIZES, "--data", text, "--out", out, "--json")
@@ -137,9 +135,7 @@ def test_ctrl_c_commits_and_the_same_command_continues(
     assert _losses(out) == _losses(whole_run[0])
 
 
-def test_tiers_do_not_change_the_numbers(
-    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path
-) -> None:
+def test_tiers_do_not_change_the_numbers(whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     done = _train(
         *SIZES,

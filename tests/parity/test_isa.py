@@ -51,8 +51,7 @@ def halves(numel: int, seed: int) -> torch.Tensor:
 
 def image(tensors: list[torch.Tensor]) -> list[bytes]:
     return [
-        tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy().tobytes()
-        for tensor in tensors
+        tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy().tobytes() for tensor in tensors
     ]
 
 

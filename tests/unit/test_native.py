@@ -72,9 +72,7 @@ def test_a_wrong_size_field_is_refused() -> None:
 
 @pytest.mark.parametrize("isa", native.supported_isas())
 def test_the_environment_chooses_the_isa(isa: native.Isa) -> None:
-    result = python(
-        "from zero_offload import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower()
-    )
+    result = python("from zero_offload import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower())
     assert result.stdout.strip() == isa.name, result.stderr
 
 

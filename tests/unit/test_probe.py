@@ -102,9 +102,7 @@ def test_probe_hardware_with_a_device() -> None:
     assert profile.nvme_free_bytes == 0
 
 
-def test_one_disk_counts_once_and_own_files_count_as_free(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_disk_counts_once_and_own_files_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 1000, 0, 0, 5, 0, 0, 0, 0, 0)))
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()

@@ -33,9 +33,7 @@ def test_parse_bytes_refuses(text: object) -> None:
         parse_bytes(text)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * GIB // 2, "1.5 GiB")]
-)
+@pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * GIB // 2, "1.5 GiB")])
 def test_format_bytes(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
 

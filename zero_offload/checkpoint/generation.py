@@ -37,6 +37,8 @@ from zero_offload.storage.swap_file import SwapFile, extent_record, restore_exte
 class Exchange(Protocol):
     """What a commit needs of the other ranks."""
 
+    def agree(self, text: str) -> str: ...
+
     def gather_digests(self, digest: str) -> list[str]: ...
 
     def confirm(self) -> None: ...
@@ -166,9 +168,13 @@ class GenerationKeeper:
     def commit(self, record: StepRecord) -> None:
         """Make the shards' state now the next generation. Raises StorageError; the last one then stays."""
         assert self._store is not None and self._swap is not None
-        slots = [self._store.snapshot(shard) for shard in self._store.shards]
+        with self._store.counters.timed("commit_s"):
+            self._commit(record, self._store, self._swap)
+
+    def _commit(self, record: StepRecord, store: ShardStore, swap: SwapFile) -> None:
+        slots = [store.snapshot(shard) for shard in store.shards]
         if self._durability is Durability.COMMIT:
-            self._swap.sync()
+            swap.sync()
         number = self._number + 1
         name = rank_manifest_name(self._ranks.rank, number)
         digest = write_manifest(self._home, name, self._rank_payload(slots, record), self._durability)
@@ -178,7 +184,7 @@ class GenerationKeeper:
             write_manifest(self._home, GENERATION_NAME, payload, self._durability)
         self._ranks.exchange.confirm()
         self._number = number
-        self._store.mark_committed(slots)
+        store.mark_committed(slots)
 
     def _rank_payload(self, slots: Sequence[int], record: StepRecord) -> dict[str, Any]:
         assert self._store is not None
@@ -186,7 +192,7 @@ class GenerationKeeper:
         for shard, slot in zip(self._store.shards, slots, strict=True):
             components: dict[Component, Any] = shard.slots[slot]
             entries = {component.value: extent_record(extent) for component, extent in components.items()}
-            sections.append({"slot": slot, "components": entries})
+            sections.append({"slot": slot, "shard_numel": shard.layout.shard_numel, "components": entries})
         return {"run_id": self.run_id, "step": record.step, "rng": record.rng, "sections": sections}
 
     def _global_payload(self, number: int, digests: Sequence[str], record: StepRecord) -> dict[str, Any]:
@@ -203,7 +209,6 @@ class GenerationKeeper:
             "optimizer": record.optimizer,
             "extra": record.extra,
             "ranks": [
-                {"manifest": rank_manifest_name(rank, number), "digest": digest}
-                for rank, digest in enumerate(digests)
+                {"manifest": rank_manifest_name(rank, number), "digest": digest} for rank, digest in enumerate(digests)
             ],
         }

@@ -26,7 +26,7 @@ def capture_rng() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     return {
         "python": [version, list(words), gauss],
-        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "torch": _encode(torch.get_rng_state()),
         "devices": [_encode(state) for state in device_rng_states()],
     }

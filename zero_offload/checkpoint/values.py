@@ -32,9 +32,7 @@ def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
 class ComponentSource:
     """Feeds `write_components`: values from `fill`, moments from `moments` or zero."""
 
-    def __init__(
-        self, shard: Shard, fill: FillMaster, moments: Mapping[Component, torch.Tensor] | None = None
-    ) -> None:
+    def __init__(self, shard: Shard, fill: FillMaster, moments: Mapping[Component, torch.Tensor] | None = None) -> None:
         """`moments` maps EXP_AVG and EXP_AVG_SQ to (shard_numel,) fp32."""
         self._shard = shard
         self._fill = fill

@@ -41,9 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="delete a run's files by manifest",
         description="Delete the files of a run: only those that its manifests name.",
     )
-    parser.add_argument(
-        "run_dir", type=Path, metavar="RUNDIR", help="run directory, or directory of the NVMe tier"
-    )
+    parser.add_argument("run_dir", type=Path, metavar="RUNDIR", help="run directory, or directory of the NVMe tier")
     parser.add_argument("--json", action="store_true", help="print what was deleted as JSON")
     parser.set_defaults(run=run)
 

@@ -54,9 +54,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="what this machine has, and a fix per problem",
         description="Check this machine. Exit code 3 when something does not work.",
     )
-    parser.add_argument(
-        "--nvme", nargs="+", type=Path, default=[], metavar="DIR", help="directories to check"
-    )
+    parser.add_argument("--nvme", nargs="+", type=Path, default=[], metavar="DIR", help="directories to check")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
     parser.set_defaults(run=run)
 
@@ -158,9 +156,7 @@ def _check_directory(path: Path) -> Iterator[Check]:
         if existing == path.absolute():
             check_private(path, path.lstat())
     except ZeroOffloadError as error:
-        yield Check(
-            name, Status.FAIL, str(error), "name a directory of your own, or correct this one as it says"
-        )
+        yield Check(name, Status.FAIL, str(error), "name a directory of your own, or correct this one as it says")
         return
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         fix = f"choose another directory, or give user {os.geteuid()} the right to write to {existing}"
@@ -178,9 +174,7 @@ def _check_file_system(existing: Path) -> Check:
         fix = "choose a directory on a disk; files here fill the memory they are meant to relieve"
         return Check("file system", Status.WARNING, f"{kind} keeps files in memory", fix)
     if kind in _REMOTE:
-        return Check(
-            "file system", Status.WARNING, f"{kind} is remote", "choose a directory on a local NVMe disk"
-        )
+        return Check("file system", Status.WARNING, f"{kind} is remote", "choose a directory on a local NVMe disk")
     return Check("file system", Status.OKAY, kind)
 
 

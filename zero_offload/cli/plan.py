@@ -46,9 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Plan a run without starting it. Sizes that are given replace what this machine has. "
         "Exit code 3 when the plan does not fit.",
     )
-    parser.add_argument(
-        "--model", default="small", help="preset, or a number of parameters such as 8B or 350M"
-    )
+    parser.add_argument("--model", default="small", help="preset, or a number of parameters such as 8B or 350M")
     parser.add_argument("--nvme", nargs="+", metavar="DIR", help="directories of the NVMe tier")
     for name, text in _SETTINGS.items():
         flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
@@ -72,9 +70,7 @@ def run(args: argparse.Namespace) -> int:
     ways = [] if plan.fits else ways_to_fit(units, config, hardware, args.ranks)
     num_parameters = sum(unit.trained for unit in numels)
     if args.json:
-        print(
-            json.dumps(_as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}, indent=2)
-        )
+        print(json.dumps(_as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}, indent=2))
     else:
         print(f"{args.model}: {num_parameters:,} parameters in {len(units)} units on {_count(args.ranks)}")
         print("bytes of one rank:")

@@ -36,12 +36,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("file", nargs="?", type=Path, metavar="run.toml", help="settings of the run")
     _add_train_flags(parser.add_argument_group("the run"))
     _add_offload_flags(parser.add_argument_group("where states rest"))
-    parser.add_argument(
-        "--discard", action="store_true", help="delete an earlier run in the same place first"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON; progress goes to stderr"
-    )
+    parser.add_argument("--discard", action="store_true", help="delete an earlier run in the same place first")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; progress goes to stderr")
     parser.set_defaults(run=run)
 
 

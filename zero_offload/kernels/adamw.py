@@ -61,9 +61,7 @@ def segment_array(segments: Sequence[AdamWSegment]) -> SegmentArray:
     return np.array([astuple(segment) for segment in segments], dtype=SEGMENT_DTYPE)
 
 
-def adamw_update(
-    buffers: AdamWBuffers, segments: SegmentArray | Sequence[AdamWSegment], num_threads: int
-) -> None:
+def adamw_update(buffers: AdamWBuffers, segments: SegmentArray | Sequence[AdamWSegment], num_threads: int) -> None:
     """One AdamW step over sorted, disjoint segments; elements in no segment are not touched."""
     array = segments if isinstance(segments, np.ndarray) else segment_array(segments)
     if array.dtype != SEGMENT_DTYPE or not array.flags.c_contiguous:

@@ -16,7 +16,5 @@ def crc32c(address: int, nbytes: int, *, seed: int = 0) -> int:
 def crc32c_of_tensor(tensor: torch.Tensor, *, seed: int = 0) -> int:
     """The checksum of a contiguous CPU tensor's bytes."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ConfigError(
-            f"a checksum needs a contiguous CPU tensor, got strides {tensor.stride()} on {tensor.device}"
-        )
+        raise ConfigError(f"a checksum needs a contiguous CPU tensor, got strides {tensor.stride()} on {tensor.device}")
     return crc32c(tensor.data_ptr(), tensor.numel() * tensor.element_size(), seed=seed)

@@ -13,9 +13,7 @@ from zero_offload.errors import ConfigError
 from zero_offload.kernels.dtypes import address_of, kind_of
 
 
-def split_master(
-    master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1
-) -> None:
+def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write the two parts of `master` (fp32) to `half` (bf16) and `residual` (int16)."""
     _check_same_numel(master, half, residual)
     native.master_split(
@@ -27,9 +25,7 @@ def split_master(
     )
 
 
-def join_master(
-    half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor, *, num_threads: int = 1
-) -> None:
+def join_master(half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write to `master` (fp32) what `half` (bf16) and `residual` (int16) stand for."""
     _check_same_numel(master, half, residual)
     native.master_join(

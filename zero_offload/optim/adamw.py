@@ -63,7 +63,7 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError("AdamW: " + "; ".join(problems))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns."""
         loss = None
         if closure is not None:
@@ -89,7 +89,7 @@ class AdamW(torch.optim.Optimizer):
         for param in self._params():
             owner = owner_of(param)
             if owner is not None:
-                owner.write_grad(param, None)
+                owner.access.write_grad(param, None)
             elif param.grad is not None:
                 ordinary.append(param)
         for param in ordinary:
@@ -171,9 +171,7 @@ def _problems(group: dict[str, Any]) -> Iterable[str]:
 
 def _hyper(group: dict[str, Any]) -> AdamWHyper:
     beta1, beta2 = group["betas"]
-    return AdamWHyper(
-        float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"]
-    )
+    return AdamWHyper(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], group["maximize"])
 
 
 def group_record(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,11 +204,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[s
 
 def _native(tensor: Tensor) -> bool:
     """Whether the fused kernel takes this tensor."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.bfloat16)
-        and tensor.is_contiguous()
-    )
+    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.is_contiguous()
 
 
 def _init_state(param: nn.Parameter, state: dict[str, Any], amsgrad: bool) -> None:

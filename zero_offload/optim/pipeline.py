@@ -1,9 +1,9 @@
 """The update pass: read | compute | write, for every chunk of every unit, with bounded staging.
 
-Owns the order of an update and its staging memory. Chunks whose states rest on disk are read ahead by up to
-`CHUNKS_IN_FLIGHT` chunks, updated by one fused kernel pass, and written back while the next ones are computed; chunks in
-memory are updated in place. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far
-it is.
+Owns the order of an update and its staging memory. Chunks whose states rest on disk are read ahead, updated by
+one fused kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all; chunks in
+memory are updated in place. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far it
+is.
 """
 
 from __future__ import annotations
@@ -179,4 +179,3 @@ def clip_segments(segments: SegmentArray, begin: int, end: int) -> SegmentArray:
     inside["begin"] = np.maximum(inside["begin"], begin) - begin
     inside["end"] = np.minimum(inside["end"], end) - begin
     return inside
-

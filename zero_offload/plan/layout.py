@@ -72,8 +72,7 @@ class SectionLayout:
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Element ranges of a shard, `CHUNK_NUMEL` each but the last."""
         return tuple(
-            (begin, min(begin + CHUNK_NUMEL, self.shard_numel))
-            for begin in range(0, self.shard_numel, CHUNK_NUMEL)
+            (begin, min(begin + CHUNK_NUMEL, self.shard_numel)) for begin in range(0, self.shard_numel, CHUNK_NUMEL)
         )
 
 
@@ -134,8 +133,7 @@ def _sections(
         dtype = compute if param.dtype in _COMPUTE else getattr(torch, param.dtype)
         keys.setdefault((dtype, param.trainable), []).append(param)
     return tuple(
-        _section((unit, first_index + i), key, params, num_shards)
-        for i, (key, params) in enumerate(keys.items())
+        _section((unit, first_index + i), key, params, num_shards) for i, (key, params) in enumerate(keys.items())
     )
 
 

@@ -27,8 +27,8 @@ PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
-CHUNKS_IN_FLIGHT = 3
-"""Chunks of the update pipeline: one being read, one updated, one written."""
+CHUNKS_IN_FLIGHT = 4
+"""Chunks of the update pipeline: two being read, one updated, one written."""
 _CHUNK_BYTES = CHUNK_NUMEL * (12 + 4)  # optimizer extents and a fp32 gradient
 
 _VALUE_BYTES = {"bf16": 2, "fp32": 4}
@@ -179,9 +179,7 @@ def estimate_memory(
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
-    return MemoryPlan(
-        rest, _staging_bytes(units, placement, config, world_size), int(written), placement.budget
-    )
+    return MemoryPlan(rest, _staging_bytes(units, placement, config, world_size), int(written), placement.budget)
 
 
 def _staging_bytes(

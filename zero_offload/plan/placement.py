@@ -57,9 +57,7 @@ def tier_budget(config: OffloadConfig, hardware: HardwareProfile) -> Budget:
     return Budget(limits[Tier.DEVICE], limits[Tier.CPU], limits[Tier.NVME], shared)
 
 
-def assign_tiers(
-    units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, world_size: int = 1
-) -> Placement:
+def assign_tiers(units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, world_size: int = 1) -> Placement:
     """A tier for every unit and kind, whether or not the total fits."""
     tiers: list[UnitTiers] = [{} for _ in units]
     automatic = []
@@ -68,9 +66,7 @@ def assign_tiers(
         if isinstance(request, str):
             automatic.append(kind)
             continue
-        for unit_tiers, tier in zip(
-            tiers, _deal([_weight(unit, kind) for unit in units], request), strict=True
-        ):
+        for unit_tiers, tier in zip(tiers, _deal([_weight(unit, kind) for unit in units], request), strict=True):
             unit_tiers[kind] = tier
     if automatic:
         _assign_automatically(units, tiers, automatic, _AutoRoom(config, budget, world_size))
@@ -143,16 +139,12 @@ def _assign_automatically(
     # user has placed, before dealing out the rest.
     worst = [{kind: given.get(kind, room.last) for kind in PLACED_KINDS} for given in tiers]
     bound = estimate_memory(units, Placement(tuple(worst), room.budget), room.config, room.world_size)
-    placed_only = {
-        (tier, kind): 0 if kind in kinds else nbytes for (tier, kind), nbytes in bound.rest_bytes.items()
-    }
+    placed_only = {(tier, kind): 0 if kind in kinds else nbytes for (tier, kind), nbytes in bound.rest_bytes.items()}
     room.reserve(replace(bound, rest_bytes=placed_only))
     for kind in kinds:
         for unit, given in zip(units, tiers, strict=True):
             known = {each: given.get(each, room.last) for each in PLACED_KINDS}
-            costs = {
-                tier: rest_bytes(unit, kind, known | {kind: tier}, room.world_size) for tier in room.tiers
-            }
+            costs = {tier: rest_bytes(unit, kind, known | {kind: tier}, room.world_size) for tier in room.tiers}
             given[kind] = room.take(costs)
 
 
@@ -186,9 +178,7 @@ def ways_to_fit(
     return ways[:_WAYS_MAX] or ["nothing else fits this machine: use a smaller model or more memory"]
 
 
-def _try(
-    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, world_size: int
-) -> MemoryPlan:
+def _try(units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, world_size: int) -> MemoryPlan:
     placement = assign_tiers(units, config, tier_budget(config, hardware), world_size)
     return estimate_memory(units, placement, config, world_size)
 

@@ -13,7 +13,7 @@ import difflib
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 import torch
 import torch.nn.functional as F
@@ -27,14 +27,14 @@ _ROPE_BASE = 10_000.0
 _WEIGHT_STD = 0.02
 
 
-class Recompute(str, Enum):
+class Recompute(StrEnum):
     """What backward computes again instead of keeping it since forward."""
 
     NONE = "none"
     BLOCK = "block"
 
 
-class Head(str, Enum):
+class Head(StrEnum):
     """Where the output projection's weight comes from."""
 
     TIED = "tied"
@@ -101,9 +101,7 @@ class Attention(nn.Module):
         batch, seq, width = x.shape
         qkv = self.qkv(x).view(batch, seq, 3, self.num_heads, width // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head width)
-        mixed = F.scaled_dot_product_attention(
-            _rotate(query, rotation), _rotate(key, rotation), value, is_causal=True
-        )
+        mixed = F.scaled_dot_product_attention(_rotate(query, rotation), _rotate(key, rotation), value, is_causal=True)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
         return out
 

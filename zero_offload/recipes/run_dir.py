@@ -58,9 +58,7 @@ class RunDir:
             _replace_text(self.path / FILES_FILE, json.dumps({"files": files}, indent=1))
             _replace_text(self.path / RUN_FILE, json.dumps(description, indent=1))
         except OSError as error:
-            raise StorageError(
-                f"cannot write to {self.path}: {error.strerror}; choose another --out"
-            ) from error
+            raise StorageError(f"cannot write to {self.path}: {error.strerror}; choose another --out") from error
 
     def write_sample(self, text: str) -> None:
         _replace_text(self.path / SAMPLE_FILE, text)

@@ -110,9 +110,7 @@ def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     problems = list(_unknown_names(document, ["train", "offload"]))
-    problems += [
-        f"{name} is not a table; write [{name}]" for name in document if not _is_table(document, name)
-    ]
+    problems += [f"{name} is not a table; write [{name}]" for name in document if not _is_table(document, name)]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
     return document.get("train", {}), document.get("offload", {})
@@ -187,6 +185,4 @@ def _unknown_names(values: Mapping[str, Any], names: list[str]) -> Iterator[str]
 
 def _list_problems(problems: list[str]) -> str:
     noun = "problem" if len(problems) == 1 else "problems"
-    return "\n".join(
-        [f"the training settings have {len(problems)} {noun}:", *(f"  - {line}" for line in problems)]
-    )
+    return "\n".join([f"the training settings have {len(problems)} {noun}:", *(f"  - {line}" for line in problems)])

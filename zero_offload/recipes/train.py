@@ -17,7 +17,7 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -46,7 +46,7 @@ _NON_FINITE_STEPS_MAX = 3
 _SAMPLE_PROMPT = b"def "
 
 
-class Ending(str, Enum):
+class Ending(StrEnum):
     """Why a run's process ends without an error."""
 
     FINISHED = "finished"
@@ -91,9 +91,7 @@ class _Job:
         return config.batch * config.seq * config.accumulate * self.ranks.size
 
 
-def train(
-    config: TrainConfig, existing: Existing = Existing.RESUME, stream: TextIO | None = None
-) -> TrainResult:
+def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: TextIO | None = None) -> TrainResult:
     """Train to the last step, or to the first Ctrl-C; a second call with an equal config continues.
 
     `existing=Existing.DISCARD` deletes what an earlier run left in the same place.
@@ -102,9 +100,7 @@ def train(
         progress = Progress((stream or sys.stdout) if ranks.is_first else None, config.steps)
         corpus = load_corpus(config.data, config.seq)
         progress.note(f"data: {corpus.description}")
-        progress.note(
-            f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte"
-        )
+        progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
         job, description = _set_up(config, corpus, ranks, existing)
         if ranks.is_first:
             RunDir(config.out).create(description)
@@ -113,9 +109,7 @@ def train(
         return _finish(job, last_step, progress)
 
 
-def _set_up(
-    config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing
-) -> tuple[_Job, dict[str, Any]]:
+def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing) -> tuple[_Job, dict[str, Any]]:
     """Build and offload the model; nothing is written before the storage tier's lock is held."""
     identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
     if existing is not Existing.DISCARD:

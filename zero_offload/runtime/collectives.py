@@ -52,14 +52,6 @@ class Collectives:
         dist.all_reduce(total)
         return [float(value) for value in total]
 
-    def agree(self, text: str) -> str:
-        """Rank 0's text, on every rank."""
-        if self.world_size == 1:
-            return text
-        holder = [text]
-        dist.broadcast_object_list(holder, src=0)
-        return holder[0]
-
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier()
@@ -70,6 +62,14 @@ class CommitGroup:
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if _group_size() > 1 else None
+
+    def agree(self, text: str) -> str:
+        """Rank 0's text, on every rank."""
+        if self._group is None:
+            return text
+        holder = [text]
+        dist.broadcast_object_list(holder, src=0, group=self._group)
+        return holder[0]
 
     def gather_digests(self, digest: str) -> list[str]:
         """One hex digest (64 characters) per rank."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,18 @@ from zero_offload.errors import ZeroOffloadError
 from zero_offload.shards.registry import owner_of
 
 _HARMLESS_PROPERTIES = (
-    "shape dtype device requires_grad is_leaf grad_fn layout is_cuda is_cpu is_meta is_sparse is_quantized "
-    "is_mkldnn is_nested is_mps is_xpu is_sparse_csr is_vulkan is_xla is_hpu is_mtia is_ipu is_maia "
-    "ndim itemsize nbytes _version output_nr retains_grad names name _backward_hooks "
-    "_post_accumulate_grad_hooks grad_dtype"
-).split()
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn"),
+    *("is_mps", "is_xpu", "is_vulkan", "is_xla", "is_hpu", "is_mtia", "is_ipu", "is_maia"),
+    *("_version", "output_nr", "retains_grad", "names", "name", "grad_dtype"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+)
 _HARMLESS_METHODS = (
-    "size dim ndimension numel nelement element_size is_floating_point is_complex is_contiguous stride "
-    "storage_offset register_hook register_post_accumulate_grad_hook get_device is_signed is_inference "
-    "is_shared has_names type_as_name is_same_size is_neg is_conj __len__ __hash__"
-).split()
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_neg"),
+    *("is_conj", "is_same_size", "has_names", "register_hook", "register_post_accumulate_grad_hook"),
+    *("__len__", "__hash__"),
+)
 
 
 @functools.cache
@@ -51,35 +53,56 @@ def _harmless() -> frozenset[Any]:
 @functools.cache
 def _special() -> dict[Any, Callable[..., Any]]:
     """Functions that the owner answers itself."""
+    grad: Any = Tensor.grad
+    requires_grad: Any = Tensor.requires_grad
     return {
-        Tensor.grad.__get__: _get_grad,  # type: ignore[attr-defined]
-        Tensor.grad.__set__: _set_grad,  # type: ignore[attr-defined]
-        Tensor.grad.__delete__: _set_grad,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+        grad.__get__: _get_grad,
+        grad.__set__: _set_grad,
+        grad.__delete__: _set_grad,
+        requires_grad.__set__: _set_requires_grad,
         Tensor.requires_grad_: _call_requires_grad_,
+        Tensor.detach: _detach,
+        Tensor.copy_: _copy_,
     }
 
 
 def _get_grad(param: nn.Parameter, *_: Any) -> Tensor | None:
     owner = owner_of(param)
-    return None if owner is None else owner.read_grad(param)
+    return None if owner is None else owner.access.read_grad(param)
 
 
 def _set_grad(param: nn.Parameter, grad: Tensor | None = None) -> None:
     owner = owner_of(param)
     if owner is not None:
-        owner.write_grad(param, grad)
+        owner.access.write_grad(param, grad)
 
 
 def _set_requires_grad(param: nn.Parameter, value: bool) -> None:
     owner = owner_of(param)
     if owner is not None:
-        owner.check_requires_grad(param, value)
+        owner.access.check_requires_grad(param, value)
 
 
 def _call_requires_grad_(param: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:
     _set_requires_grad(param, requires_grad)
     return param
+
+
+def _detach(param: nn.Parameter) -> Tensor:
+    """state_dict() detaches every parameter: then it gets a copy."""
+    owner = owner_of(param)
+    if owner is not None and owner.access.walking:
+        return owner.access.copy_out(param)
+    return cast(Tensor, _touch_and_call(Tensor.detach, (param,), {}))
+
+
+def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """load_state_dict() copies into every parameter."""
+    owner = owner_of(target) if isinstance(target, GuardedParameter) else None
+    if owner is not None and owner.access.walking:
+        owner.access.copy_in(cast(nn.Parameter, target), source)
+        return target
+    return cast(Tensor, _touch_and_call(Tensor.copy_, (target, source, non_blocking), {}))
 
 
 def _refuse_copy(param: nn.Parameter, *_: Any) -> NoReturn:
@@ -112,9 +135,9 @@ class GuardedParameter(nn.Parameter):
     __deepcopy__ = _refuse_copy
     __reduce_ex__ = _refuse_copy
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         owner = owner_of(self)
-        where = "" if owner is None else f", {owner.describe(self)}"
+        where = "" if owner is None else f", {owner.access.describe(self)}"
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = tuple(self.shape), self.dtype
         return f"Parameter(shape={shape}, dtype={dtype}{where})"
@@ -129,7 +152,7 @@ def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     for params in by_owner.values():
         owner = owner_of(params[0])
         if owner is not None:
-            owner.touch(params, func)
+            owner.access.touch(params, func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

@@ -40,8 +40,19 @@ def install_hooks(
         handles.append(module.register_forward_hook(after, always_call=True))
     for param in root.parameters():
         if param.requires_grad:
-            handles.append(param.register_post_accumulate_grad_hook(grad_ready))
+            # A weak reference: the cycle parameter -> hook -> runtime -> parameter passes through C++, where the
+            # garbage collector cannot follow, and would keep a dropped model for ever.
+            register: Any = param.register_post_accumulate_grad_hook
+            handles.append(register(_WeakCall(grad_ready)))
     return handles
+
+
+def install_walk_hooks(root: nn.Module, begin_walk: Callable[[], None], end_walk: Callable[[], None]) -> None:
+    """Let `root.state_dict()` and `root.load_state_dict()` go over parameters that are away."""
+    root.register_state_dict_pre_hook(lambda *_: begin_walk())  # type: ignore[no-untyped-call]
+    root.register_state_dict_post_hook(lambda *_: end_walk())  # type: ignore[no-untyped-call]
+    root.register_load_state_dict_pre_hook(lambda *_: begin_walk())  # type: ignore[no-untyped-call]
+    root.register_load_state_dict_post_hook(lambda *_: end_walk())  # type: ignore[no-untyped-call]
 
 
 class _WeakCall:
@@ -66,7 +77,11 @@ def _cast_inputs(
 
 
 def _before(
-    session: Session, units: tuple[Unit, ...], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    session: Session,
+    units: tuple[Unit, ...],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     session.enter(units, (args, kwargs))
 

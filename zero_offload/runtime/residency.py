@@ -25,9 +25,7 @@ from zero_offload.types import format_bytes
 class Residency:
     """Moves units between their tier and the compute device."""
 
-    def __init__(
-        self, units: Sequence[Unit], store: ShardStore, board: UpdateBoard, collectives: Collectives
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], store: ShardStore, board: UpdateBoard, collectives: Collectives) -> None:
         self._units = units
         self._store = store
         self._board = board
@@ -45,6 +43,12 @@ class Residency:
 
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""
+        self.bring(unit)
+        self.schedule.used(unit.index)
+        self._look_ahead()
+
+    def bring(self, unit: Unit) -> None:
+        """The same for a use that belongs to no forward or backward."""
         with self._store.counters.timed("stall_s"):
             self._board.wait(unit.index)
             if unit.state is UnitState.AWAY:
@@ -54,8 +58,6 @@ class Residency:
                 self._resolve(unit, Urgency.URGENT)
             if unit.state is UnitState.FETCHING:
                 self._finish(unit)
-        self.schedule.used(unit.index)
-        self._look_ahead()
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
@@ -76,11 +78,10 @@ class Residency:
         self._make_room(buffer.num_frames, "a gradient buffer")
         assert buffer.attach()
 
-    def evict_all(self) -> None:
-        """Give back the pages of every unit that nobody uses."""
-        for unit in self._units:
-            if unit.state is UnitState.PRESENT and not unit.in_use and not unit.resident:
-                self._evict(unit)
+    def forget(self, unit: Unit) -> None:
+        """The unit's values were replaced where they rest: the copy on the device goes."""
+        if not unit.resident and unit.state is not UnitState.AWAY:
+            self._evict(unit)
 
     # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a
     # collective: so decisions look at pages and the schedule, never at what happens to be complete.
@@ -132,9 +133,7 @@ class Residency:
         )
 
     def _evictable(self) -> list[int]:
-        return [
-            u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and not u.resident
-        ]
+        return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and not u.resident]
 
     def _reserve(self, unit: Unit) -> None:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""

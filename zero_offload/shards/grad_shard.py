@@ -60,14 +60,14 @@ class GradShard:
             self._attach(self._buffer)
             self._array = self._buffer.region.tensor(self.dtype, self.layout.shard_numel)
             if self.held:
-                self._store.read_array(self._extent(), self._array)
+                self._store.disk.read_array(self._extent(), self._array)
         return self._array
 
     def close(self) -> None:
         """Bring the buffer to rest; on NVMe it is written and its pages go back."""
         if self._buffer is None or self._array is None:
             return
-        self._store.write_array(self._extent(), self._array)
+        self._store.disk.write_array(self._extent(), self._array)
         self._buffer.detach()
         self._array = None
 
@@ -91,7 +91,7 @@ class GradShard:
         begin, _ = self.layout.chunks()[row]
         if not self.on_disk:
             return self.open().data_ptr() + begin * self.dtype.itemsize, []
-        return staging, [self._store.launch_read(self._extent(), slice(row, row + 1), staging)]
+        return staging, [self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)]
 
     def _extent(self) -> Extent:
         if self.dtype not in self._extents:

@@ -30,11 +30,21 @@ class AdamWHyper:
     maximize: bool
 
 
-class Owner(Protocol):
-    """One offloaded model."""
+class ParamAccess(Protocol):
+    """What a guarded parameter may be asked."""
 
     def touch(self, params: list[nn.Parameter], func: object) -> None:
         """Make the data of `params` readable for an operation, or raise naming `zo.gathered`."""
+
+    @property
+    def walking(self) -> bool:
+        """Whether state_dict or load_state_dict is walking over the model."""
+
+    def copy_out(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of the data."""
+
+    def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace the data."""
 
     def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """What `param.grad` is."""
@@ -48,6 +58,13 @@ class Owner(Protocol):
     def describe(self, param: nn.Parameter) -> str:
         """Where the parameter rests, for repr and messages."""
 
+
+class Owner(Protocol):
+    """One offloaded model, as parameters and optimizers see it."""
+
+    @property
+    def access(self) -> ParamAccess: ...
+
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """Launch one AdamW step over the parameters that have gradients; `groups` goes into generations."""
 
@@ -57,9 +74,6 @@ class Owner(Protocol):
     def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
         """Replace them."""
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Set the clip factor of the next update; returns the global norm."""
-
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameter -> weak reference to its owner, which the model's hooks keep alive."""
@@ -67,7 +81,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def owner_of(param: nn.Parameter) -> Owner | None:
     """The runtime that offloads `param`, or None."""
-    reference = _owners.get(param)
+    reference = _owners.get(param)  # type: ignore[no-untyped-call]
     owner: Owner | None = None if reference is None else reference()
     return owner
 

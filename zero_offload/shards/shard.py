@@ -16,6 +16,7 @@ written after every update and belongs to no generation.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -66,7 +67,7 @@ class ShardPlacement:
         return self.params is not Tier.NVME
 
     @classmethod
-    def of(cls, kinds: dict[StateKind, Tier]) -> ShardPlacement:
+    def of(cls, kinds: Mapping[StateKind, Tier]) -> ShardPlacement:
         return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])
 
 

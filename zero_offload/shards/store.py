@@ -21,6 +21,7 @@ import torch
 from zero_offload.errors import IntegrityError
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.shards.shard import (
     Component,
     Shard,
@@ -34,7 +35,6 @@ from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
-ALL_ROWS = slice(None)
 STATE_STAGING_BYTES = CHUNK_NUMEL * 12
 """Staging that `open_chunk` may use: all components of a trainable shard."""
 
@@ -60,7 +60,7 @@ class ShardStore:
     def __init__(
         self,
         layout: ShardLayout,
-        placements: Sequence[dict[StateKind, Tier]],
+        placements: Sequence[Mapping[StateKind, Tier]],
         arena: Arena,
         swap: SwapFile | None,
         num_slots: int,
@@ -69,10 +69,9 @@ class ShardStore:
         self.arena = arena
         self.swap = swap
         self.counters = Counters()
+        self.disk = DiskArrays(swap, self.counters)
         self._staging_region: Region | None = None
-        self.shards = tuple(
-            Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections
-        )
+        self.shards = tuple(Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections)
         self._generations = num_slots > 1
         for shard in self.shards:
             self._place(shard, num_slots)
@@ -128,7 +127,7 @@ class ShardStore:
             return []
         shard.settle()
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
-        return [self.launch_read(extent, ALL_ROWS, address, urgency)]
+        return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
 
     # The optimizer's update, chunk by chunk
 
@@ -143,7 +142,7 @@ class ShardStore:
                 self.counters.read(Tier.CPU, (end - begin) * dtype.itemsize)
             else:
                 address, staging = staging, staging + (end - begin) * dtype.itemsize
-                chunk.reads.append(self.launch_read(shard.slots[shard.current][component], rows, address))
+                chunk.reads.append(self.disk.launch_read(shard.slots[shard.current][component], rows, address))
             chunk.addresses[component] = address
         return chunk
 
@@ -154,12 +153,12 @@ class ShardStore:
         for component in components_of(shard.layout):
             if shard.on_disk:
                 extent = shard.slots[shard.writable_slot()][component]
-                writes.append(self.launch_write(extent, rows, chunk.addresses[component]))
+                writes.append(self.disk.launch_write(extent, rows, chunk.addresses[component]))
             if component in shard.memory:
                 itemsize = component_dtype(shard.layout, component).itemsize
                 self.counters.written(Tier.CPU, (chunk.end - chunk.begin) * itemsize)
         if shard.cache is not None:
-            writes.append(self.launch_write(shard.cache, rows, chunk.addresses[Component.VALUE]))
+            writes.append(self.disk.launch_write(shard.cache, rows, chunk.addresses[Component.VALUE]))
         shard.writes += writes
         return writes
 
@@ -169,46 +168,24 @@ class ShardStore:
             shard.current = shard.writable_slot()
         shard.dirty = True
 
-    # Arrays on disk
-
-    def launch_read(
-        self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL
-    ) -> Transfer:
-        assert self.swap is not None
-        self.counters.read(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
-        return self.swap.read(extent, rows, address, urgency)
-
-    def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
-        assert self.swap is not None
-        self.counters.written(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
-        return self.swap.write(extent, rows, address)
-
-    def read_array(self, extent: Extent, out: torch.Tensor) -> None:
-        """Fill `out`, sector-aligned host memory, and wait."""
-        self.launch_read(extent, ALL_ROWS, out.data_ptr(), Urgency.URGENT).wait()
-
-    def write_array(self, extent: Extent, values: torch.Tensor) -> None:
-        """Write `values`, sector-aligned host memory, and wait."""
-        self.launch_write(extent, ALL_ROWS, values.data_ptr()).wait()
-
     # Whole shards
+
+    def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
+        """(end - begin,) of one chunk, host: a view of where it rests, or of staging until the next read."""
+        begin, end = shard.layout.chunks()[row]
+        if component in shard.memory:
+            return shard.memory[component][begin:end]
+        shard.settle()
+        extent = shard.slots[shard.current][component]
+        return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self._staging())
 
     def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
         """(shard_numel,) of the component, host: a view where it rests in memory, else a copy."""
         if component in shard.memory:
             return shard.memory[component]
-        shard.settle()
-        return self.read_extent(shard.slots[shard.current][component], component_dtype(shard.layout, component))
-
-    def read_extent(self, extent: Extent, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of an extent, host, verified."""
-        out = torch.empty(extent.nbytes // dtype.itemsize, dtype=dtype)
-        staging, done = self._staging(), 0
-        for row in range(len(extent.blocks)):
-            self.launch_read(extent, slice(row, row + 1), staging.address).wait()
-            numel = int(extent.blocks[row]["nbytes"]) // dtype.itemsize
-            out[done : done + numel] = staging.tensor(dtype, numel)
-            done += numel
+        out = torch.empty(shard.layout.shard_numel, dtype=component_dtype(shard.layout, component))
+        for row, (begin, end) in enumerate(shard.layout.chunks()):
+            out[begin:end] = self.read_chunk(shard, component, row)
         return out
 
     def write_components(self, shard: Shard, source: ChunkSource) -> None:
@@ -250,7 +227,7 @@ class ShardStore:
             self._make_writable(shard)
             slot = shard.writable_slot()
             for component in components_of(shard.layout):
-                self.write_array(shard.slots[slot][component], shard.memory[component])
+                self.disk.write_array(shard.slots[slot][component], shard.memory[component])
             shard.current = slot
         shard.settle()
         shard.writes.clear()
@@ -267,9 +244,9 @@ class ShardStore:
     def load_memory(self, shard: Shard, slot: int) -> None:
         """Fill what rests in memory, and a cache, from a slot."""
         for component, array in shard.memory.items():
-            self.read_array(shard.slots[slot][component], array)
+            self.disk.read_array(shard.slots[slot][component], array)
         if shard.cache is not None:
-            self.write_array(shard.cache, shard.memory[Component.VALUE])
+            self.disk.write_array(shard.cache, shard.memory[Component.VALUE])
         shard.dirty = False
 
     def mark_committed(self, slots: Sequence[int]) -> None:

@@ -125,6 +125,11 @@ class RunDirectory:
         return cls._lock_with(_share_lock, Path(path).absolute())
 
     @classmethod
+    def look(cls, path: str | Path) -> RunDirectory:
+        """Open without a lock, to read what never changes."""
+        return cls._lock_with(lambda *_: -1, Path(path).absolute())
+
+    @classmethod
     def _lock_with(cls, lock: Callable[[Path, int], int], path: Path) -> RunDirectory:
         with naming_errors("open", path):
             dir_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -278,9 +283,7 @@ def _make_private(path: Path) -> None:
 def check_private(path: Path, info: os.stat_result) -> None:
     """Raise unless `info`, the status of `path` itself, is a directory that only this user can write."""
     if stat.S_ISLNK(info.st_mode):
-        raise StorageError(
-            f"{path} is a symbolic link; give the directory it points to: {os.path.realpath(path)}"
-        )
+        raise StorageError(f"{path} is a symbolic link; give the directory it points to: {os.path.realpath(path)}")
     if not stat.S_ISDIR(info.st_mode):
         raise ConfigError(f"{path} is a file, not a directory; give a directory of its own to the run")
     if info.st_uid != os.geteuid():
@@ -296,13 +299,9 @@ def check_private(path: Path, info: os.stat_result) -> None:
 
 def _check_ours(path: Path, info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise StorageError(
-            f"{path} is not a regular file; it was not made by zero_offload and stays untouched"
-        )
+        raise StorageError(f"{path} is not a regular file; it was not made by zero_offload and stays untouched")
     if info.st_nlink != 1:
-        raise StorageError(
-            f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead"
-        )
+        raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")
 
 
 def _take_lock(path: Path, dir_fd: int) -> int:

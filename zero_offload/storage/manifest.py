@@ -25,9 +25,7 @@ VERSION = 1
 SIZE_MAX_BYTES = GIB
 
 
-def write_manifest(
-    directory: RunDirectory, name: str, payload: Mapping[str, Any], durability: Durability
-) -> str:
+def write_manifest(directory: RunDirectory, name: str, payload: Mapping[str, Any], durability: Durability) -> str:
     """Replace manifest `name`; readers see the old one or the new one. Returns the digest.
 
     With `Durability.COMMIT` both survive power loss in that order; otherwise the page cache holds them.
@@ -56,9 +54,7 @@ def write_manifest(
     return digest
 
 
-def read_manifest(
-    directory: RunDirectory, name: str, expected_digest: str | None = None
-) -> dict[str, Any] | None:
+def read_manifest(directory: RunDirectory, name: str, expected_digest: str | None = None) -> dict[str, Any] | None:
     """The payload of manifest `name`, verified; None when there is no such file."""
     path = directory.path_of(name)
     if name not in directory.names():
@@ -77,9 +73,7 @@ def read_manifest(
         raise _damaged(path, "its envelope is incomplete")
     digest = _digest(payload, path)
     if digest != document.get("sha256"):
-        raise _damaged(
-            path, f"its payload has digest {digest[:16]}, it records {document.get('sha256')!s:.16}"
-        )
+        raise _damaged(path, f"its payload has digest {digest[:16]}, it records {document.get('sha256')!s:.16}")
     if expected_digest not in (None, digest):
         raise _damaged(path, f"it has digest {digest[:16]}, the commit names {expected_digest:.16}")
     return payload

@@ -136,9 +136,7 @@ class NativeEngine:
             "when read again. The drive does not hold what was written; restore a checkpoint, test the drive"
         )
 
-    def _raise_timeout(
-        self, ticket: Ticket, result: native.IoResultStruct, timeout_s: float | None
-    ) -> NoReturn:
+    def _raise_timeout(self, ticket: Ticket, result: native.IoResultStruct, timeout_s: float | None) -> NoReturn:
         total = int(ticket.blocks["nbytes"].sum())
         raise StorageError(
             f"{format_bytes(result.bytes_done)} of {format_bytes(total)} moved in {timeout_s:g} s, first "

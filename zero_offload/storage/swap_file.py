@@ -140,9 +140,7 @@ class SwapFile:
         self._sizes = [file.nbytes for file in files]
         self._open(files)
 
-    def read(
-        self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL
-    ) -> Transfer:
+    def read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         """Launch the read of some blocks to consecutive memory; verified against their checksums."""
         return Transfer(self._engine, self._engine.read(extent.blocks[rows], address, urgency))
 

@@ -33,17 +33,13 @@ def write_report(run_dir: Path) -> Path:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise CapacityError(
-            "the report needs matplotlib, which is missing: pip install matplotlib"
-        ) from error
+        raise CapacityError("the report needs matplotlib, which is missing: pip install matplotlib") from error
     run = _require_rows(read_run(run_dir))
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2)
     figure.suptitle(_title(run), fontsize=12)
-    for axes, draw in zip(
-        panels.flat, (_draw_loss, _draw_step_time, _draw_traffic, _draw_memory), strict=True
-    ):
+    for axes, draw in zip(panels.flat, (_draw_loss, _draw_step_time, _draw_traffic, _draw_memory), strict=True):
         draw(axes, run)
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
@@ -104,9 +100,7 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     checked = [row for row in rows if row.get("val_loss") is not None]
     if checked:
         losses = [row["val_loss"] for row in checked]
-        axes.plot(
-            [row["step"] for row in checked], losses, color=_BLUE, lw=2, marker="o", ms=4, label="validation"
-        )
+        axes.plot([row["step"] for row in checked], losses, color=_BLUE, lw=2, marker="o", ms=4, label="validation")
         axes.annotate(
             f"{losses[-1]:.3f}",
             (checked[-1]["step"], losses[-1]),
@@ -128,8 +122,7 @@ def _draw_step_time(axes: Axes, run: Run) -> None:
     bins = _bins(run.rows)
     steps = [part[-1]["step"] for part in bins]
     whole, stall, update, commit = (
-        [1000 * _mean(part, _figure(name)) for part in bins]
-        for name in ("step_s", "stall_s", "update_s", "commit_s")
+        [1000 * _mean(part, _figure(name)) for part in bins] for name in ("step_s", "stall_s", "update_s", "commit_s")
     )
     compute = [max(0.0, all_ms - stall_ms) for all_ms, stall_ms in zip(whole, stall, strict=True)]
     labels = ["forward and backward", "stall: waiting for parameters"]

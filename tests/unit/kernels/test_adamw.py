@@ -12,9 +12,7 @@ from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update,
 from zero_offload.kernels.master import join_master, split_master
 
 F32 = np.float32
-SEGMENT = AdamWSegment(
-    0, 1, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3
-)
+SEGMENT = AdamWSegment(0, 1, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 
 
 class State:

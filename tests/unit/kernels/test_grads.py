@@ -27,9 +27,7 @@ def tree_sum(values: npt.NDArray[np.float32]) -> float:
 
 
 def store(dst: torch.Tensor, src: torch.Tensor, scale: float = 1.0) -> GradSum:
-    return store_grad(
-        dst.data_ptr(), dst.dtype, src.data_ptr(), src.dtype, dst.numel(), scale=scale, num_threads=2
-    )
+    return store_grad(dst.data_ptr(), dst.dtype, src.data_ptr(), src.dtype, dst.numel(), scale=scale, num_threads=2)
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, CHUNK, CHUNK + 1, 3 * CHUNK + 5])

@@ -56,9 +56,7 @@ def test_round_trip_of_every_float() -> None:
 
 def test_a_nan_of_all_ones_does_not_become_zero() -> None:
     """Rounding its bits up would carry into the sign."""
-    master = torch.from_numpy(
-        np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32)
-    )
+    master = torch.from_numpy(np.array([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], dtype=np.uint32).view(np.float32))
     half, residual, _ = split_and_join(master)
     assert [bits & 0xFFFF for bits in half.view(torch.int16).tolist()] == [0x7FFF, 0xFFFF, 0x7FC0]
     assert residual.tolist() == [0, 0, 0]

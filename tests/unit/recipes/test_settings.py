@@ -28,8 +28,7 @@ def test_own_text_gets_a_run_directory_of_its_own() -> None:
 def test_toml_is_read_and_sizes_reach_the_model(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
-        '[train]\nmodel = "tiny"\nseq = 64\nrecompute = "block"\n'
-        '[offload]\noptimizer = "cpu"\nparams = "cpu"\n'
+        '[train]\nmodel = "tiny"\nseq = 64\nrecompute = "block"\n[offload]\noptimizer = "cpu"\nparams = "cpu"\n'
     )
     config = TrainConfig.from_toml(file)
     assert config.gpt().seq_max == 64

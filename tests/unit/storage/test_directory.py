@@ -269,9 +269,7 @@ def test_names_cannot_leave_the_directory(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("errnos", [(), (errno.EOPNOTSUPP,)])
-def test_scratch_files_have_no_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errnos: tuple[int, ...]
-) -> None:
+def test_scratch_files_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errnos: tuple[int, ...]) -> None:
     real_open = os.open
 
     def without_tmpfile(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:

@@ -104,10 +104,7 @@ def test_many_tickets_from_many_threads(engine: NativeEngine, file: File) -> Non
             engine.wait(engine.write(part, source.address + 4096 * int(begin)))
             ticket = engine.read(part, target.address, Urgency(int(rng.integers(0, 2))))
             engine.wait(ticket)
-            if (
-                target.bytes[: 4096 * (end - begin)].tobytes()
-                != source.bytes[4096 * begin : 4096 * end].tobytes()
-            ):
+            if target.bytes[: 4096 * (end - begin)].tobytes() != source.bytes[4096 * begin : 4096 * end].tobytes():
                 problems.append(f"thread {number}, blocks {begin} to {end}")
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
@@ -153,9 +150,7 @@ def test_urgent_goes_before_what_has_not_started(tmp_path: Path) -> None:
         (Fault.WRITE_ENOSPC, "block 3 of 5.*No space left.*ENOSPC.*Free space"),
     ],
 )
-def test_a_failing_write_names_the_place(
-    engine: NativeEngine, file: File, fault: Fault, message: str
-) -> None:
+def test_a_failing_write_names_the_place(engine: NativeEngine, file: File, fault: Fault, message: str) -> None:
     source = Memory(5 * BLOCK).fill(4)
     engine.inject_fault(fault, 3)
     ticket = engine.write(file.table(5), source.address)
@@ -297,9 +292,7 @@ def test_close_waits_and_keeps_dropped_tables_alive(tmp_path: Path) -> None:
     memory = Memory(4096).fill(12)
     with open(tmp_path / "file", "w+b") as stream:
         for i in range(200):
-            engine.write(
-                File(tmp_path / "file", stream.fileno()).table(1, 4096, first=4096 * i), memory.address
-            )
+            engine.write(File(tmp_path / "file", stream.fileno()).table(1, 4096, first=4096 * i), memory.address)
             gc.collect(0)
         engine.close()
         engine.close()

@@ -138,9 +138,7 @@ def test_a_huge_payload_is_not_written(directory: RunDirectory, monkeypatch: pyt
     assert directory.names() == []
 
 
-def test_a_failed_write_keeps_the_old_manifest(
-    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_keeps_the_old_manifest(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     write_manifest(directory, NAME, {"step": 1}, Durability.COMMIT)
 
     def broken(*args: Any, **kwargs: Any) -> None:

@@ -1,0 +1,71 @@
+"""Small models with the shapes that matter: repeated blocks, ties, leftovers, units of one frame and of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB = 61
+NARROW, WIDE = 32, 320
+"""A block of a WIDE model takes several frames in either dtype, and two chunks of the update pipeline."""
+
+
+class Block(nn.Module):
+    """A feed-forward residual block."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 4 * dim)
+        self.down = nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class AttentionBlock(nn.Module):
+    """torch's MultiheadAttention, which reads `out_proj.weight` without calling `out_proj`, and a feed-forward."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(dim, 4, batch_first=True)
+        self.mlp = Block(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(x + self.attention(x, x, x, need_weights=False)[0])  # type: ignore[no-any-return]
+
+
+class TinyLM(nn.Module):
+    """Embedding, blocks, norm, and a head tied to the embedding; returns the loss."""
+
+    def __init__(self, dim: int = NARROW, num_blocks: int = 3, block: Callable[[int], nn.Module] = Block) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(block(dim) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.run_blocks(self.embedding(tokens[:, :-1]))
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def tokens_of(seed: int, batch: int = 2, length: int = 9) -> Tensor:
+    """(batch, length) int64, always the same for one seed."""
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """A model with always the same initial values."""
+    torch.manual_seed(seed)
+    return make()

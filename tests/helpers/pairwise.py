@@ -1,0 +1,49 @@
+"""Few rows of a large matrix, in which every two values of two different factors meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Row = dict[str, Any]
+Pair = tuple[tuple[str, int], tuple[str, int]]
+
+
+def all_rows(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    return [dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values())]
+
+
+def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
+    """Greedy: each row starts from an uncovered pair and takes, factor by factor, what covers the most."""
+    uncovered: dict[Pair, None] = {}
+    for a, b in itertools.combinations(factors, 2):
+        for i, j in itertools.product(range(len(factors[a])), range(len(factors[b]))):
+            uncovered[(a, i), (b, j)] = None
+    rows = []
+    while uncovered:
+        chosen = dict(next(iter(uncovered)))
+        for name, values in factors.items():
+            if name not in chosen:
+                chosen[name] = max(range(len(values)), key=lambda i: _new_pairs(name, i, chosen, factors, uncovered))
+        for pair in itertools.combinations(((name, chosen[name]) for name in factors), 2):
+            uncovered.pop(pair, None)
+        rows.append({name: factors[name][chosen[name]] for name in factors})
+    return rows
+
+
+def _new_pairs(
+    name: str, index: int, chosen: Mapping[str, int], factors: Mapping[str, Any], uncovered: Mapping[Pair, None]
+) -> int:
+    order = list(factors)
+    count = 0
+    for other, other_index in chosen.items():
+        pair = ((name, index), (other, other_index))
+        if order.index(other) < order.index(name):
+            pair = (pair[1], pair[0])
+        count += pair in uncovered
+    return count
+
+
+def label(row: Row) -> str:
+    return " ".join(f"{name}={value}" for name, value in row.items())

@@ -1,0 +1,255 @@
+"""What training must do, written out on plain tensors, and the same recipe on an offloaded model.
+
+`train_plain` is the reference: a plain module and plain lists. fp32: `zo.AdamW` on ordinary parameters. bf16: the
+bf16 halves of fp32 masters, bf16 gradients summed in fp32, one kernel call per parameter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import build, tokens_of
+from zero_offload.api import runtime_of
+from zero_offload.gathered import gathered
+from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
+from zero_offload.kernels.grads import sum_of_squares
+from zero_offload.kernels.master import join_master, split_master
+from zero_offload.offloaded_model import CLIP_EPS, OffloadedModel
+from zero_offload.plan.model_spec import ModelSpec
+
+BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained; where its states rest is not part of it."""
+
+    make: Callable[[], nn.Module]
+    precision: str = "fp32"
+    num_steps: int = 20
+    micro_batches: int = 1
+    max_norm: float | None = None
+    skipped: frozenset[int] = frozenset()
+    """Steps whose gradients are dropped."""
+
+
+@dataclass
+class Trajectory:
+    """What must be equal, bit for bit."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+    """fp32 masters at the end, by name."""
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Trajectory)
+        same = (self.losses, self.norms, list(self.params)) == (other.losses, other.norms, list(other.params))
+        return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
+
+
+def learning_rate(step: int) -> float:
+    return 1e-2 * (1 - step / 40)
+
+
+def param_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+def micro_batches_of(recipe: Recipe, step: int) -> list[Tensor]:
+    return [tokens_of(step * recipe.micro_batches + i) for i in range(recipe.micro_batches)]
+
+
+# Offloaded
+
+
+def train_offloaded(recipe: Recipe, config: zo.OffloadConfig) -> Trajectory:
+    model = build(recipe.make)
+    zo.offload(model, config)
+    trajectory = Trajectory()
+    optimizer = zo.AdamW(param_groups(model), lr=learning_rate(0), betas=BETAS, eps=EPS)
+    for step in range(recipe.num_steps):
+        train_step(recipe, model, optimizer, step, trajectory)
+    trajectory.params = read_masters(model)
+    zo.close(model)
+    return trajectory
+
+
+def train_step(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, into: Trajectory) -> None:
+    """One step of an offloaded model."""
+    for tokens in micro_batches_of(recipe, step):
+        loss = model(tokens) / recipe.micro_batches
+        loss.backward()
+        into.losses.append(loss.item())
+    if step in recipe.skipped:
+        optimizer.zero_grad()
+        return
+    if recipe.max_norm is not None:
+        into.norms.append(zo.clip_grad_norm_(model, recipe.max_norm).item())
+    set_learning_rate(optimizer, step)
+    optimizer.step()
+    # The update may still run: nothing from here on may reach it.
+    set_learning_rate(optimizer, 10**6)
+    optimizer.zero_grad()
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = max(0.0, learning_rate(step))
+
+
+def runtime(model: nn.Module) -> OffloadedModel:
+    owner = runtime_of(model)
+    assert owner is not None
+    return owner
+
+
+def read_masters(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the fp32 masters, read from where they rest, by name."""
+    with gathered(model, kind="master") as masters:
+        return {name: masters[name].clone() for name, _ in model.named_parameters()}
+
+
+# Plain
+
+
+def train_plain(recipe: Recipe) -> Trajectory:
+    return train_plain_fp32(recipe) if recipe.precision == "fp32" else train_plain_bf16(recipe)
+
+
+def global_norm(model: nn.Module, grads: dict[str, Tensor]) -> float:
+    """2-norm in double: summed exactly inside a unit, then unit after unit."""
+    total = 0.0
+    for unit in ModelSpec.from_module(model).units:
+        held = [grads[param.name] for param in unit.params if param.name in grads]
+        total += math.fsum(sum_of_squares(g.data_ptr(), g.dtype, g.numel()).sumsq for g in held)
+    return math.sqrt(total)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    return min(1.0, max_norm / (norm + CLIP_EPS))
+
+
+def train_plain_fp32(recipe: Recipe) -> Trajectory:
+    model, trajectory = build(recipe.make), Trajectory()
+    optimizer = zo.AdamW(param_groups(model), lr=learning_rate(0), betas=BETAS, eps=EPS)
+    for step in range(recipe.num_steps):
+        for tokens in micro_batches_of(recipe, step):
+            loss = model(tokens) / recipe.micro_batches
+            loss.backward()
+            trajectory.losses.append(loss.item())
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if step not in recipe.skipped:
+            if recipe.max_norm is not None:
+                norm = global_norm(model, grads)
+                trajectory.norms.append(torch.tensor(norm).item())
+                for grad in grads.values():
+                    grad.mul_(clip_factor(norm, recipe.max_norm))
+            set_learning_rate(optimizer, step)
+            optimizer.step()
+        optimizer.zero_grad()
+    trajectory.params = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return trajectory
+
+
+class MasterParam:
+    """A bf16 parameter and what completes it."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+        self.half = torch.empty(param.shape, dtype=torch.bfloat16)
+        self.residual = torch.empty(param.shape, dtype=torch.int16)
+        split_master(param.data, self.half, self.residual)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(param.shape), torch.zeros(param.shape)
+        self.num_updates = 0
+        self.grad: Tensor | None = None
+        param.data = self.half
+
+    def take_grad(self) -> None:
+        """bf16 gradients are summed in fp32."""
+        if self.param.grad is not None:
+            new = self.param.grad.float()
+            self.grad = new if self.grad is None else self.grad + new
+            self.param.grad = None
+
+    def update(self, step: int, grad_scale: float) -> None:
+        if self.grad is None:
+            return
+        self.num_updates += 1
+        decay = WEIGHT_DECAY if self.param.dim() > 1 else 0.0
+        numel, lr = self.half.numel(), max(0.0, learning_rate(step))
+        segment = AdamWSegment(0, numel, lr, *BETAS, EPS, decay, grad_scale, self.num_updates)
+        buffers = AdamWBuffers(
+            value=self.half.data_ptr(),
+            residual=self.residual.data_ptr(),
+            exp_avg=self.exp_avg.data_ptr(),
+            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            grad=self.grad.data_ptr(),
+            value_out=0,
+            value_dtype=torch.bfloat16,
+            grad_dtype=torch.float32,
+        )
+        adamw_update(buffers, [segment], 1)
+        self.grad = None
+
+    def master(self) -> Tensor:
+        master = torch.empty(self.half.shape)
+        join_master(self.half, self.residual, master)
+        return master
+
+
+def train_plain_bf16(recipe: Recipe) -> Trajectory:
+    model, trajectory = build(recipe.make), Trajectory()
+    masters = {name: MasterParam(param) for name, param in model.named_parameters()}
+    for step in range(recipe.num_steps):
+        for tokens in micro_batches_of(recipe, step):
+            loss = model(tokens) / recipe.micro_batches
+            loss.backward()
+            trajectory.losses.append(loss.item())
+            for each in masters.values():
+                each.take_grad()
+        if step in recipe.skipped:
+            for each in masters.values():
+                each.grad = None
+            continue
+        factor = 1.0
+        if recipe.max_norm is not None:
+            norm = global_norm(model, {n: each.grad for n, each in masters.items() if each.grad is not None})
+            trajectory.norms.append(torch.tensor(norm).item())
+            factor = clip_factor(norm, recipe.max_norm)
+        for each in masters.values():
+            each.update(step, factor)
+    trajectory.params = {name: each.master() for name, each in masters.items()}
+    return trajectory
+
+
+# Configurations
+
+
+def placed(
+    precision: str, placement: Sequence[Any], nvme: Path | None, device_memory: str | None = "8MiB"
+) -> zo.OffloadConfig:
+    """`placement` is (params, grads, optimizer)."""
+    params, grads, optimizer = placement
+    return zo.OffloadConfig(
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+        precision=precision,
+        nvme=nvme,
+        device_memory=device_memory,
+        existing="discard",
+    )

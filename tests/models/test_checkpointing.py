@@ -1,0 +1,162 @@
+"""Gradient checkpointing in both modes: a forward inside backward, around a block, inside one, over several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import zero_offload as zo
+from tests.helpers.models import WIDE, AttentionBlock, Block, TinyLM
+from tests.helpers.twins import assert_same, train
+
+
+class Checkpointed(TinyLM):
+    def __init__(self, reentrant: bool, num_blocks: int = 3) -> None:
+        super().__init__(WIDE, num_blocks, self.block)
+        self.reentrant = reentrant
+
+    def block(self, dim: int) -> nn.Module:
+        return Block(dim)
+
+    def again(self, function: object, *args: object) -> Tensor:
+        return checkpoint(function, *args, use_reentrant=self.reentrant)
+
+
+class AroundBlocks(Checkpointed):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.again(block, x)
+        return x
+
+
+class AroundSome(Checkpointed):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x) if i % 2 else self.again(block, x)
+        return x
+
+
+class InsideBlock(Block):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = checkpoint(self.inner, self.norm(x), use_reentrant=self.reentrant)
+        return x + F.linear(inner, self.down.weight, self.down.bias)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(self.up(x))
+
+
+class InsideBlocks(Checkpointed):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant)
+        for block in self.blocks:
+            block.reentrant = reentrant
+
+    def block(self, dim: int) -> nn.Module:
+        return InsideBlock(dim)
+
+
+class OverSegment(Checkpointed):
+    """Two blocks are recomputed together, then two more."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(reentrant, num_blocks=4)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for first in range(0, len(self.blocks), 2):
+            x = self.again(self.segment, x, first)
+        return x
+
+    def segment(self, x: Tensor, first: int) -> Tensor:
+        return self.blocks[first + 1](self.blocks[first](x))
+
+
+class OverAll(OverSegment):
+    """Every block at once, some of them twice."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return self.again(self.all_blocks, x)
+
+    def all_blocks(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, self.blocks[1]]:
+            x = block(x)
+        return x
+
+
+class Nested(OverSegment):
+    """Checkpoints within a checkpoint."""
+
+    def segment(self, x: Tensor, first: int) -> Tensor:
+        return self.again(self.blocks[first + 1], self.again(self.blocks[first], x))
+
+
+class Borrowing(Checkpointed):
+    """The recomputed function reads parameters of other modules."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.again(self.with_others, block, x)
+        return x
+
+    def with_others(self, block: nn.Module, x: Tensor) -> Tensor:
+        return F.linear(block(x), self.blocks[2].up.weight[:WIDE]) * self.norm.weight
+
+
+class InChunks(Checkpointed):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=self.reentrant)
+
+
+class WithAttention(AroundBlocks):
+    def block(self, dim: int) -> nn.Module:
+        return AttentionBlock(dim)
+
+
+def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    yield from train(model, optimizer, range(5))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("make", [AroundBlocks, AroundSome, InsideBlocks, WithAttention])
+def test_of_one_block_at_a_time(make: type[nn.Module], reentrant: bool, config: zo.OffloadConfig) -> None:
+    assert_same(script, partial(make, reentrant), roomy(config, "16MiB") if make is WithAttention else config)
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+@pytest.mark.parametrize("make", [OverSegment, Nested, Borrowing, InChunks])
+def test_of_two_blocks_at_a_time(make: type[nn.Module], reentrant: bool, config: zo.OffloadConfig) -> None:
+    assert_same(script, partial(make, reentrant), roomy(config, "16MiB"))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_of_all_blocks_without_a_budget(reentrant: bool, config: zo.OffloadConfig) -> None:
+    assert_same(script, partial(OverAll, reentrant), roomy(config, None))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not-reentrant"])
+def test_of_the_whole_model(reentrant: bool, config: zo.OffloadConfig) -> None:
+    def whole(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        from tests.helpers.models import tokens_of
+
+        anchor = torch.ones((), requires_grad=True)
+        for seed in range(5):
+            loss = checkpoint(lambda one, x: model(x) * one.detach(), anchor, tokens_of(seed), use_reentrant=reentrant)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.item()
+
+    assert_same(whole, partial(TinyLM, WIDE), roomy(config, None))
+
+
+def roomy(config: zo.OffloadConfig, device_memory: str | None) -> zo.OffloadConfig:
+    if not config.nvme_dirs:
+        return config
+    return zo.OffloadConfig.from_dict(config.to_dict() | {"device_memory": device_memory})

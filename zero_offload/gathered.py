@@ -1,0 +1,119 @@
+"""`gathered()`: look at, or change, the full parameters of a module outside of its forward.
+
+Owns the meaning of its modes; units are made present by `Residency`, changes are written by `ParamAccess`. With
+several ranks every rank must enter, since parameters are gathered from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from zero_offload.checkpoint.values import read_master
+from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.param_access import Place
+from zero_offload.shards.registry import owner_of
+
+KINDS = ("params", "master", "grads")
+MODES = ("read", "write")
+
+Values = dict[str, torch.Tensor]
+
+
+@contextmanager
+def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kind: str = "params") -> Iterator[Values]:
+    """Inside, full values of the parameters of `module` are readable; yields them by name, host or device.
+
+    `kind="params"`: the parameters themselves (compute dtype) may be used like any tensor, and the dict holds
+    them. `kind="master"`: the dict holds fp32 masters (frozen: values). `kind="grads"`: the dict holds copies of
+    gradients that no step has consumed, fp32. `mode="write"`: what the dict's tensors hold at the end is
+    written back (not for "grads"); moments stay.
+
+    Raises ConfigError for an unknown kind or mode, and when no parameter is offloaded.
+    """
+    if kind not in KINDS or mode not in MODES or (kind == "grads" and mode == "write"):
+        raise ConfigError(
+            f"zo.gathered has no kind={kind!r} with mode={mode!r}; kinds are {', '.join(KINDS)}, "
+            'modes are "read" and "write" ("grads" only "read")'
+        )
+    params = list(module.parameters() if isinstance(module, nn.Module) else module)
+    owner = next((o for o in map(owner_of, params) if isinstance(o, OffloadedModel)), None)
+    if owner is None:
+        raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
+    places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
+    read: dict[str, Callable[[OffloadedModel, dict[Place, nn.Parameter]], Values]] = {
+        "master": _masters,
+        "grads": _grads,
+    }
+    if kind in read:
+        values = read[kind](owner, places)
+        yield values
+        if mode == "write":
+            _write_back(owner, places, values)
+        return
+    with _present(owner, places):
+        yield {place.name: param for place, param in places.items()}
+        values = {place.name: param.detach().clone() for place, param in places.items()} if mode == "write" else {}
+    if mode == "write":
+        _write_back(owner, places, values)
+
+
+@contextmanager
+def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[None]:
+    """The units of these parameters are on the device, and stay."""
+    units = {place.unit.index: place.unit for place in places}.values()
+    held = []
+    try:
+        for unit in units:
+            unit.forward_uses += 1
+            held.append(unit)
+            owner.parts.residency.bring(unit)
+            unit.open()
+        yield
+    finally:
+        for unit in held:
+            unit.forward_uses -= 1
+            unit.close()
+
+
+def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
+    _one_rank(owner, "master")
+    values = {}
+    for section in {id(place.section): place.section for place in places}.values():
+        owner.parts.board.wait(section.layout.unit)
+        master = read_master(owner.parts.store, section.shard)
+        for place in places:
+            if place.section is section:
+                piece = place.piece
+                values[place.name] = master[piece.begin : piece.end].view(piece.spec.shape)
+    return values
+
+
+def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
+    _one_rank(owner, "grads")
+    found = {place.name: owner.grads.read(param) for place, param in places.items()}
+    return {name: grad for name, grad in found.items() if grad is not None}
+
+
+def _one_rank(owner: OffloadedModel, kind: str) -> None:
+    if owner.parts.collectives.num_shards > 1:
+        raise ZeroOffloadError(
+            f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
+            "and load it on one"
+        )
+
+
+def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values: Values) -> None:
+    """Every unit's copy on the device is made again from what was written."""
+    _one_rank(owner, "params")
+    owner.worker.drain()
+    for section in {id(place.section): place.section for place in places}.values():
+        masters = {p.piece: values[p.name] for p in places if p.section is section}
+        owner.access.write_section(section, masters, {})
+    for unit in {place.unit.index: place.unit for place in places}.values():
+        owner.parts.residency.forget(unit)
+    torch.autograd.graph.increment_version(list(places.values()))

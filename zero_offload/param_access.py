@@ -1,0 +1,211 @@
+"""What a parameter answers while it is offloaded: its data, its gradient, its states. One model's.
+
+Reads and writes of single parameters go section by section through the store (the last section read is kept, so
+that a walk over a model reads each section once). With several ranks a parameter is spread over them:
+then these calls raise, naming the one that gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master
+from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.plan.layout import ParamSlice
+from zero_offload.runtime.grads import GradReducer
+from zero_offload.runtime.session import Session
+from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.shard import Component
+from zero_offload.shards.store import ShardStore
+from zero_offload.shards.update_board import UpdateBoard
+
+MOMENTS = {"exp_avg": Component.EXP_AVG, "exp_avg_sq": Component.EXP_AVG_SQ}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is."""
+
+    unit: Unit
+    section: Section
+    piece: ParamSlice
+
+    @property
+    def name(self) -> str:
+        return self.piece.spec.name
+
+
+class ParamAccess:
+    """Implements `shards.registry.ParamAccess`."""
+
+    def __init__(
+        self,
+        units: tuple[Unit, ...],
+        store: ShardStore,
+        board: UpdateBoard,
+        grads: GradReducer,
+        session: Session,
+        forget: Callable[[Unit], None],
+    ) -> None:
+        """`forget` drops a unit's copy on the device after its values were replaced."""
+        self._forget = forget
+        self._store = store
+        self._board = board
+        self._grads = grads
+        self._session = session
+        self._places = {
+            id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params()
+        }
+        self._walking = False
+        self._last: tuple[Section, Component, torch.Tensor] | None = None
+        self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
+
+    def place(self, param: nn.Parameter) -> Place:
+        return self._places[id(param)]
+
+    def places(self) -> list[Place]:
+        return list(self._places.values())
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Name and tier, for repr and messages."""
+        place = self.place(param)
+        return f"{place.name}, offloaded to {place.section.shard.placement.params.value}"
+
+    # Data
+
+    def touch(self, params: list[nn.Parameter], func: object) -> None:
+        """Let an operation read parameters: always inside a forward or backward; outside if they are here."""
+        for unit in {self.place(param).unit.index: self.place(param).unit for param in params}.values():
+            if self._session.active:
+                self._session.touch(unit)
+            elif unit.resident and not _writes(func):
+                self._board.wait(unit.index)
+            else:
+                raise ZeroOffloadError(
+                    f"{getattr(func, '__name__', func)} needs the data of parameter "
+                    f"{self.describe(params[0])}, outside of the model's forward. Use "
+                    "'with zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' "
+                    "to change it"
+                )
+
+    def begin_walk(self) -> None:
+        """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do."""
+        self._need_whole("model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
+        self._walking, self._last = True, None
+        self._writes.clear()
+
+    def end_walk(self) -> None:
+        """Write what was copied in, section by section."""
+        self._walking, self._last = False, None
+        sections = {id(place.section): place for place in self._places.values()}
+        for key, values in self._writes.items():
+            self.write_section(sections[key].section, values, {})
+            self._forget(sections[key].unit)
+        self._writes.clear()
+
+    @property
+    def walking(self) -> bool:
+        return self._walking
+
+    def copy_out(self, param: nn.Parameter) -> torch.Tensor:
+        """The parameter's value, a copy, host."""
+        return self._read(self.place(param), Component.VALUE)
+
+    def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Take new values, of the parameter's shape; written when the walk ends."""
+        place = self.place(param)
+        self._writes.setdefault(id(place.section), {})[place.piece] = values
+
+    def _read(self, place: Place, component: Component) -> torch.Tensor:
+        self._board.wait(place.unit.index)
+        if self._last is None or self._last[:2] != (place.section, component):
+            self._last = (
+                place.section,
+                component,
+                self._store.read_component(place.section.shard, component),
+            )
+        piece = place.piece
+        return self._last[2][piece.begin : piece.end].view(piece.spec.shape).clone()
+
+    def write_section(
+        self,
+        section: Section,
+        masters: Mapping[ParamSlice, torch.Tensor],
+        moments: Mapping[tuple[ParamSlice, Component], torch.Tensor],
+    ) -> None:
+        """Replace masters (fp32 or compute dtype) and moments of some parameters of a section."""
+        shard = section.shard
+        self._board.wait(shard.layout.unit)
+        new_master = read_master(self._store, shard)
+        for piece, values in masters.items():
+            new_master[piece.begin : piece.end] = values.detach().reshape(-1)
+        arrays: dict[Component, torch.Tensor] = {}
+        if shard.layout.trainable:
+            for component in MOMENTS.values():
+                arrays[component] = self._store.read_component(shard, component).clone()
+            for (piece, component), values in moments.items():
+                arrays[component][piece.begin : piece.end] = values.detach().reshape(-1)
+        self._store.write_components(shard, ComponentSource(shard, fill_from_array(new_master), arrays))
+        self._last = None
+
+    def _need_whole(self, call: str, instead: str) -> None:
+        if any(place.section.layout.num_shards > 1 for place in self._places.values()):
+            raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
+
+    # Gradients
+
+    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
+        """`requires_grad` may be set to what it is; a change needs another layout."""
+        place = self.place(param)
+        if bool(value) != place.section.layout.trainable:
+            raise ConfigError(
+                f"requires_grad of {place.name} cannot change after zo.offload: frozen parameters "
+                "have no optimizer state. Set it before, then call zo.offload"
+            )
+
+    def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        place = self.place(param)
+        if not place.section.layout.trainable or not self._grads.held(param):
+            return None
+        view = self._grads.view(param)
+        if view is None:
+            raise ZeroOffloadError(
+                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits "
+                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm), step with zo.AdamW, "
+                'drop it with optimizer.zero_grad(), or read it with zo.gathered(module, kind="grads")'
+            )
+        return view
+
+    def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        if grad is not None:
+            raise ZeroOffloadError(
+                f"the gradient of {self.describe(param)} cannot be assigned; only None, which drops it"
+            )
+        if self.place(param).section.layout.trainable:
+            self._grads.forget(param)
+
+    # Optimizer states
+
+    def read_moments(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies of the moments, fp32, of the parameter's shape."""
+        self._need_whole("optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
+        place = self.place(param)
+        return {name: self._read(place, component) for name, component in MOMENTS.items()}
+
+    def write_moments(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+        self._need_whole("optimizer.load_state_dict()", "zo.load_checkpoint(model, optimizer, path)")
+        place = self.place(param)
+        moments = {(place.piece, component): state[name] for name, component in MOMENTS.items()}
+        self.write_section(place.section, {}, moments)
+
+
+def _writes(func: object) -> bool:
+    """Whether a tensor function changes its operand or hands out an alias that could."""
+    name = getattr(func, "__name__", "")
+    owner = getattr(getattr(func, "__self__", None), "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or name in ("__set__", "__setitem__", "__delete__") or owner == "data"

@@ -1,0 +1,44 @@
+"""Arrays on disk: launches reads and writes of extents and counts their bytes. Knows no shard."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_offload.memory.arena import Region
+from zero_offload.storage.engine import Urgency
+from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
+from zero_offload.telemetry.events import Counters
+from zero_offload.types import Tier
+
+ALL_ROWS = slice(None)
+
+
+class DiskArrays:
+    """The swap file, with counters; unusable without one."""
+
+    def __init__(self, swap: SwapFile | None, counters: Counters) -> None:
+        self._swap = swap
+        self._counters = counters
+
+    def launch_read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
+        assert self._swap is not None
+        self._counters.read(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
+        return self._swap.read(extent, rows, address, urgency)
+
+    def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
+        assert self._swap is not None
+        self._counters.written(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
+        return self._swap.write(extent, rows, address)
+
+    def read_array(self, extent: Extent, out: torch.Tensor) -> None:
+        """Fill `out`, sector-aligned host memory, and wait."""
+        self.launch_read(extent, ALL_ROWS, out.data_ptr(), Urgency.URGENT).wait()
+
+    def write_array(self, extent: Extent, values: torch.Tensor) -> None:
+        """Write `values`, sector-aligned host memory, and wait."""
+        self.launch_write(extent, ALL_ROWS, values.data_ptr()).wait()
+
+    def read_block(self, extent: Extent, row: int, dtype: torch.dtype, staging: Region) -> torch.Tensor:
+        """One block, host, verified: a view of `staging`, valid until that is used again."""
+        self.launch_read(extent, slice(row, row + 1), staging.address).wait()
+        return staging.tensor(dtype, int(extent.blocks[row]["nbytes"]) // dtype.itemsize)

@@ -1,0 +1,85 @@
+"""From gradients and hyperparameters to what the update pipeline runs: pure bookkeeping, no bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero_offload.kernels.adamw import AdamWSegment, segment_array
+from zero_offload.optim.pipeline import SectionUpdate
+from zero_offload.plan.layout import SectionLayout
+from zero_offload.runtime.grads import GradReducer, SectionGrads
+from zero_offload.shards.registry import AdamWHyper
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One step's values, captured when `step()` is called."""
+
+    hypers: Mapping[nn.Parameter, AdamWHyper]
+    clip_factor: float
+    order: tuple[int, ...]
+    """Units in order of first use."""
+    shard_index: int
+
+
+def section_updates(grads: GradReducer, step: StepInput, param_steps: dict[str, int]) -> list[SectionUpdate]:
+    """Sections to update, in the order of `step`; counts the step of each parameter in `param_steps`.
+
+    A unit takes part with all its trainable sections or not at all, since its new values are delivered whole.
+    """
+    wanted = {id(param): hyper for param, hyper in step.hypers.items()}
+    found: dict[int, list[SectionUpdate]] = {}
+    for section in grads.sections:
+        segments = _segments(section, wanted, step, param_steps)
+        update = SectionUpdate(
+            unit=section.unit.index,
+            position=section.unit.sections.index(section.section),
+            shard=section.section.shard,
+            grads=section.shard,
+            segments=segment_array(segments),
+            complete=len(segments) == len(section.layout.params),
+        )
+        found.setdefault(update.unit, []).append(update)
+    busy = {unit for unit, updates in found.items() if any(len(update.segments) for update in updates)}
+    return [update for unit in step.order if unit in busy for update in found[unit]]
+
+
+def _segments(
+    section: SectionGrads,
+    wanted: Mapping[int, AdamWHyper],
+    step: StepInput,
+    param_steps: dict[str, int],
+) -> list[AdamWSegment]:
+    segments = []
+    for index, (piece, param) in enumerate(zip(section.layout.params, section.params, strict=True)):
+        hyper = wanted.get(id(param))
+        if hyper is None or index not in section.holding:
+            continue
+        param_steps[piece.spec.name] += 1
+        begin, end = _in_shard(section.layout, step.shard_index, piece.begin, piece.end)
+        segments.append(
+            AdamWSegment(
+                begin,
+                end,
+                hyper.lr,
+                hyper.beta1,
+                hyper.beta2,
+                hyper.eps,
+                hyper.weight_decay,
+                -step.clip_factor if hyper.maximize else step.clip_factor,
+                param_steps[piece.spec.name],
+            )
+        )
+    return segments
+
+
+def _in_shard(layout: SectionLayout, shard_index: int, begin: int, end: int) -> tuple[int, int]:
+    """The part of section elements [begin, end) that a shard holds, counted from its start; maybe empty."""
+    offset = shard_index * layout.shard_numel
+    return (
+        min(max(begin - offset, 0), layout.shard_numel),
+        min(max(end - offset, 0), layout.shard_numel),
+    )
