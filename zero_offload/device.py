@@ -1,8 +1,160 @@
-"""The compute device: the only file that says `torch.cuda`. Nothing is initialised at import."""
+"""The compute device, and the lanes on which bytes move to and from it: the only file that says `torch.cuda`.
+
+Nothing is initialised at import. On a CPU the device is the host itself: buffers are read into and computed on in
+place, and no lane exists. On a GPU, copies run on two streams beside compute, and whatever is made on one stream
+and used on another is a `Handoff`: a tensor and the event that makes it valid. Tests put a device with late lanes in
+the GPU's place (same calls, copies as late as the waits permit, targets poisoned meanwhile).
+"""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple, Protocol
+
 import torch
+
+from zero_offload.errors import CapacityError
+from zero_offload.types import format_bytes
+
+_REGISTER_PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every context of the process."""
+
+
+class Event(Protocol):
+    """The moment at which a copy is complete."""
+
+    def wait(self) -> None:
+        """Let compute launched from now on run after it; does not block the host."""
+
+    def synchronize(self) -> None:
+        """Block the host until then."""
+
+    def done(self) -> bool: ...
+
+
+class Handoff(NamedTuple):
+    """A tensor made on one lane and wanted on another; `take` is the only way to it."""
+
+    tensor: torch.Tensor
+    ready: Event
+
+    def take(self) -> torch.Tensor:
+        """For compute: valid for kernels launched from now on."""
+        self.ready.wait()
+        return self.tensor
+
+    def take_on_host(self) -> torch.Tensor:
+        """For the host: valid when this returns."""
+        self.ready.synchronize()
+        return self.tensor
+
+
+class Device(Protocol):
+    """Where the model computes."""
+
+    torch_device: torch.device
+    is_host: bool
+    """Whether compute reads host memory in place."""
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        """Copy `source` (pinned host) to `target` (device), after compute launched so far."""
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        """Copy `source` (device) to `target` (pinned host), after compute launched so far."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register host memory, exactly this much, for asynchronous copies."""
+
+    def unpin(self, address: int) -> None: ...
+
+    def free_bytes(self) -> int | None:
+        """Free memory of its own; None where it has none."""
+
+
+class HostDevice:
+    """The CPU as compute device: nothing to copy, nothing to pin."""
+
+    torch_device = torch.device("cpu")
+    is_host = True
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        raise AssertionError("a CPU computes on host memory in place")
+
+    download = upload
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+
+class CudaDevice:
+    """One GPU. Both lanes live as long as the process: a stream per step would grow the allocator's pools."""
+
+    is_host = False
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
+        self._uploads = torch.cuda.Stream()
+        self._downloads = torch.cuda.Stream()
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        return Handoff(target, self._copy(self._uploads, target, source))
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        event = self._copy(self._downloads, target, source)
+        # The allocator may reuse the source's memory only after this lane has read it.
+        source.record_stream(self._downloads)
+        return Handoff(target, event)
+
+    def _copy(self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
+        # Memory just resized was last used by kernels launched before: the copy comes after them.
+        lane.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(lane)
+        return _CudaEvent(event)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
+        status = int(_cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
+        if status != 0:
+            raise CapacityError(
+                f"pinning {format_bytes(nbytes)} of CPU memory failed (CUDA error {status}). Raise the limit "
+                "with 'ulimit -l unlimited', or place fewer states on the cpu tier"
+            )
+
+    def unpin(self, address: int) -> None:
+        _cudart().cudaHostUnregister(address)
+
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info()[0]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()
+
+
+def compute_device() -> Device:
+    """The current CUDA device, or the CPU."""
+    return CudaDevice() if torch.cuda.is_available() else HostDevice()
 
 
 def describe_device() -> str:
@@ -10,12 +162,12 @@ def describe_device() -> str:
     if not torch.cuda.is_available():
         return "cpu (no CUDA device)"
     free, total = torch.cuda.mem_get_info()
-    return f"{torch.cuda.get_device_name()} ({free / 2**30:.1f} of {total / 2**30:.1f} GiB free)"
+    return f"{torch.cuda.get_device_name()} ({format_bytes(free)} of {format_bytes(total)} free)"
 
 
 def device_rng_states() -> list[torch.Tensor]:
     """The generators of all CUDA devices this process uses; none without CUDA."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    used = torch.cuda.is_initialized()
     return torch.cuda.get_rng_state_all() if used else []
 
 

@@ -11,6 +11,8 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import nn
@@ -19,11 +21,14 @@ from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.values import ComponentSource, fill_from_params
 from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames
+from zero_offload.memory.pool import RegionPool
+from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.offloaded_model import OffloadedModel, Parts
-from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
+from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.memory import (
     UNITS_IN_FLIGHT,
     MemoryPlan,
@@ -36,7 +41,9 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.probe import probe_hardware
+from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.collectives import Collectives, CommitGroup
+from zero_offload.runtime.grads import OPEN_GRADS
 from zero_offload.runtime.guard import guard
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
 from zero_offload.runtime.residency import Residency
@@ -48,9 +55,10 @@ from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
 from zero_offload.storage.swap_file import SwapFile
-from zero_offload.types import StateKind, Tier
+from zero_offload.types import HardwareProfile, StateKind, Tier
 
 IO_THREADS = 4
+UNLIMITED_FRAMES = 1 << 40
 
 
 def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units: UnitChoice | None = None) -> nn.Module:
@@ -63,15 +71,17 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
     Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
     CheckpointError; the model is then as it was, unless reading a generation back failed half-way.
     """
-    _check_model(model, config, mesh)
-    collectives = Collectives(config.stage)
+    device = compute_device()
+    _check_model(model, config, mesh, device)
+    collectives = Collectives(config.stage, device.torch_device)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
-    hardware = probe_hardware(config.nvme_dirs)
+    hardware = _hardware(config, device)
     placement = place(_unit_bytes(spec, config, collectives.world_size), config, hardware, collectives.world_size)
     cleanup = contextlib.ExitStack()
     try:
-        parts = _build(model, config, layout, placement, collectives, cleanup)
+        build = Build(config, layout, placement, collectives, device, cleanup)
+        parts = _build(model, build)
     except BaseException:
         cleanup.close()
         raise
@@ -91,8 +101,19 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
     return model
 
 
-def _check_model(model: nn.Module, config: OffloadConfig, mesh: object) -> None:
+def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
+    free_bytes = device.free_bytes()
+    name = "cpu" if free_bytes is None else str(device.torch_device)
+    return probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
+
+
+def _check_model(model: nn.Module, config: OffloadConfig, mesh: object, device: Device) -> None:
     problems = []
+    if not device.is_host:
+        for kind in (StateKind.GRADS, StateKind.OPTIMIZER):
+            placement = config.placement_of(kind)
+            if placement == "auto" or Tier.DEVICE in placement:
+                problems.append(f"{kind.value} on a GPU arrive in a later version; use {kind.value}='cpu' or 'nvme'")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     if mesh is not None:
@@ -112,9 +133,10 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: object) -> None:
 
 def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
     """What `offload` would take of each tier; the model may be on meta."""
-    world_size = Collectives(config.stage).world_size
+    device = compute_device()
+    world_size = Collectives(config.stage, device.torch_device).world_size
     unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, world_size)
-    budget = tier_budget(config, probe_hardware(config.nvme_dirs))
+    budget = tier_budget(config, _hardware(config, device))
     return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, world_size), config, world_size)
 
 
@@ -127,30 +149,59 @@ def unit_numel(unit: UnitSpec) -> UnitNumel:
     return UnitNumel(unit.name, trained, unit.numel - trained)
 
 
-def _build(
-    model: nn.Module,
-    config: OffloadConfig,
-    layout: ShardLayout,
-    placement: Placement,
-    collectives: Collectives,
-    cleanup: contextlib.ExitStack,
-) -> Parts:
-    """Take files and memory, and move the parameters in; `cleanup` undoes the taking."""
+@dataclass(frozen=True)
+class Build:
+    """What has been decided, and where what is taken gets undone."""
+
+    config: OffloadConfig
+    layout: ShardLayout
+    placement: Placement
+    collectives: Collectives
+    device: Device
+    cleanup: contextlib.ExitStack
+
+
+def _build(model: nn.Module, build: Build) -> Parts:
+    """Take files and memory, and move the parameters in."""
+    config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
     ranks = Ranks(collectives.rank, collectives.world_size, CommitGroup())
-    files = _Files.open(config, layout, ranks, cleanup)
-    arena = Arena(_frame_limit(config, layout, placement, collectives))
+    files = _Files.open(config, layout, ranks, build.cleanup)
+    host_frames, device_frames = _frame_limits(build)
+    arena = Arena(*host_frames, None if device.is_host else device)
+    budget = FrameBudget(*device_frames)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
-    store = ShardStore(layout, placement.tiers, arena, files.swap, num_slots)
+    store = ShardStore(layout, build.placement.tiers, arena, files.swap, num_slots)
     files.create(config.effective_durability)
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
-    units = tuple(_make_unit(i, unit, store, collectives.num_shards) for i, unit in enumerate(layout.units))
+    units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
     if files.keeper is not None and files.keeper.found is not None:
         files.keeper.restore(files.keeper.rank_payload())
-    _move_in(model, units, store, collectives, adopt_values=files.found is None)
+    _move_in(model, units, store, build, adopt_values=files.found is None)
     board = UpdateBoard(len(units))
-    residency = Residency(units, store, board, collectives)
-    return Parts(config, layout, ranks, collectives, store, board, units, residency, files.keeper, cleanup.close)
+    carrier = _make_carrier(build, store)
+    residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget)
+    return Parts(
+        config=config,
+        layout=layout,
+        ranks=ranks,
+        collectives=collectives,
+        device=device,
+        store=store,
+        board=board,
+        units=units,
+        residency=residency,
+        keeper=files.keeper,
+        close_files=build.cleanup.close,
+    )
+
+
+def _make_carrier(build: Build, store: ShardStore) -> Carrier:
+    index = build.collectives.shard_index
+    if build.device.is_host:
+        return HostCarrier(store, index)
+    largest = max(sum(section.shard_nbytes for section in unit.sections) for unit in build.layout.units)
+    return DeviceCarrier(store, build.device, RegionPool(store.arena, UNITS_IN_FLIGHT, largest), index)
 
 
 class _Files:
@@ -218,61 +269,93 @@ def _open_directories(config: OffloadConfig, ranks: Ranks) -> list[RunDirectory]
     return directories
 
 
-def _frame_limit(config: OffloadConfig, layout: ShardLayout, placement: Placement, collectives: Collectives) -> int:
-    """Frames for units on their way through the compute device, and for gradients on theirs."""
-    away = [
-        sum(num_frames(section.nbytes) for section in unit.sections)
-        for unit, tiers in zip(layout.units, placement.tiers, strict=True)
-        if _away(tiers[StateKind.PARAMS], collectives.num_shards)
+FrameLimits = tuple[int, int]
+"""Frames used by choice, and frames that a use which cannot wait may take (a checkpointed segment needs all of
+its units at once)."""
+
+
+def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
+    """Limits on the host and on the device: for units on their way through, and for gradients on theirs."""
+    config, device = build.config, build.device
+    sizes = [
+        (sum(num_frames(section.nbytes) for section in unit.sections), _home(tiers[StateKind.PARAMS], build))
+        for unit, tiers in zip(build.layout.units, build.placement.tiers, strict=True)
     ]
-    limit = min(UNITS_IN_FLIGHT * max(away, default=0), sum(away))
-    budget = config.budget_bytes(Tier.DEVICE)
-    if budget is not None:
-        limit = min(sum(away), num_frames(budget))
-    if collectives.world_size > 1 or any(t[StateKind.GRADS] is Tier.NVME for t in placement.tiers):
-        limit += 2 * max(num_frames(section.numel * 4) for section in layout.sections)
-    return limit
+    passing = [frames for frames, home in sizes if home is Home.AWAY]
+    units = min(UNITS_IN_FLIGHT * max(passing, default=0), sum(passing))
+    if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
+        units = min(sum(passing), num_frames(budget))
+    staying = sum(frames for frames, home in sizes if home is Home.ON_DEVICE)
+    grads = 0
+    grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
+    if build.collectives.world_size > 1 or grads_on_disk:
+        grads = OPEN_GRADS * max(num_frames(section.numel * 4) for section in build.layout.sections)
+    unlimited = config.device_memory is None and config.cpu_memory is None
+    host = grads + (units if device.is_host else 0)
+    return (
+        (host, UNLIMITED_FRAMES if unlimited else host),
+        (units + staying, UNLIMITED_FRAMES if config.device_memory is None else units + staying),
+    )
 
 
-def _away(params: Tier, num_shards: int) -> bool:
-    """Whether a unit's full parameters are on the compute device only while they are used."""
-    return params is Tier.NVME or num_shards > 1
+class Home(Enum):
+    """Where a unit's flat buffers live while nobody uses them."""
+
+    IN_PLACE = "in place"  # they are the shard: compute works on host memory, one shard
+    ON_DEVICE = "on device"  # filled once, refreshed after updates
+    AWAY = "away"  # no memory under them
 
 
-def _make_unit(index: int, layout: UnitLayout, store: ShardStore, num_shards: int) -> Unit:
+def _home(params: Tier, build: Build) -> Home:
+    if params is Tier.NVME or build.collectives.num_shards > 1:
+        return Home.AWAY
+    if build.device.is_host:
+        return Home.IN_PLACE
+    return Home.ON_DEVICE if params is Tier.DEVICE else Home.AWAY
+
+
+def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget) -> Unit:
+    layout = build.layout.units[index]
+    home = _home(build.placement.tiers[index][StateKind.PARAMS], build)
     sections = []
     for section in layout.sections:
         shard = store.shards[section.index]
-        existing = {}
-        if _away(shard.placement.params, num_shards):
-            buffer = MovableBuffer(store.arena, section.nbytes)
-            flat = buffer.region.tensor(section.dtype, section.numel)
-        else:
-            buffer = None
+        if home is Home.IN_PLACE:
             flat = store.new_array(section, section.dtype)
             # With one shard and no GPU the shard is the flat buffer: no second copy, no gather.
-            existing[Component.VALUE] = flat
-        store.place_memory(shard, existing)
-        sections.append(Section(shard, flat, buffer))
-    return Unit(index, layout, sections)
+            store.place_memory(shard, {Component.VALUE: flat})
+            sections.append(Section(shard, flat, None))
+            continue
+        store.place_memory(shard, {})
+        if build.device.is_host:
+            pages = MovableBuffer(store.arena, section.nbytes)
+            sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))
+        else:
+            flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
+            sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
+    return Unit(index, layout, sections, resident=home is not Home.AWAY)
 
 
 def _move_in(
     model: nn.Module,
     units: Sequence[Unit],
     store: ShardStore,
-    collectives: Collectives,
+    build: Build,
     *,
     adopt_values: bool,
 ) -> None:
     """Make every parameter a view of its section; `adopt_values` takes their values along."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(build.device.torch_device))
     params = dict(model.named_parameters())
     for unit in units:
         for section in unit.sections:
             members = {piece: params[piece.spec.name] for piece in section.layout.params}
             if adopt_values:
-                fill = fill_from_params(section.shard, collectives.shard_index, members)
+                fill = fill_from_params(section.shard, build.collectives.shard_index, members)
                 store.write_components(section.shard, ComponentSource(section.shard, fill))
-            for piece, param in members.items():
-                param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
-                unit.params.append(param)
+            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
+                for piece, param in members.items():
+                    param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
+                    unit.params.append(param)

@@ -22,6 +22,7 @@ from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.config import OffloadConfig, UpdateOverlap
+from zero_offload.device import Device
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.param_access import ParamAccess
@@ -49,6 +50,7 @@ class Parts:
     layout: ShardLayout
     ranks: Ranks
     collectives: Collectives
+    device: Device
     store: ShardStore
     board: UpdateBoard
     units: tuple[Unit, ...]
@@ -62,7 +64,9 @@ class OffloadedModel:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self.grads = GradReducer(parts.units, parts.store, parts.residency, parts.board, parts.collectives)
+        self.grads = GradReducer(
+            parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
+        )
         self.session = Session(parts.units, parts.residency, self.grads.finish_backward, self._drop_grads)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads, self.session, parts.residency.forget

@@ -108,14 +108,14 @@ class Normalized(TinyLM):
         self.blocks.append(nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(WIDE), nn.Unflatten(0, (2, -1))))
 
 
-def test_batch_norm_statistics(config: zo.OffloadConfig) -> None:
+def test_batch_norm_statistics(fp32_config: zo.OffloadConfig) -> None:
     def with_statistics(model: nn.Module, optimizer: zo.AdamW):  # type: ignore[no-untyped-def]
         yield from train(model, optimizer, SEEDS)
         yield model.blocks[-1][1].running_var.sum().item()
         model.eval()
         yield from train(model, optimizer, [10])
 
-    assert_same(with_statistics, Normalized, config)
+    assert_same(with_statistics, Normalized, fp32_config)
 
 
 class PartlyUnused(TinyLM):

@@ -62,6 +62,9 @@ def clean(run_dir: Path) -> list[Cleaned]:
     """Delete the run's files and the directories that are then empty."""
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is no directory; give the run directory that `train` wrote")
+    if not any(run_dir.glob("*.json")):
+        # Before the lock, which would leave its file in a stranger's directory.
+        raise _no_run(run_dir)
     with contextlib.ExitStack() as locks:
         # Everything is locked and read before anything is deleted; the tier goes first, so that an
         # interrupted clean can still find it through the run directory.
@@ -72,8 +75,12 @@ def clean(run_dir: Path) -> list[Cleaned]:
         home_names = tier_names if not tier else set(_manifest_names(home))
         home_names |= set(_strings(_read_object(home.path / FILES_FILE).get("files")))
         if not tier_names | home_names:
-            raise ConfigError(f"{run_dir} holds neither {FILES_FILE} nor a manifest; give a run directory")
+            raise _no_run(run_dir)
         return [*(_delete(directory, tier_names) for directory in tier), _delete(home, home_names)]
+
+
+def _no_run(path: Path) -> ConfigError:
+    return ConfigError(f"{path} holds neither {FILES_FILE} nor a manifest; give a run directory")
 
 
 def _tier_paths(home: RunDirectory) -> list[Path]:

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import zero_offload
 from zero_offload.cli import clean, doctor, plan, report, train
 from zero_offload.errors import ZeroOffloadError
 
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"zero_offload {zero_offload.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (train, plan, doctor, report, clean):
         command.add_parser(subparsers)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_offload.config import Existing
+from zero_offload.recipes.settings import TrainConfig, read_tables
 
 if TYPE_CHECKING:
     from zero_offload.recipes.train import TrainResult
@@ -43,7 +44,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     # Heavy imports wait until the command runs: `--help` stays quick.
-    from zero_offload.recipes.settings import TrainConfig, read_tables
     from zero_offload.recipes.train import Ending, train
 
     train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
@@ -63,8 +63,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _add_train_flags(group: argparse._ArgumentGroup) -> None:
     def add(flag: str, help: str, **options: Any) -> None:
-        dest = "train_" + flag.removeprefix("--").replace("-", "_")
-        group.add_argument(flag, dest=dest, help=help, **options)
+        name = flag.removeprefix("--").replace("-", "_")
+        default = getattr(TrainConfig, name)
+        if default and "default" not in help:
+            help = f"{help} (default {default})"
+        group.add_argument(flag, dest=f"train_{name}", help=help, **{"metavar": name.upper()} | options)
 
     add("--model", "preset: tiny, small, gpt25m, gpt125m, gpt350m, gpt760m, gpt1b3", metavar="PRESET")
     add("--data", "text to train on (default: the Python standard library)", nargs="+", metavar="FILE_OR_DIR")
@@ -84,7 +87,7 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
 
 def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     def add(flag: str, name: str, help: str, **options: Any) -> None:
-        group.add_argument(flag, dest=f"offload_{name}", help=help, **options)
+        group.add_argument(flag, dest=f"offload_{name}", help=help, **{"metavar": name.upper()} | options)
 
     add("--nvme", "nvme", "directories of the NVMe tier (default: RUNDIR/nvme)", nargs="+", metavar="DIR")
     add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")

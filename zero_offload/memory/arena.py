@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -40,11 +42,22 @@ def _region(address: int, nbytes: int) -> Region:
     return Region(address, nbytes, owner)
 
 
+class Pinner(Protocol):
+    """Registers host memory with a device; for a CPU there is nothing to do."""
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+
 class Arena:
     """The host memory of one offloaded model."""
 
-    def __init__(self, frame_limit: int) -> None:
+    def __init__(self, frame_limit: int, frame_limit_max: int | None = None, pinner: Pinner | None = None) -> None:
+        """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions."""
+        self._pinner = pinner
         self._frame_limit = frame_limit
+        self._frame_limit_max = frame_limit if frame_limit_max is None else frame_limit_max
         self._blocks: list[Region] = []
         self._free: list[int] = []
         self._num_frames = 0
@@ -55,10 +68,15 @@ class Arena:
         """Take memory for good: zero-filled, aligned to 2 MiB."""
         region = _region(pages.allocate(nbytes), nbytes)
         self.allocated_bytes += num_frames(nbytes) * FRAME
-        weakref.finalize(region.owner, self._forget, num_frames(nbytes) * FRAME).atexit = False
+        weakref.finalize(region.owner, self._forget, region.address, num_frames(nbytes) * FRAME).atexit = False
+        if self._pinner is not None:
+            self._pinner.pin(region.address, num_frames(nbytes) * FRAME)
         return region
 
-    def _forget(self, nbytes: int) -> None:
+    def _forget(self, address: int, nbytes: int) -> None:
+        # Runs before the pages go: finalizers run in the reverse order of their making.
+        if self._pinner is not None:
+            self._pinner.unpin(address)
         self.allocated_bytes -= nbytes
 
     @property
@@ -69,6 +87,13 @@ class Arena:
     @property
     def frame_limit(self) -> int:
         return self._frame_limit
+
+    def raise_limit(self, count: int) -> bool:
+        """Allow `count` frames more; False when that would exceed the budget."""
+        if self._frame_limit + count > self._frame_limit_max:
+            return False
+        self._frame_limit += count
+        return True
 
     @property
     def frame_bytes(self) -> int:
@@ -114,6 +139,10 @@ class MovableBuffer:
     @property
     def attached(self) -> bool:
         return self._frames is not None
+
+    def addressable(self) -> AbstractContextManager[None]:
+        """Views of the range can be made at any time."""
+        return nullcontext()
 
     def attach(self) -> bool:
         """Put pages under the range; False when the arena has too few. The contents are undefined."""

@@ -172,7 +172,7 @@ def generate(model: GPT, prompt: bytes, num_bytes: int, temperature: float = 0.8
 
 def _linear(num_in: int, num_out: int) -> nn.Linear:
     # The weights are drawn once, in `_draw_weights`; the library's own draw would double the start-up time.
-    linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=False)  # type: ignore[no-untyped-call]
+    linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=False)
     return linear
 
 

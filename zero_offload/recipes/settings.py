@@ -180,7 +180,7 @@ def _unknown_names(values: Mapping[str, Any], names: list[str]) -> Iterator[str]
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            yield f"unknown setting {key}: {hint}There are {', '.join(names)}"
+            yield f"unknown setting {key}: {hint}the settings are {', '.join(names)}"
 
 
 def _list_problems(problems: list[str]) -> str:

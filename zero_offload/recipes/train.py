@@ -4,7 +4,8 @@ Owns the order of a step and of a run's start and end. Never knows how a shard m
 `zero_offload.offload`'s; nor how a run directory is written: that is `run_dir`'s.
 
 A run, in order: check the run directory -> offload the model (takes the directory's lock) -> resume ->
-per step: micro-batches, clip, update, metrics line, commit -> validation loss and sample.
+per step: micro-batches, clip, update, metrics line, commit -> validation loss and sample -> close, which makes
+the last step a generation.
 The metrics line goes out before the commit: what a generation has seen is never missing from the file, and
 a line too many is dropped on resume.
 """
@@ -16,6 +17,8 @@ import platform
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -27,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero_offload as zo
 from zero_offload.config import Existing
-from zero_offload.errors import CheckpointError, NonFiniteError
+from zero_offload.errors import CheckpointError, NonFiniteError, ZeroOffloadError
 from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.placement import assign_tiers, tier_budget
 from zero_offload.probe import probe_hardware
@@ -104,9 +107,21 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         job, description = _set_up(config, corpus, ranks, existing)
         if ranks.is_first:
             RunDir(config.out).create(description)
-        first_step = _resume(job, progress) + 1
-        last_step = _train_steps(job, first_step, stop, progress)
-        return _finish(job, last_step, progress)
+        with _closed_on_error(job.model):
+            first_step = _resume(job, progress) + 1
+            last_step = _train_steps(job, first_step, stop, progress)
+            return _finish(job, last_step, progress)
+
+
+@contextmanager
+def _closed_on_error(model: GPT) -> Iterator[None]:
+    """What ends a run with a message leaves its last whole step as a generation."""
+    try:
+        yield
+    except ZeroOffloadError:
+        with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
+            zo.close(model)
+        raise
 
 
 def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing) -> tuple[_Job, dict[str, Any]]:
@@ -198,7 +213,7 @@ def _train_step(job: _Job, step: int) -> Row:
     for micro in range(job.config.accumulate):
         batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
         loss = next_token_loss(job.model(batch.inputs.to(job.device)), batch.targets.to(job.device))
-        (loss / job.config.accumulate).backward()  # type: ignore[no-untyped-call]
+        (loss / job.config.accumulate).backward()
         loss_sum += loss.item()
     lr = job.scheduler.get_last_lr()[0]
     grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
@@ -249,8 +264,8 @@ def _validation_loss(job: _Job) -> float:
 def _finish(job: _Job, last_step: int, progress: Progress) -> TrainResult:
     config, unigram_nats = job.config, job.corpus.unigram_nats
     if last_step < config.steps:
-        zo.close(job.model)  # completes the commit that is still on its way
-        progress.note(f"stopped after step {last_step}; the same command continues from the last commit")
+        zo.close(job.model)
+        progress.note(f"stopped after step {last_step}, which is committed; the same command continues from there")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
     loss = _validation_loss(job)
     job.model.eval()

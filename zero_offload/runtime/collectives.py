@@ -18,7 +18,8 @@ def _group_size() -> int:
 class Collectives:
     """Gathers parameters and reduces gradients."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, device: torch.device) -> None:
+        self._device = device
         self.world_size = _group_size()
         self.rank = dist.get_rank() if self.world_size > 1 else 0
         self.num_shards = self.world_size if stage == 3 else 1
@@ -48,7 +49,7 @@ class Collectives:
         """Add numbers over the ranks that hold different shards."""
         if self.num_shards == 1:
             return values
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return [float(value) for value in total]
 

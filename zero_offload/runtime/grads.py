@@ -8,7 +8,6 @@ The calls: `arrive` per parameter, `finish_backward`, then `norm` / `sums`, and 
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,17 +15,24 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout
 from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.grad_staging import GradStaging
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.types import Tier
+
+REDUCED = -1
+"""In place of a parameter's index: a whole shard's gradients after a reduction."""
+OPEN_GRADS = 2
+"""Gradient buffers of the NVMe tier that have pages at once: the one backward fills, and one it leaves."""
 
 
 @dataclass
@@ -38,15 +44,17 @@ class SectionGrads:
     shard: GradShard
     params: list[nn.Parameter] = field(default_factory=list)
     sums: dict[int, GradSum] = field(default_factory=dict)
-    """Per parameter that has a gradient; several ranks: the shard's under -1."""
+    """Per parameter that has a gradient; several ranks: the shard's under REDUCED."""
     arrived: set[int] = field(default_factory=set)
     """Parameters that this backward has delivered."""
     holding: set[int] = field(default_factory=set)
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
     """Parameters whose gradient the user has in hand, and may have changed."""
-    partial: MovableBuffer | None = None
+    partial: torch.Tensor | None = None
     """Several ranks: (numel,) fp32 of this rank alone, until reduced."""
+    pages: MovableBuffer | None = None
+    """On a CPU, the memory of `partial`."""
 
     @property
     def layout(self) -> SectionLayout:
@@ -63,12 +71,17 @@ class GradReducer:
         residency: Residency,
         board: UpdateBoard,
         collectives: Collectives,
+        device: Device,
     ) -> None:
+        self._device = device
+        self._staging = GradStaging(device, store.arena, _largest_grad(units), self._land, self._rest)
         self._residency = residency
         self._board = board
         self._collectives = collectives
         self._store = store
         self._places: dict[int, tuple[SectionGrads, int]] = {}
+        self._open: list[SectionGrads] = []
+        """With pages, the longest unused first."""
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {
@@ -93,10 +106,13 @@ class GradReducer:
                 "build the embedding with sparse=False"
             )
         self._board.wait(grads.unit.index)
-        if self._collectives.world_size == 1:
-            self._store_one(grads, index, grad.contiguous())
+        if self._collectives.world_size > 1:
+            piece = grads.layout.params[index]
+            self._partial(grads)[piece.begin : piece.end].add_(grad.reshape(-1))
+        elif self._device.is_host:
+            self._store_one(grads, index, grad.contiguous(), adds=index in grads.holding)
         else:
-            self._store_partial(grads, index, grad.contiguous())
+            self._staging.stage(grads, index, grad.reshape(-1), adds=index in grads.holding)
         grads.arrived.add(index)
         grads.holding.add(index)
         if len(grads.arrived) == len(grads.layout.params):
@@ -107,39 +123,69 @@ class GradReducer:
         for grads in self.sections:
             if grads.arrived:
                 self._complete(grads)
+        self._staging.drain()
 
-    def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+    def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Bring one gradient, host, to rest."""
         piece, shard = grads.layout.params[index], grads.shard
-        adds = index in grads.holding
+        self._keep_open(grads)
         array = shard.widen() if adds else shard.open()
         address = array.data_ptr() + piece.begin * array.dtype.itemsize
         grads.sums[index] = _write(adds, address, array.dtype, grad)
         shard.held = True
 
-    def _store_partial(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
-        grads.partial = grads.partial or MovableBuffer(self._store.arena, grads.layout.numel * 4)
-        if not grads.partial.attached:
-            self._residency.attach(grads.partial)
-            # Parameters without a gradient and the padding take part in the reduction as zeros.
-            ctypes.memset(grads.partial.region.address, 0, grads.layout.numel * 4)
-        piece = grads.layout.params[index]
-        address = grads.partial.region.address + piece.begin * 4
-        _write(index in grads.arrived, address, torch.float32, grad)
+    def _keep_open(self, grads: SectionGrads) -> None:
+        """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
+        self._open = [each for each in self._open if each is not grads]
+        while len(self._open) >= OPEN_GRADS:
+            self._open.pop(0).shard.close()
+        self._open.append(grads)
+
+    def _partial(self, grads: SectionGrads) -> torch.Tensor:
+        """(numel,) fp32 on the compute device, zero at first: what has no gradient takes part as zeros."""
+        if grads.partial is None and not self._device.is_host:
+            grads.partial = torch.zeros(grads.layout.numel, dtype=torch.float32, device=self._device.torch_device)
+        elif grads.partial is None:
+            grads.pages = grads.pages or MovableBuffer(self._store.arena, grads.layout.numel * 4)
+            self._residency.attach(grads.pages)
+            grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).zero_()
+        return grads.partial
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
         grads.arrived.clear()
-        if grads.partial is not None and grads.partial.attached:
-            self._reduce(grads, grads.partial)
-            grads.partial.detach()
-        grads.shard.close()
+        if grads.partial is not None:
+            reduced = self._collectives.reduce_grads(grads.partial)
+            if self._device.is_host:
+                self._store_reduced(grads, reduced)
+            else:
+                self._staging.stage(grads, REDUCED, reduced, adds=False)
+            self._drop_partial(grads)
+        if self._device.is_host:
+            self._rest(grads)
+        else:
+            self._staging.seal(grads)
 
-    def _reduce(self, grads: SectionGrads, partial: MovableBuffer) -> None:
-        flat = partial.region.tensor(torch.float32, grads.layout.numel)
-        reduced = self._collectives.reduce_grads(flat)
+    def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
         array = grads.shard.widen()
-        grads.sums = {-1: _write(grads.shard.held, array.data_ptr(), array.dtype, reduced)}
+        grads.sums = {REDUCED: _write(grads.shard.held, array.data_ptr(), array.dtype, reduced)}
         grads.shard.held = True
+
+    def _land(self, grads: SectionGrads, index: int, grad: torch.Tensor, adds: bool) -> None:
+        """A download is complete: `grad` is in staging."""
+        if index == REDUCED:
+            self._store_reduced(grads, grad)
+        else:
+            self._store_one(grads, index, grad, adds=adds)
+
+    def _rest(self, grads: SectionGrads) -> None:
+        grads.shard.close()
+        self._open = [each for each in self._open if each is not grads]
+
+    def _drop_partial(self, grads: SectionGrads) -> None:
+        grads.partial = None
+        if grads.pages is not None and grads.pages.attached:
+            grads.pages.detach()
 
     # What the step asks
 
@@ -199,12 +245,12 @@ class GradReducer:
 
     def drop(self) -> None:
         """Nobody wants the gradients, not even those of a backward that broke off."""
+        self._staging.drain()
         for grads in self.sections:
             for index in list(grads.holding):
                 self._forget(grads, index)
             grads.arrived.clear()
-            if grads.partial is not None and grads.partial.attached:
-                grads.partial.detach()
+            self._drop_partial(grads)
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
         grads.holding.discard(index)
@@ -213,6 +259,11 @@ class GradReducer:
         if not grads.holding:
             grads.sums.clear()
             grads.shard.held = False
+
+
+def _largest_grad(units: Sequence[Unit]) -> int:
+    """Bytes of the largest section in fp32."""
+    return max(section.layout.numel * 4 for unit in units for section in unit.sections)
 
 
 def _write(adds: bool, address: int, dtype: torch.dtype, grad: torch.Tensor) -> GradSum:

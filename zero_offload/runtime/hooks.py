@@ -49,10 +49,10 @@ def install_hooks(
 
 def install_walk_hooks(root: nn.Module, begin_walk: Callable[[], None], end_walk: Callable[[], None]) -> None:
     """Let `root.state_dict()` and `root.load_state_dict()` go over parameters that are away."""
-    root.register_state_dict_pre_hook(lambda *_: begin_walk())  # type: ignore[no-untyped-call]
-    root.register_state_dict_post_hook(lambda *_: end_walk())  # type: ignore[no-untyped-call]
-    root.register_load_state_dict_pre_hook(lambda *_: begin_walk())  # type: ignore[no-untyped-call]
-    root.register_load_state_dict_post_hook(lambda *_: end_walk())  # type: ignore[no-untyped-call]
+    root.register_state_dict_pre_hook(lambda *_: begin_walk())
+    root.register_state_dict_post_hook(lambda *_: end_walk())
+    root.register_load_state_dict_pre_hook(lambda *_: begin_walk())
+    root.register_load_state_dict_post_hook(lambda *_: end_walk())
 
 
 class _WeakCall:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_offload.errors import CapacityError
-from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.memory.arena import MovableBuffer
 from zero_offload.memory.pages import FRAME
+from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
+from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Unit
 from zero_offload.shards.state import UnitState
@@ -25,16 +27,23 @@ from zero_offload.types import format_bytes
 class Residency:
     """Moves units between their tier and the compute device."""
 
-    def __init__(self, units: Sequence[Unit], store: ShardStore, board: UpdateBoard, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        store: ShardStore,
+        board: UpdateBoard,
+        collectives: Collectives,
+        carrier: Carrier,
+        budget: Budget,
+    ) -> None:
+        """`budget` is the compute device's memory for units; `carrier` brings values into it."""
         self._units = units
         self._store = store
         self._board = board
         self._collectives = collectives
+        self._carrier = carrier
+        self._budget = budget
         self.schedule = FetchSchedule()
-
-    @property
-    def _arena(self) -> Arena:
-        return self._store.arena
 
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
@@ -61,26 +70,31 @@ class Residency:
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
-        stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].resident]
+        stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         for unit in stale:
             if unit.state in (UnitState.FETCHING, UnitState.PRESENT):
-                self._wait_transfers(unit)
+                self._carrier.abandon(unit)
+                # Frozen values that are here stay valid; a fetch that was given up brought none.
+                kept = unit.state is UnitState.PRESENT
+                unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or not kept)
                 unit.tracker.advance(UnitState.AWAITING)
                 self._offer(unit)
         for unit in stale:
             if unit.state is UnitState.AWAY:
-                if unit.num_frames > self._arena.free_frames:
+                if unit.num_frames > self._budget.free_frames:
                     break
                 self._reserve(unit)
 
     def attach(self, buffer: MovableBuffer) -> None:
-        """Put pages under a buffer that is no unit's. Raises CapacityError."""
-        self._make_room(buffer.num_frames, "a gradient buffer")
-        assert buffer.attach()
+        """Put pages under a host buffer that is no unit's. Raises CapacityError."""
+        if self._budget is self._store.arena:
+            self._make_room(buffer.num_frames, "a gradient buffer")
+        if not buffer.attach():
+            raise self._no_room(buffer.num_frames, "a gradient buffer")
 
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
-        if not unit.resident and unit.state is not UnitState.AWAY:
+        if not unit.updates_in_place and unit.state is not UnitState.AWAY:
             self._evict(unit)
 
     # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a
@@ -96,16 +110,18 @@ class Residency:
                 self._reserve(unit)
             if unit.state is UnitState.AWAITING and self._readable(unit):
                 self._resolve(unit, Urgency.NORMAL)
+            if unit.state is UnitState.FETCHING:
+                self._carrier.advance(unit)
 
     def _readable(self, unit: Unit) -> bool:
         """Whether reading the unit would not wait for its update."""
-        if self._board.pending(unit.index):
+        if self._board.pending(unit.index) or not self._carrier.ready():
             return False
         return all(write.done() for section in unit.sections for write in section.shard.writes)
 
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
-        while unit.num_frames > self._arena.free_frames:
+        while unit.num_frames > self._budget.free_frames:
             victim = self.schedule.victim(self._evictable(), self.schedule.next_use(unit.index))
             if victim is None:
                 return False
@@ -114,21 +130,22 @@ class Residency:
 
     def _make_room(self, num_frames: int, name: str) -> None:
         """Free frames for a use that cannot wait, whatever comes next."""
-        while num_frames > self._arena.free_frames:
+        while num_frames > self._budget.free_frames:
             victim = self.schedule.victim(self._evictable())
             if victim is None:
                 arriving = (UnitState.FETCHING, UnitState.AWAITING)
-                victim = self.schedule.victim(u.index for u in self._units if u.state in arriving)
-            if victim is None:
+                victim = self.schedule.victim(u.index for u in self._units if u.state in arriving and not u.resident)
+            if victim is not None:
+                self._evict(self._units[victim])
+            elif not self._budget.raise_limit(num_frames - self._budget.free_frames):
                 raise self._no_room(num_frames, name)
-            self._evict(self._units[victim])
 
     def _no_room(self, num_frames: int, name: str) -> CapacityError:
         used = [u.name for u in self._units if u.in_use and not u.resident]
         return CapacityError(
             f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
-            f"{format_bytes(self._arena.frame_limit * FRAME)} only "
-            f"{format_bytes(self._arena.free_frames * FRAME)} are free while these units are in use: "
+            f"{format_bytes(self._budget.frame_limit * FRAME)} only "
+            f"{format_bytes(self._budget.free_frames * FRAME)} are free while these units are in use: "
             f"{', '.join(used) or 'none'}. Raise device_memory, or name smaller units with units="
         )
 
@@ -139,38 +156,35 @@ class Residency:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
         attached = unit.attach()
         assert attached
+        unit.to_read = unit.sections
         unit.tracker.advance(UnitState.AWAITING)
         self._offer(unit)
 
     def _offer(self, unit: Unit) -> None:
-        """Let the update deliver into the unit's buffers; only a whole section can be delivered into."""
-        addresses = tuple(section.address for section in unit.sections)
-        unit.delivered = self._collectives.num_shards == 1 and self._board.offer(unit.index, addresses)
+        """Let the update deliver into the unit's buffers, if they are host memory and hold whole sections."""
+        if self._collectives.num_shards > 1 or self._budget is not self._store.arena:
+            return
+        if self._board.offer(unit.index, tuple(section.flat.data_ptr() for section in unit.sections)):
+            unit.to_read = tuple(section for section in unit.to_read if not section.layout.trainable)
 
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
-        """The unit's update is over: its values are here, or their reads are launched."""
-        if unit.delivered:
+        """The unit's update is over: its values are here, or their fetch is launched."""
+        if not unit.to_read:
             unit.tracker.advance(UnitState.PRESENT)
             return
         unit.tracker.advance(UnitState.FETCHING)
-        for section in unit.sections:
-            offset = self._collectives.shard_index * section.layout.shard_nbytes
-            unit.transfers += self._store.launch_fetch(section.shard, section.address + offset, urgency)
+        self._carrier.launch(unit, unit.to_read, urgency)
 
     def _finish(self, unit: Unit) -> None:
-        self._wait_transfers(unit)
-        for section in unit.sections:
+        self._carrier.finish(unit)
+        for section in unit.to_read:
             self._collectives.all_gather(section.flat)
+        unit.to_read = ()
         unit.tracker.advance(UnitState.PRESENT)
-
-    def _wait_transfers(self, unit: Unit) -> None:
-        for transfer in unit.transfers:
-            transfer.wait()
-        unit.transfers = []
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING:
             self._board.wait(unit.index)
-        self._wait_transfers(unit)
+        self._carrier.abandon(unit)
         unit.detach()
         unit.tracker.advance(UnitState.AWAY)

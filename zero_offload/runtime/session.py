@@ -14,7 +14,6 @@ A unit's backward ends when the gradients of its inputs are complete, or with th
 from __future__ import annotations
 
 import warnings
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.runtime.residency import Residency
@@ -49,6 +49,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _recomputed_later() -> bool:
+    """Whether this forward runs under torch.utils.checkpoint, which saves nothing and runs it again in backward."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
 class Session:
     """Uses of units by forwards and backwards."""
 
@@ -67,9 +73,8 @@ class Session:
         self._stack: list[Scope] = []
         self._saving: saved_tensors_hooks | None = None
         self._backward_runs = False
-        self._buffers = sorted(
-            (s.address, s.address + s.layout.nbytes, unit.index) for unit in units for s in unit.sections
-        )
+        # A view shares its base's storage object, whether memory is under it or not.
+        self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
     @property
     def active(self) -> bool:
@@ -84,6 +89,9 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
+        if any(scope.units is units for scope in self._stack):
+            # No module runs inside itself: an earlier forward was left without its hooks, as Ctrl-C does.
+            self._abandon()
         if not self._stack:
             self._begin()
         self._stack.append(Scope(units))
@@ -100,7 +108,18 @@ class Session:
         for unit in (*scope.units, *scope.touched):
             unit.forward_uses = max(unit.forward_uses - 1, 0)
             unit.close()
-        if not self._stack and self._saving is not None:
+        if not self._stack:
+            self._stop_saving()
+
+    def _abandon(self) -> None:
+        self._stack.clear()
+        self._stop_saving()
+        for unit in self._units:
+            unit.forward_uses = 0
+            unit.close()
+
+    def _stop_saving(self) -> None:
+        if self._saving is not None:
             self._saving.__exit__(None, None, None)
             self._saving = None
 
@@ -124,7 +143,7 @@ class Session:
             self._recover()
         grad = torch.is_grad_enabled()
         self._residency.begin_cycle("grad" if grad else "no_grad")
-        if grad:
+        if grad and not _recomputed_later():
             self._saving = saved_tensors_hooks(self._pack, self._unpack)
             self._saving.__enter__()
 
@@ -203,8 +222,4 @@ class Session:
     def _unit_of(self, tensor: Tensor) -> Unit | None:
         if tensor.layout is not torch.strided:
             return None
-        address = tensor.data_ptr()
-        i = bisect_right(self._buffers, (address, 1 << 63, 0)) - 1
-        if i >= 0 and self._buffers[i][0] <= address < self._buffers[i][1]:
-            return self._units[self._buffers[i][2]]
-        return None
+        return self._unit_of_storage.get(tensor.untyped_storage()._cdata)

@@ -13,18 +13,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from zero_offload.memory.arena import MovableBuffer
+from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
 from zero_offload.runtime.guard import guard, unguard
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.state import StateTracker, UnitState
-from zero_offload.storage.swap_file import Transfer
 
 
 class Section:
     """One section's flat buffer, (numel,) on the compute device, and this rank's shard."""
 
-    def __init__(self, shard: Shard, flat: torch.Tensor, buffer: MovableBuffer | None) -> None:
+    def __init__(self, shard: Shard, flat: torch.Tensor, buffer: Buffer | None) -> None:
         """`buffer` holds the pages of `flat`; None when they never leave."""
         self.shard = shard
         self.flat = flat
@@ -34,25 +33,23 @@ class Section:
     def layout(self) -> SectionLayout:
         return self.shard.layout
 
-    @property
-    def address(self) -> int:
-        return self.flat.data_ptr()
-
 
 class Unit:
     """Parameters that are fetched, used and released together."""
 
-    def __init__(self, index: int, layout: UnitLayout, sections: Sequence[Section]) -> None:
+    def __init__(self, index: int, layout: UnitLayout, sections: Sequence[Section], *, resident: bool) -> None:
+        """A `resident` unit, once here, is never evicted."""
         self.index = index
         self.layout = layout
         self.sections = tuple(sections)
         self.params: list[nn.Parameter] = []
         """Section after section, in the order of the layout."""
-        self.resident = all(section.buffer is None for section in sections)
-        self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.resident else UnitState.AWAY)
-        self.transfers: list[Transfer] = []
-        self.delivered = False
-        """Awaiting: the update writes its new values straight into the buffers."""
+        self.resident = resident
+        self.updates_in_place = all(section.buffer is None for section in sections)
+        """The buffers are where the values rest: an update leaves nothing to fetch."""
+        self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.updates_in_place else UnitState.AWAY)
+        self.to_read: tuple[Section, ...] = ()
+        """Awaiting or fetching: the sections whose values are not here and will not be delivered."""
         self.forward_uses = 0
         """Forwards (of its modules, or around a touch) that are running now."""
         self.backward_uses = 0
@@ -84,7 +81,7 @@ class Unit:
 
     def attach(self) -> bool:
         """Put pages under all buffers; False, and none attached, when there are too few."""
-        attached: list[MovableBuffer] = []
+        attached: list[Buffer] = []
         for section in self.sections:
             if section.buffer is None:
                 continue

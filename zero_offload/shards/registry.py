@@ -81,7 +81,7 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def owner_of(param: nn.Parameter) -> Owner | None:
     """The runtime that offloads `param`, or None."""
-    reference = _owners.get(param)  # type: ignore[no-untyped-call]
+    reference = _owners.get(param)
     owner: Owner | None = None if reference is None else reference()
     return owner
 

@@ -120,14 +120,20 @@ class ShardStore:
 
     def launch_fetch(self, shard: Shard, address: int, urgency: Urgency) -> list[Transfer]:
         """Bring this rank's values, `shard_nbytes`, to host memory at `address`."""
-        value = shard.memory.get(Component.VALUE)
-        if value is not None and shard.cache is None:
-            self.counters.read(Tier.CPU, shard.layout.shard_nbytes)
+        value = self.value_in_memory(shard)
+        if value is not None:
             ctypes.memmove(address, value.data_ptr(), shard.layout.shard_nbytes)
             return []
         shard.settle()
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
         return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
+
+    def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
+        """(shard_numel,) of the values where they rest in host memory; None where a fetch goes to disk."""
+        if shard.cache is not None or Component.VALUE not in shard.memory:
+            return None
+        self.counters.read(Tier.CPU, shard.layout.shard_nbytes)
+        return shard.memory[Component.VALUE]
 
     # The optimizer's update, chunk by chunk
 

@@ -1,0 +1,89 @@
+"""A device for tests that behaves like a GPU at its worst: memory of its own, copies as late as the waits permit.
+
+A copy is queued, its target poisoned; it happens when somebody waits for it, together with all earlier copies of the
+same lane. A missing wait is then a NaN (or a wild integer) in the result, and a source that is changed or freed too
+early is a wrong number, not a lucky pass.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from zero_offload.device import Handoff
+
+
+class _Lane:
+    """Copies in order, none of them done before somebody waits."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self.launched = 0
+        self.finished = 0
+
+    def launch(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
+        poison(target)
+        self.launched += 1
+        self.queue.append((self.launched, target, source))
+        return LateEvent(self, self.launched)
+
+    def run_until(self, number: int) -> None:
+        while self.finished < number:
+            self.finished, target, source = self.queue.popleft()
+            target.copy_(source)
+
+
+class LateEvent:
+    def __init__(self, lane: _Lane, number: int) -> None:
+        self._lane = lane
+        self._number = number
+
+    def wait(self) -> None:
+        self._lane.run_until(self._number)
+
+    synchronize = wait
+
+    def done(self) -> bool:
+        return self._lane.finished >= self._number
+
+
+def poison(target: torch.Tensor) -> None:
+    if target.is_floating_point():
+        target.fill_(float("nan"))
+    else:
+        target.fill_(torch.iinfo(target.dtype).max)
+
+
+class LateDevice:
+    """Stands in for `CudaDevice`; counts what it is asked."""
+
+    torch_device = torch.device("cpu")
+    is_host = False
+
+    def __init__(self) -> None:
+        self.uploads = _Lane()
+        self.downloads = _Lane()
+        self.pinned: dict[int, int] = {}
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        self._check_pinned(source)
+        return Handoff(target, self.uploads.launch(target, source))
+
+    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        self._check_pinned(target)
+        return Handoff(target, self.downloads.launch(target, source))
+
+    def pin(self, address: int, nbytes: int) -> None:
+        self.pinned[address] = nbytes
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+    def free_bytes(self) -> int | None:
+        return 1 << 34
+
+    def _check_pinned(self, host: torch.Tensor) -> None:
+        first, last = host.data_ptr(), host.data_ptr() + host.nbytes
+        inside = any(start <= first and last <= start + size for start, size in self.pinned.items())
+        assert inside, "asynchronous copy from or to memory that is not pinned"

@@ -1,0 +1,136 @@
+"""The path through a device with memory of its own, on lanes that copy as late as the waits permit.
+
+Results must be the CPU path's bits: a missing wait, or a source reused too early, shows as a different number.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.late_device import LateDevice
+from zero_offload.device import Handoff, HostDevice
+
+offload_module = importlib.import_module("zero_offload.offload")
+
+NUM_STEPS = 6
+PLACEMENTS = [
+    ("cpu", "cpu", "cpu"),
+    ("device", "nvme", "nvme"),
+    ("nvme", "cpu", "nvme"),
+    ({"device": 0.3, "cpu": 0.3, "nvme": 0.4}, "nvme", "cpu"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Tied embedding and head, repeated blocks, a frozen one among them, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 32)
+        self.blocks = nn.ModuleList(Block(32) for _ in range(5))
+        self.blocks[2].up.requires_grad_(False)
+        self.head = nn.Linear(32, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden).float() * self.scale
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten().roll(-1))
+
+
+def train(config: zo.OffloadConfig, num_micro_batches: int) -> list[tuple[float, float]]:
+    model = zo.offload(Model(), config)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    results = []
+    for step in range(NUM_STEPS):
+        for micro in range(num_micro_batches):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            loss = model(torch.randint(0, 50, (4, 16), generator=generator))
+            loss.backward()
+        norm = zo.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    with torch.no_grad():
+        results.append((model(torch.arange(40).view(2, 20)).item(), 0.0))
+    zo.close(model)
+    return results
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
+    def use(device: object) -> None:
+        monkeypatch.setattr(offload_module, "compute_device", lambda: device)
+
+    return use
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_late_lanes_give_the_bits_of_the_host(
+    tmp_path: Path, on_device: Callable[[object], None], precision: str, num_micro_batches: int
+) -> None:
+    on_device(HostDevice())
+    expected = train(zo.OffloadConfig(precision=precision), num_micro_batches)
+    for i, (params, grads, optimizer) in enumerate(PLACEMENTS):
+        device = LateDevice()
+        on_device(device)
+        config = zo.OffloadConfig(
+            params=params,
+            grads=grads,
+            optimizer=optimizer,
+            precision=precision,
+            nvme=tmp_path / str(i),
+            durability="scratch",
+        )
+        assert train(config, num_micro_batches) == expected, (params, grads, optimizer)
+        assert device.uploads.launched > 0 and device.downloads.launched > 0
+
+
+def test_a_missing_wait_is_seen(monkeypatch: pytest.MonkeyPatch, on_device: Callable[[object], None]) -> None:
+    on_device(HostDevice())
+    expected = train(zo.OffloadConfig(), 1)
+    monkeypatch.setattr(Handoff, "take", lambda self: self.tensor)
+    on_device(LateDevice())
+    with pytest.warns(UserWarning, match="NaN or infinite"):
+        assert train(zo.OffloadConfig(), 1) != expected
+
+
+def test_memory_is_pinned_exactly_and_unpinned(on_device: Callable[[object], None]) -> None:
+    device = LateDevice()
+    on_device(device)
+    model = zo.offload(Model(), zo.OffloadConfig())
+    assert device.pinned
+    model(torch.zeros(1, 8, dtype=torch.long)).backward()
+    allocated = zo.stats(model).resident_bytes["cpu"]
+    assert sum(device.pinned.values()) == allocated
+    zo.close(model)
+
+
+@pytest.mark.parametrize("kind", ["grads", "optimizer"])
+def test_what_a_gpu_cannot_hold_yet_is_refused(on_device: Callable[[object], None], kind: str) -> None:
+    on_device(LateDevice())
+    with pytest.raises(zo.ConfigError, match=f"{kind} on a GPU arrive in a later version"):
+        zo.offload(Model(), zo.OffloadConfig(**{kind: "device"}))

@@ -1,0 +1,118 @@
+"""A device tensor whose memory comes and goes while the tensor stays, within a budget.
+
+Autograd keeps views of a unit's flat buffer, so the tensor is never replaced: its storage is resized to nothing and
+back. The counterpart of `arena.MovableBuffer` for devices that cannot compute on host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from zero_offload.memory.pages import num_frames
+
+
+class Budget(Protocol):
+    """Who hands out frames: `Arena` on a CPU, `FrameBudget` on a GPU."""
+
+    @property
+    def free_frames(self) -> int: ...
+
+    @property
+    def frame_limit(self) -> int: ...
+
+    def raise_limit(self, count: int) -> bool: ...
+
+
+class Buffer(Protocol):
+    """Memory under a tensor of constant identity; `MovableBuffer` or `ResizableBuffer`."""
+
+    @property
+    def num_frames(self) -> int: ...
+
+    @property
+    def attached(self) -> bool: ...
+
+    def attach(self) -> bool: ...
+
+    def detach(self) -> None: ...
+
+    def addressable(self) -> AbstractContextManager[None]: ...
+
+
+class FrameBudget:
+    """Counts frames of device memory; the device's own allocator provides them."""
+
+    def __init__(self, frame_limit: int, frame_limit_max: int) -> None:
+        self._frame_limit = frame_limit
+        self._frame_limit_max = frame_limit_max
+        self._taken = 0
+
+    @property
+    def frame_limit(self) -> int:
+        return self._frame_limit
+
+    @property
+    def free_frames(self) -> int:
+        return self._frame_limit - self._taken
+
+    def raise_limit(self, count: int) -> bool:
+        """Allow `count` frames more; False when that would exceed the budget."""
+        if self._frame_limit + count > self._frame_limit_max:
+            return False
+        self._frame_limit += count
+        return True
+
+    def take(self, count: int) -> bool:
+        if count > self.free_frames:
+            return False
+        self._taken += count
+        return True
+
+    def give_back(self, count: int) -> None:
+        self._taken -= count
+
+
+class ResizableBuffer:
+    """Attaches and detaches the memory of `tensor`, (numel,) on the device."""
+
+    def __init__(self, budget: FrameBudget, tensor: torch.Tensor) -> None:
+        self._budget = budget
+        self._storage = tensor.untyped_storage()
+        self._nbytes = tensor.nbytes
+        self._attached = False
+        self._storage.resize_(0)
+
+    @property
+    def num_frames(self) -> int:
+        return num_frames(self._nbytes)
+
+    @property
+    def attached(self) -> bool:
+        return self._attached
+
+    @contextmanager
+    def addressable(self) -> Iterator[None]:
+        """Views of the tensor can be made inside: torch checks their bounds against memory that is there."""
+        self._storage.resize_(self._nbytes)
+        yield
+        self._storage.resize_(0)
+
+    def attach(self) -> bool:
+        """Take memory; False when the budget has too little. The contents are undefined."""
+        assert not self._attached
+        if not self._budget.take(self.num_frames):
+            return False
+        self._storage.resize_(self._nbytes)
+        self._attached = True
+        return True
+
+    def detach(self) -> None:
+        """Free the memory; kernels already launched may still use it, as with any freed tensor."""
+        assert self._attached
+        self._storage.resize_(0)
+        self._budget.give_back(self.num_frames)
+        self._attached = False

@@ -1,0 +1,93 @@
+"""Gradients on their way from a GPU to the host: downloads into pinned staging, a section at a time.
+
+The calls: `stage` for each gradient of a section, `seal` when the section is complete, `drain` at the end of backward.
+Downloads run beside backward; what is complete is handed to `land`, gradient by gradient in the order in which they
+were staged, then `rest` ends the section. At most `SECTIONS_IN_FLIGHT` sections have staging at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from zero_offload.device import Device, Handoff
+from zero_offload.memory.arena import Arena, Region
+from zero_offload.memory.pool import RegionPool
+
+if TYPE_CHECKING:
+    from zero_offload.runtime.grads import SectionGrads
+
+SECTIONS_IN_FLIGHT = 3
+
+Land = Callable[["SectionGrads", int, torch.Tensor, bool], None]
+"""land(grads, index, gradient on the host, adds)."""
+
+
+@dataclass
+class _Batch:
+    """The staged gradients of one section."""
+
+    grads: SectionGrads
+    region: Region
+    used_bytes: int = 0
+    downloads: list[tuple[int, bool, Handoff]] = field(default_factory=list)
+
+
+class GradStaging:
+    """Idle on a CPU, where gradients are on the host already."""
+
+    def __init__(
+        self, device: Device, arena: Arena, nbytes: int, land: Land, rest: Callable[[SectionGrads], None]
+    ) -> None:
+        """`nbytes` is what the largest section can need."""
+        self._device = device
+        self._pool = RegionPool(arena, SECTIONS_IN_FLIGHT, nbytes)
+        self._land = land
+        self._rest = rest
+        self._filling: dict[int, _Batch] = {}
+        self._sealed: deque[_Batch] = deque()
+
+    def stage(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Launch the download of `grad`, (numel,) on the device; `adds` to what the step holds already."""
+        batch = self._filling.get(id(grads))
+        if batch is None or batch.used_bytes + grad.nbytes > batch.region.nbytes:
+            if batch is not None:
+                self.seal(grads)
+            batch = self._filling[id(grads)] = _Batch(grads, self._lease())
+        target = batch.region.tensor(grad.dtype, grad.numel(), batch.used_bytes)
+        # Sector by sector, so that every gradient starts where any dtype may.
+        batch.used_bytes += -(-grad.nbytes // 4096) * 4096
+        batch.downloads.append((index, adds, self._device.download(target, grad)))
+
+    def seal(self, grads: SectionGrads) -> None:
+        """The section is complete; land what has arrived."""
+        batch = self._filling.pop(id(grads), None)
+        if batch is not None:
+            self._sealed.append(batch)
+        while self._sealed and all(handoff.ready.done() for _, _, handoff in self._sealed[0].downloads):
+            self._finish(self._sealed.popleft())
+
+    def drain(self) -> None:
+        """Wait for everything."""
+        for batch in list(self._filling.values()):
+            self.seal(batch.grads)
+        while self._sealed:
+            self._finish(self._sealed.popleft())
+
+    def _lease(self) -> Region:
+        if not self._pool.available:
+            if not self._sealed:
+                self.seal(next(iter(self._filling.values())).grads)
+            if not self._pool.available:
+                self._finish(self._sealed.popleft())
+        return self._pool.lease()
+
+    def _finish(self, batch: _Batch) -> None:
+        for index, adds, handoff in batch.downloads:
+            self._land(batch.grads, index, handoff.take_on_host(), adds)
+        self._rest(batch.grads)
+        self._pool.release(batch.region)
