@@ -95,7 +95,7 @@ def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values
 
 def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
     _one_rank(owner, "grads")
-    found = {place.name: owner.grads.read(param) for place, param in places.items()}
+    found = {place.name: owner.grads.ledger.read(param) for place, param in places.items()}
     return {name: grad for name, grad in found.items() if grad is not None}
 
 

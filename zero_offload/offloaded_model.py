@@ -69,7 +69,7 @@ class OffloadedModel:
         )
         self.session = Session(parts.units, parts.residency, self.grads.finish_backward, self._drop_grads)
         self.access = ParamAccess(
-            parts.units, parts.store, parts.board, self.grads, self.session, parts.residency.forget
+            parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
         )
         self.param_steps = {place.name: 0 for place in self.access.places()}
         self.step_count = 0
@@ -92,13 +92,13 @@ class OffloadedModel:
         self.grads.arrive(param)
 
     def _drop_grads(self) -> bool:
-        held = self.grads.any_held
+        held = self.grads.ledger.any_held
         self.grads.drop()
         return held
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
-        norm, _ = self.grads.norm()
+        norm, _ = self.grads.ledger.norm()
         self._clip_factor = min(1.0, max_norm / (norm + CLIP_EPS)) if math.isfinite(norm) else 1.0
         return torch.tensor(norm)
 
@@ -107,11 +107,11 @@ class OffloadedModel:
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
         self._commit_due()
-        if not self.grads.any_held:
+        if not self.grads.ledger.any_held:
             return
         self.step_count += 1
         self.groups = list(groups)
-        if self.grads.norm()[1]:
+        if self.grads.ledger.norm()[1]:
             self._launch(hypers)
         else:
             self._skip()
@@ -133,7 +133,7 @@ class OffloadedModel:
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
         order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
         step = StepInput(hypers, self._clip_factor, order, self.parts.collectives.shard_index)
-        sections = section_updates(self.grads, step, self.param_steps)
+        sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
             self.parts.board.wait(unit)
@@ -141,7 +141,7 @@ class OffloadedModel:
         self.parts.residency.begin_update(units)
         # A backward through weights that are about to change must fail as it does in plain torch.
         torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
-        self.grads.consume(hypers)
+        self.grads.ledger.consume(hypers)
         threads = torch.get_num_threads()
         if self._overlaps(sections):
             # Forward computes on the same cores meanwhile, and one core nearly saturates the update.

@@ -16,7 +16,7 @@ from torch import nn
 from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.runtime.grads import GradReducer
+from zero_offload.runtime.grad_ledger import GradLedger
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.shard import Component
@@ -47,7 +47,7 @@ class ParamAccess:
         units: tuple[Unit, ...],
         store: ShardStore,
         board: UpdateBoard,
-        grads: GradReducer,
+        grads: GradLedger,
         session: Session,
         forget: Callable[[Unit], None],
     ) -> None:

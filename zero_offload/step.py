@@ -10,7 +10,7 @@ from torch import nn
 from zero_offload.kernels.adamw import AdamWSegment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.runtime.grads import GradReducer, SectionGrads
+from zero_offload.runtime.grad_ledger import GradLedger, SectionGrads
 from zero_offload.shards.registry import AdamWHyper
 
 
@@ -25,7 +25,7 @@ class StepInput:
     shard_index: int
 
 
-def section_updates(grads: GradReducer, step: StepInput, param_steps: dict[str, int]) -> list[SectionUpdate]:
+def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, int]) -> list[SectionUpdate]:
     """Sections to update, in the order of `step`; counts the step of each parameter in `param_steps`.
 
     A unit takes part with all its trainable sections or not at all, since its new values are delivered whole.

@@ -17,8 +17,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probe", "device", "kernels", "memory", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),
-    ("offload", "offloaded_model"),
-    ("__init__", "__main__", "api", "cli", "recipes", "integrations", "telemetry.report"),
+    ("offload", "offloaded_model", "param_access", "step"),
+    ("__init__", "__main__", "api", "gathered", "cli", "recipes", "integrations", "telemetry.report"),
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 FAMILIES = (0, 5, 6)  # files of these layers may import each other: words, the tying object, faces

@@ -10,20 +10,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import RegionPool
-
-if TYPE_CHECKING:
-    from zero_offload.runtime.grads import SectionGrads
+from zero_offload.runtime.grad_ledger import SectionGrads
 
 SECTIONS_IN_FLIGHT = 3
 
-Land = Callable[["SectionGrads", int, torch.Tensor, bool], None]
+Land = Callable[[SectionGrads, int, torch.Tensor, bool], None]
 """land(grads, index, gradient on the host, adds)."""
 
 

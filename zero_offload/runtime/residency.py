@@ -47,6 +47,7 @@ class Residency:
 
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
+        self._store.counters.add("departures", self.schedule.num_departures)
         self.schedule.begin_cycle(kind)
         self._look_ahead()
 

@@ -1,0 +1,140 @@
+"""Which gradients the current step holds, where, and what they add up to.
+
+Owns that knowledge for every trainable section; `GradReducer` enters what arrives, the step asks and consumes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zero_offload.kernels.grads import GradSum, sum_of_squares
+from zero_offload.memory.arena import MovableBuffer
+from zero_offload.plan.layout import ParamSlice, SectionLayout
+from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.grad_shard import GradShard
+from zero_offload.types import Tier
+
+REDUCED = -1
+"""In place of a parameter's index: a whole shard's gradients after a reduction."""
+
+
+@dataclass
+class SectionGrads:
+    """One section's gradients in this step."""
+
+    unit: Unit
+    section: Section
+    shard: GradShard
+    params: list[nn.Parameter] = field(default_factory=list)
+    sums: dict[int, GradSum] = field(default_factory=dict)
+    """Per parameter that has a gradient; several ranks: the shard's under REDUCED."""
+    arrived: set[int] = field(default_factory=set)
+    """Parameters that this backward has delivered."""
+    holding: set[int] = field(default_factory=set)
+    """Parameters with a gradient that no step has consumed."""
+    exposed: set[int] = field(default_factory=set)
+    """Parameters whose gradient the user has in hand, and may have changed."""
+    partial: torch.Tensor | None = None
+    """Several ranks: (numel,) fp32 of this rank alone, until reduced."""
+    pages: MovableBuffer | None = None
+    """On a CPU, the memory of `partial`."""
+
+    @property
+    def layout(self) -> SectionLayout:
+        return self.section.layout
+
+
+class GradLedger:
+    """The gradients of one model between backward and step."""
+
+    def __init__(
+        self, units: Sequence[Unit], new_shard: Callable[[Section], GradShard], collectives: Collectives
+    ) -> None:
+        self._collectives = collectives
+        self._places: dict[int, tuple[SectionGrads, int]] = {}
+        self.sections: list[SectionGrads] = []
+        for unit in units:
+            by_section = {id(s): SectionGrads(unit, s, new_shard(s)) for s in unit.sections}
+            for section, _, param in unit.placed_params():
+                grads = by_section[id(section)]
+                self._places[id(param)] = (grads, len(grads.params))
+                grads.params.append(param)
+            self.sections += [grads for grads in by_section.values() if grads.layout.trainable]
+
+    def place(self, param: nn.Parameter) -> tuple[SectionGrads, int]:
+        """A parameter's section and its index there."""
+        return self._places[id(param)]
+
+    def norm(self) -> tuple[float, bool]:
+        """Global 2-norm of the held gradients, and whether all are finite. Collective."""
+        total, bad = 0.0, 0.0
+        for grads in self.sections:
+            self._refresh(grads)
+            total += math.fsum(grads.sums[index].sumsq for index in sorted(grads.sums))
+            bad += sum(not entry.finite for entry in grads.sums.values())
+        total, bad = self._collectives.sum_over_shards([total, bad])
+        return math.sqrt(total), bad == 0
+
+    def _refresh(self, grads: SectionGrads) -> None:
+        """Sum again what the user may have changed through `.grad`."""
+        for index in grads.exposed & grads.holding:
+            view = self._view(grads, grads.layout.params[index])
+            grads.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel())
+
+    def held(self, param: nn.Parameter) -> bool:
+        """Whether a gradient waits for a step."""
+        grads, index = self._places[id(param)]
+        return index in grads.holding
+
+    @property
+    def any_held(self) -> bool:
+        return any(grads.holding for grads in self.sections)
+
+    def view(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
+        grads, index = self._places[id(param)]
+        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1:
+            return None
+        grads.exposed.add(index)
+        return self._view(grads, grads.layout.params[index])
+
+    def _view(self, grads: SectionGrads, piece: ParamSlice) -> torch.Tensor:
+        return grads.shard.open()[piece.begin : piece.end].view(piece.spec.shape)
+
+    def read(self, param: nn.Parameter) -> torch.Tensor | None:
+        """A copy of the gradient, fp32, or None; one rank only."""
+        grads, index = self._places[id(param)]
+        if index not in grads.holding:
+            return None
+        copy = self._view(grads, grads.layout.params[index]).float().clone()
+        grads.shard.close()
+        return copy
+
+    def forget(self, param: nn.Parameter) -> None:
+        """Drop one parameter's gradient."""
+        self._forget(*self._places[id(param)])
+
+    def consume(self, params: Iterable[nn.Parameter]) -> None:
+        """A step has taken these parameters' gradients: the next backward starts afresh."""
+        for param in params:
+            self.forget(param)
+
+    def drop(self) -> None:
+        """Nobody wants the gradients."""
+        for grads in self.sections:
+            for index in list(grads.holding):
+                self._forget(grads, index)
+
+    def _forget(self, grads: SectionGrads, index: int) -> None:
+        grads.holding.discard(index)
+        grads.exposed.discard(index)
+        grads.sums.pop(index, None)
+        if not grads.holding:
+            grads.sums.clear()
+            grads.shard.held = False
