@@ -69,10 +69,13 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    Random number generators are taken now. `extra` is any JSON value: scheduler state, data position, ...
+    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler state, data position, ...
     Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
     """
-    _need_runtime(model, "zo.commit").commit(capture_rng, _json(extra))
+    owner = _need_runtime(model, "zo.commit")
+    # A scheduler has changed the learning rate since `step`.
+    owner.groups = [group_record(group) for group in optimizer.param_groups]
+    owner.commit(capture_rng, _json(extra))
 
 
 def _json(extra: Any) -> Any:
@@ -119,6 +122,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None
     if keeper is None or keeper.found is None:
         return None
     found = keeper.found
+    owner.resume_pending = False
     where = f"the generation of step {found.step}"
     restore_groups(optimizer, found.payload.get("optimizer", []), where)
     rng = keeper.rank_payload().get("rng")
@@ -135,7 +139,8 @@ def stats(model: nn.Module) -> Stats:
 def close(model: nn.Module) -> None:
     """Finish updates, make the last step a generation, and release files and locks.
 
-    The model is then of no use. At exit this happens by itself.
+    The model is then of no use. Without it, updates and commits under way still finish at exit, but steps after
+    the last generation that was due are not kept.
     """
     _need_runtime(model, "zo.close").close()
 

@@ -45,6 +45,9 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
     places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
+    if mode == "write":
+        _one_rank(owner, "params")
+        owner.worker.drain()  # a commit under way must not see half of what is written
     read: dict[str, Callable[[OffloadedModel, dict[Place, nn.Parameter]], Values]] = {
         "master": _masters,
         "grads": _grads,
@@ -69,14 +72,14 @@ def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterat
     held = []
     try:
         for unit in units:
-            unit.forward_uses += 1
+            unit.gathered_uses += 1
             held.append(unit)
             owner.parts.residency.bring(unit)
             unit.open()
         yield
     finally:
         for unit in held:
-            unit.forward_uses -= 1
+            unit.gathered_uses -= 1
             unit.close()
 
 
@@ -109,8 +112,6 @@ def _one_rank(owner: OffloadedModel, kind: str) -> None:
 
 def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values: Values) -> None:
     """Every unit's copy on the device is made again from what was written."""
-    _one_rank(owner, "params")
-    owner.worker.drain()
     for section in {id(place.section): place.section for place in places}.values():
         masters = {p.piece: values[p.name] for p in places if p.section is section}
         owner.access.write_section(section, masters, {})

@@ -11,14 +11,14 @@ import contextlib
 import weakref
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import nn
 
 from zero_offload.checkpoint.format import swap_file_name
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
 from zero_offload.checkpoint.values import ComponentSource, fill_from_params
 from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
@@ -76,12 +76,16 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
     collectives = Collectives(config.stage, device.torch_device)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
-    hardware = _hardware(config, device)
+    exchange = CommitGroup()
+    hardware = _agree(_hardware(config, device), exchange)
     placement = place(_unit_bytes(spec, config, collectives.world_size), config, hardware, collectives.world_size)
     cleanup = contextlib.ExitStack()
     try:
         build = Build(config, layout, placement, collectives, device, cleanup)
-        parts = _build(model, build)
+        ranks = Ranks(collectives.rank, collectives.world_size, exchange)
+        files = _Files.open(config, layout, ranks, cleanup)
+        with exchange.together():
+            parts = _build(model, build, ranks, files)
     except BaseException:
         cleanup.close()
         raise
@@ -95,7 +99,7 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
     points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
     compute = getattr(torch, config.compute_dtype_name)
     install_hooks(model, points, owner.session, compute, owner.grad_ready)
-    install_walk_hooks(model, owner.access.begin_walk, owner.access.end_walk)
+    install_walk_hooks(model, owner.begin_walk, owner.access.end_walk)
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)
     return model
@@ -104,7 +108,18 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
 def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
     free_bytes = device.free_bytes()
     name = "cpu" if free_bytes is None else str(device.torch_device)
-    return probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
+    found = probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
+    if config.existing == Existing.REFUSE.value:
+        return found
+    return replace(found, nvme_free_bytes=found.nvme_free_bytes + reusable_bytes(config.nvme_dirs))
+
+
+def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
+    """The same figures on every rank: ranks that placed differently would gather in different orders."""
+    cpu, device, nvme = exchange.smallest(
+        [hardware.cpu_memory_bytes, hardware.device_memory_bytes, hardware.nvme_free_bytes]
+    )
+    return replace(hardware, cpu_memory_bytes=cpu, device_memory_bytes=device, nvme_free_bytes=nvme)
 
 
 def _check_model(model: nn.Module, config: OffloadConfig, mesh: object, device: Device) -> None:
@@ -161,11 +176,9 @@ class Build:
     cleanup: contextlib.ExitStack
 
 
-def _build(model: nn.Module, build: Build) -> Parts:
-    """Take files and memory, and move the parameters in."""
+def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts:
+    """Take memory, make or open the files, and move the parameters in."""
     config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
-    ranks = Ranks(collectives.rank, collectives.world_size, CommitGroup())
-    files = _Files.open(config, layout, ranks, build.cleanup)
     host_frames, device_frames = _frame_limits(build)
     arena = Arena(*host_frames, None if device.is_host else device)
     budget = FrameBudget(*device_frames)
@@ -222,19 +235,18 @@ class _Files:
         files = cls()
         if not config.nvme_dirs:
             return files
-        directories = _open_directories(config, ranks)
-        for directory in directories:
-            cleanup.callback(directory.close)
+        directories = _open_directories(config, ranks, cleanup)
         durability = config.effective_durability
         keeper = GenerationKeeper(directories, layout, ranks, durability)
         if durability is not Durability.SCRATCH:
-            keeper.look(Existing(config.existing))
+            with ranks.exchange.together():
+                keeper.look(Existing(config.existing))
             keeper.run_id = ranks.exchange.agree(keeper.run_id)
             files.keeper = keeper
-            if keeper.found is None and ranks.rank == 0:
-                keeper.remove_old()
-                keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
-            ranks.exchange.confirm()
+            with ranks.exchange.together():
+                if keeper.found is None and ranks.rank == 0:
+                    keeper.remove_old()
+                    keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
         engine = open_engine(IO_THREADS)
         cleanup.callback(engine.close)
         seed = zlib.crc32(keeper.run_id.encode())
@@ -258,14 +270,14 @@ class _Files:
             self.swap.create()
 
 
-def _open_directories(config: OffloadConfig, ranks: Ranks) -> list[RunDirectory]:
+def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
     """Rank 0 takes the locks; the others join once it has them."""
-    if ranks.rank == 0:
-        directories = [RunDirectory.open(path) for path in config.nvme_dirs]
-        ranks.exchange.confirm()
-    else:
-        ranks.exchange.confirm()
-        directories = [RunDirectory.join(path) for path in config.nvme_dirs]
+    directories = []
+    for is_turn, take in ((ranks.rank == 0, RunDirectory.open), (ranks.rank != 0, RunDirectory.join)):
+        with ranks.exchange.together():
+            for path in config.nvme_dirs if is_turn else ():
+                directories.append(take(path))
+                cleanup.callback(directories[-1].close)
     return directories
 
 

@@ -8,8 +8,11 @@ and launches; `commit` follows it on the same worker, so generations and updates
 
 from __future__ import annotations
 
+import atexit
 import math
+import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -76,13 +79,16 @@ class OffloadedModel:
         self.skipped_steps = 0
         self._clip_factor = 1.0
         self.groups: list[dict[str, Any]] = []
-        """Param groups as the last optimizer step gave them."""
+        """Param groups as the last step or commit gave them."""
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._due = False
         self._stats = StatsKeeper(parts.store.counters)
         self._pipeline = UpdatePipeline(parts.store, parts.board)
         self.worker = Worker(parts.board)
+        self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
+        """A generation's tensors are loaded, but nobody has asked for the rest of it."""
+        atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
 
     # Gradients
 
@@ -109,6 +115,13 @@ class OffloadedModel:
         self._commit_due()
         if not self.grads.ledger.any_held:
             return
+        if self.resume_pending:
+            self.resume_pending = False
+            warnings.warn(
+                f"training goes on from the generation of step {self.step_count} without zo.resume(model, optimizer): "
+                "hyperparameters, random number generators and your extra= are not restored",
+                stacklevel=3,
+            )
         self.step_count += 1
         self.groups = list(groups)
         if self.grads.ledger.norm()[1]:
@@ -170,7 +183,7 @@ class OffloadedModel:
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         if self._latest is not None:
-            self._latest = replace(self._latest, rng=capture_rng(), extra=extra)
+            self._latest = replace(self._latest, optimizer=self.groups, rng=capture_rng(), extra=extra)
         self._commit_due()
 
     def _commit_due(self) -> None:
@@ -206,7 +219,12 @@ class OffloadedModel:
         self._latest, self._due = None, False
         return generation, rng
 
-    # Optimizer states
+    # State dicts
+
+    def begin_walk(self) -> None:
+        """Before state_dict and load_state_dict: a commit under way must not see half of what they change."""
+        self.worker.drain()
+        self.access.begin_walk()
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         steps = self.param_steps[self.access.place(param).name]
@@ -215,6 +233,7 @@ class OffloadedModel:
         return {"step": torch.tensor(float(steps)), **self.access.read_moments(param)}
 
     def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+        self.worker.drain()
         self.access.write_moments(param, state)
         self.param_steps[self.access.place(param).name] = int(state["step"])
 
@@ -237,3 +256,12 @@ class OffloadedModel:
         finally:
             self.worker.shutdown()
             self.parts.close_files()
+
+
+def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:
+    owner = reference()
+    if owner is None or os.getpid() != pid:
+        return
+    # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
+    if owner.parts.ranks.world_size == 1:
+        owner.close()

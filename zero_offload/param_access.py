@@ -79,6 +79,7 @@ class ParamAccess:
 
     def touch(self, params: list[nn.Parameter], func: object) -> None:
         """Let an operation read parameters: always inside a forward or backward; outside if they are here."""
+        self._session.check_process()
         for unit in {self.place(param).unit.index: self.place(param).unit for param in params}.values():
             if self._session.active:
                 self._session.touch(unit)
@@ -86,7 +87,7 @@ class ParamAccess:
                 self._board.wait(unit.index)
             else:
                 raise ZeroOffloadError(
-                    f"{getattr(func, '__name__', func)} needs the data of parameter "
+                    f"{_name_of(func)} needs the data of parameter "
                     f"{self.describe(params[0])}, outside of the model's forward. Use "
                     "'with zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' "
                     "to change it"
@@ -201,6 +202,11 @@ class ParamAccess:
         place = self.place(param)
         moments = {(place.piece, component): state[name] for name, component in MOMENTS.items()}
         self.write_section(place.section, {}, moments)
+
+
+def _name_of(func: object) -> str:
+    """A tensor function's name; properties such as `data` are functions of a descriptor."""
+    return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", func))
 
 
 def _writes(func: object) -> bool:

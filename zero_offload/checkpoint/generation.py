@@ -9,10 +9,13 @@ to resume, `commit` per generation.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from zero_offload.checkpoint.format import (
@@ -25,13 +28,13 @@ from zero_offload.checkpoint.format import (
     rank_manifest_name,
 )
 from zero_offload.config import Durability, Existing
-from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
+from zero_offload.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.shards.shard import Component, components_of
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.storage.swap_file import SwapFile, extent_record, restore_extent
+from zero_offload.storage.swap_file import SwapFile, extent_record
 
 
 class Exchange(Protocol):
@@ -41,7 +44,7 @@ class Exchange(Protocol):
 
     def gather_digests(self, digest: str) -> list[str]: ...
 
-    def confirm(self) -> None: ...
+    def together(self) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,23 @@ class Ranks:
     rank: int
     world_size: int
     exchange: Exchange
+
+
+def _announced(home: RunDirectory) -> list[str]:
+    """The files of the run whose manifests are in `home`."""
+    run = read_manifest(home, RUN_NAME) or {}
+    return [name for name in run.get("files", []) if isinstance(name, str)]
+
+
+def reusable_bytes(paths: Sequence[Path]) -> int:
+    """Disk space that the files of an earlier run hold: a run that resumes or discards it needs no other."""
+    with contextlib.ExitStack() as stack:
+        try:
+            directories = [stack.enter_context(RunDirectory.look(path)) for path in paths]
+            names = _announced(directories[0]) if directories else []
+        except ZeroOffloadError:
+            return 0  # opening them for the run says what is wrong
+        return sum(directory.measure(names) for directory in directories)
 
 
 class GenerationKeeper:
@@ -82,6 +102,8 @@ class GenerationKeeper:
 
     def look(self, existing: Existing) -> None:
         """See what the directory holds. Raises ConfigError or CheckpointError when it may not be used."""
+        if existing is Existing.DISCARD:
+            return  # whatever it holds, damaged or not
         payload = read_manifest(self._home, GENERATION_NAME)
         if payload is None:
             return
@@ -91,8 +113,6 @@ class GenerationKeeper:
                 f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
-        if existing is Existing.DISCARD:
-            return
         self._check(found)
         self.found, self.run_id = found, found.run_id
 
@@ -114,11 +134,11 @@ class GenerationKeeper:
 
     def remove_old(self) -> None:
         """Delete the files of an earlier run that its manifest names; rank 0 only."""
-        run = read_manifest(self._home, RUN_NAME) or {}
-        names = [name for name in run.get("files", []) if isinstance(name, str)]
-        # The commit point goes first: a crash in between must not leave it pointing at nothing.
+        names = _announced(self._home)
+        # The commit point goes first: a crash in between must not leave it pointing at nothing. The list of
+        # files goes last, with its directory.
         self._home.remove([GENERATION_NAME])
-        for directory in self._directories:
+        for directory in reversed(self._directories):
             directory.remove(names)
 
     def announce(self, names: Sequence[str]) -> None:
@@ -147,7 +167,7 @@ class GenerationKeeper:
 
     def restore(self, payload: dict[str, Any]) -> None:
         """Point every shard at the committed slots; what rests in memory is read into it."""
-        assert self._store is not None and self.found is not None
+        assert self._store is not None and self._swap is not None and self.found is not None
         sections = payload.get("sections")
         if not isinstance(sections, list) or len(sections) != len(self._store.shards):
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
@@ -156,10 +176,11 @@ class GenerationKeeper:
             slot = entry["slot"]
             self._store.ensure_slot(shard, slot)
             for component in components_of(shard.layout):
-                restore_extent(shard.slots[slot][component], entry["components"][component.value])
+                self._swap.restore(shard.slots[slot][component], entry["components"][component.value])
             shard.current = slot
-            self._store.load_memory(shard, slot)
             slots.append(slot)
+        for shard in self._store.shards:
+            self._store.load_memory(shard, shard.current)
         self._store.mark_committed(slots)
         self._number = self.found.number
 
@@ -172,17 +193,18 @@ class GenerationKeeper:
             self._commit(record, self._store, self._swap)
 
     def _commit(self, record: StepRecord, store: ShardStore, swap: SwapFile) -> None:
-        slots = [store.snapshot(shard) for shard in store.shards]
-        if self._durability is Durability.COMMIT:
-            swap.sync()
-        number = self._number + 1
-        name = rank_manifest_name(self._ranks.rank, number)
-        digest = write_manifest(self._home, name, self._rank_payload(slots, record), self._durability)
-        digests = self._ranks.exchange.gather_digests(digest)
-        if self._ranks.rank == 0:
-            payload = self._global_payload(number, digests, record)
-            write_manifest(self._home, GENERATION_NAME, payload, self._durability)
-        self._ranks.exchange.confirm()
+        exchange, number = self._ranks.exchange, self._number + 1
+        with exchange.together():
+            slots = [store.snapshot(shard) for shard in store.shards]
+            if self._durability is Durability.COMMIT:
+                swap.sync()
+            name = rank_manifest_name(self._ranks.rank, number)
+            digest = write_manifest(self._home, name, self._rank_payload(slots, record), self._durability)
+        digests = exchange.gather_digests(digest)
+        with exchange.together():
+            if self._ranks.rank == 0:
+                payload = self._global_payload(number, digests, record)
+                write_manifest(self._home, GENERATION_NAME, payload, self._durability)
         self._number = number
         store.mark_committed(slots)
 

@@ -34,7 +34,7 @@ from zero_offload.shards.store import STATE_STAGING_BYTES, ChunkSource, ShardSto
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
 from zero_offload.storage.manifest import read_manifest
-from zero_offload.storage.swap_file import Extent, SwapFile, restore_extent
+from zero_offload.storage.swap_file import Extent, SwapFile
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
@@ -50,33 +50,37 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
     with contextlib.ExitStack() as cleanup:
         directory = cleanup.enter_context(_open_directory(path, ranks))
         keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
-        if read_manifest(directory, GENERATION_NAME) is not None:
-            raise CheckpointError(f"{path} holds a checkpoint already, and those never change; save to another path")
         keeper.run_id = ranks.exchange.agree(keeper.run_id)
-        if ranks.rank == 0:
-            keeper.remove_old()
-            keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
-        ranks.exchange.confirm()
-        engine = open_engine(IO_THREADS)
-        cleanup.callback(engine.close)
-        swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
-        copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
-        swap.create()
-        cleanup.callback(swap.close)
-        for source, target in zip(store.shards, copy.shards, strict=True):
-            copy.write_components(target, _copy_chunks(store, source.layout))
+        with ranks.exchange.together():
+            if ranks.rank == 0:
+                if read_manifest(directory, GENERATION_NAME) is not None:
+                    raise CheckpointError(
+                        f"{path} holds a checkpoint already, and those never change; save to another path"
+                    )
+                keeper.remove_old()
+                keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
+        with ranks.exchange.together():
+            engine = open_engine(IO_THREADS)
+            cleanup.callback(engine.close)
+            swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
+            copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
+            swap.create()
+            cleanup.callback(swap.close)
+            for source, target in zip(store.shards, copy.shards, strict=True):
+                copy.write_components(target, _copy_chunks(store, source.layout))
         keeper.adopt(copy, swap)
         keeper.commit(record)
 
 
 def _open_directory(path: Path, ranks: Ranks) -> RunDirectory:
     """Rank 0 makes and locks it; the others join once it is there."""
-    if ranks.rank == 0:
-        directory = RunDirectory.open(path)
-        ranks.exchange.confirm()
-        return directory
-    ranks.exchange.confirm()
-    return RunDirectory.join(path)
+    with ranks.exchange.together():
+        if ranks.rank == 0:
+            directory = RunDirectory.open(path)
+    with ranks.exchange.together():
+        if ranks.rank != 0:
+            directory = RunDirectory.join(path)
+    return directory
 
 
 def _copy_chunks(store: ShardStore, layout: SectionLayout) -> ChunkSource:
@@ -177,7 +181,7 @@ class SavedCheckpoint:
             for component in components_of(section):
                 name = f"section {section.index} {component.value}.{entry['slot']}"
                 extent = swap.allocate(name, block_sizes(saved, component_dtype(section, component)))
-                restore_extent(extent, entry["components"].get(component.value))
+                swap.restore(extent, entry["components"].get(component.value))
                 extents[section.index, component] = extent
         return extents
 

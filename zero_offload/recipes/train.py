@@ -270,13 +270,18 @@ def _finish(job: _Job, last_step: int, progress: Progress) -> TrainResult:
     loss = _validation_loss(job)
     job.model.eval()
     text = generate(job.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
-    sample = text.decode("utf-8", errors="replace")
+    sample = _printable(text.decode("utf-8", errors="replace"))
     zo.close(job.model)
     if job.ranks.is_first:
         RunDir(config.out).write_sample(sample)
     progress.note(f"validation loss {loss:.4f} nats per byte; unigram entropy {unigram_nats:.4f}")
     progress.note(f"a sample of what the model writes:\n{sample}")
     return TrainResult(Ending.FINISHED, last_step, loss, unigram_nats, sample, config.out)
+
+
+def _printable(text: str) -> str:
+    """What a young model writes must not steer a terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
 def _lr_factor(step: int, warmup: int, steps: int) -> float:

@@ -7,8 +7,14 @@ but `CommitGroup`, which has a process group of its own because it runs on the u
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
+
+from zero_offload import errors
+from zero_offload.errors import ZeroOffloadError
 
 
 def _group_size() -> int:
@@ -59,7 +65,7 @@ class Collectives:
 
 
 class CommitGroup:
-    """Digests and the final confirmation of a commit, on their own process group."""
+    """Agreements of ranks about files, on a process group of their own."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if _group_size() > 1 else None
@@ -72,6 +78,13 @@ class CommitGroup:
         dist.broadcast_object_list(holder, src=0, group=self._group)
         return holder[0]
 
+    def smallest(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of each number over the ranks: what all can rely on."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        if self._group is not None:
+            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
+        return [int(value) for value in values]
+
     def gather_digests(self, digest: str) -> list[str]:
         """One hex digest (64 characters) per rank."""
         if self._group is None:
@@ -81,7 +94,31 @@ class CommitGroup:
         dist.all_gather(every, mine, group=self._group)
         return [bytes(each.tolist()).decode() for each in every]
 
-    def confirm(self) -> None:
-        """Return when every rank has come this far."""
-        if self._group is not None:
-            dist.barrier(group=self._group)
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Every rank's block succeeds, or every rank raises: none is left waiting for one that gave up.
+
+        Inside there must be no communication. The first rank's error is raised where nothing went wrong.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self._group is None:
+                raise
+            failure = error
+        if self._group is None:
+            return
+        found: list[tuple[str, str] | None] = [None] * _group_size()
+        mine = None if failure is None else (type(failure).__name__, str(failure))
+        dist.all_gather_object(found, mine, group=self._group)
+        if failure is not None:
+            raise failure
+        for rank, theirs in enumerate(found):
+            if theirs is not None:
+                raise _error_class(theirs[0])(f"rank {rank}: {theirs[1]}")
+
+
+def _error_class(name: str) -> type[ZeroOffloadError]:
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, ZeroOffloadError) else ZeroOffloadError

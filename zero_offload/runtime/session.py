@@ -13,6 +13,7 @@ A unit's backward ends when the gradients of its inputs are complete, or with th
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
+from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Unit
 
@@ -73,8 +75,17 @@ class Session:
         self._stack: list[Scope] = []
         self._saving: saved_tensors_hooks | None = None
         self._backward_runs = False
+        self._pid = os.getpid()
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
+
+    def check_process(self) -> None:
+        """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
+        if os.getpid() != self._pid:
+            raise ZeroOffloadError(
+                f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
+                f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
+            )
 
     @property
     def active(self) -> bool:
@@ -139,7 +150,8 @@ class Session:
 
     def _begin(self) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
-        if self._backward_runs or any(unit.in_use for unit in self._units):
+        self.check_process()
+        if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
         grad = torch.is_grad_enabled()
         self._residency.begin_cycle("grad" if grad else "no_grad")

@@ -54,6 +54,8 @@ class Unit:
         """Forwards (of its modules, or around a touch) that are running now."""
         self.backward_uses = 0
         """Backwards through those modules that have begun and not ended."""
+        self.gathered_uses = 0
+        """`gathered` contexts that hold it; no forward or backward ends these."""
 
     @property
     def name(self) -> str:
@@ -65,6 +67,11 @@ class Unit:
 
     @property
     def in_use(self) -> bool:
+        return self.runs or self.gathered_uses > 0
+
+    @property
+    def runs(self) -> bool:
+        """Whether a forward or backward uses it."""
         return self.forward_uses > 0 or self.backward_uses > 0
 
     @property

@@ -85,8 +85,6 @@ class ShardStore:
         if trainable_on_disk or frozen_on_disk:
             count = num_slots if layout.trainable else 1
             shard.slots = tuple(self._slot(layout, slot) for slot in range(count))
-        if place.params is Tier.NVME and not value_on_disk:
-            shard.cache = self._allocate(layout, "cache", layout.dtype)
 
     def _slot(self, layout: SectionLayout, slot: int) -> dict[Component, Extent]:
         return {
@@ -197,6 +195,7 @@ class ShardStore:
     def write_components(self, shard: Shard, source: ChunkSource) -> None:
         """Replace every component of a shard; what rests on disk goes to a slot no generation needs."""
         self._make_writable(shard)
+        self._ensure_cache(shard)
         staging = self._staging()
         for row, (begin, end) in enumerate(shard.layout.chunks()):
             chunk = OpenChunk(shard, row, begin, end, {})
@@ -214,6 +213,11 @@ class ShardStore:
             shard.settle()
         self.finish_update(shard)
         shard.writes.clear()
+
+    def _ensure_cache(self, shard: Shard) -> None:
+        """A cache belongs to no generation: it comes after the slots, which must lie alike for every placement."""
+        if shard.cache is None and shard.placement.params is Tier.NVME and Component.VALUE in shard.memory:
+            shard.cache = self._allocate(shard.layout, "cache", shard.layout.dtype)
 
     def _make_writable(self, shard: Shard) -> None:
         """A frozen shard has one slot; once that is committed, a change needs a second."""
@@ -248,7 +252,8 @@ class ShardStore:
             raise IntegrityError(f"a manifest puts section {shard.layout.index} in slot {slot}")
 
     def load_memory(self, shard: Shard, slot: int) -> None:
-        """Fill what rests in memory, and a cache, from a slot."""
+        """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""
+        self._ensure_cache(shard)
         for component, array in shard.memory.items():
             self.disk.read_array(shard.slots[slot][component], array)
         if shard.cache is not None:

@@ -4,11 +4,13 @@ Owns the map from an extent's blocks to (file, offset) and each block's checksum
 mean. An extent's table is what the file engine reads: a write stores the block's checksum in it, a read
 is verified against it, and a manifest is a copy of it. Blocks go round the directories in turn, so
 several drives work at once. The calls in order: `allocate` every extent, `create` (or `open_existing`),
-`read` / `write` and `Transfer.wait`, `sync`, `close`.
+`read` / `write` and `Transfer.wait`, `sync`, `close`; to go on from a manifest, `restore` each extent it
+names before anything else is allocated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import zlib
 from collections.abc import Sequence
@@ -32,6 +34,8 @@ class Extent:
 
     name: str
     blocks: BlockTable
+    directories: npt.NDArray[np.int32]
+    """Which directory each block is in."""
 
     @property
     def nbytes(self) -> int:
@@ -81,8 +85,8 @@ class SwapFile:
         self._sizes = [0] * len(self._directories)
         self._files: list[DataFile] = []
         self._extents: list[Extent] = []
-        # Rows name the directory until the files are open, then the descriptor.
-        self._directory_of_block: list[npt.NDArray[np.int32]] = []
+        # Gradients are given room by the control thread, a changed frozen shard by a commit.
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -100,24 +104,38 @@ class SwapFile:
     def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
         """Plan an extent of blocks of these sizes (bytes, whole sectors). After `create` the files grow."""
         table = np.zeros(len(block_sizes), dtype=BLOCK_DTYPE)
-        places = np.zeros(len(block_sizes), dtype=np.int32)
-        for i, nbytes in enumerate(block_sizes):
-            assert nbytes % SECTOR == 0
-            place = (len(self._extents) + i) % len(self._directories)
-            table[i]["offset"] = self._sizes[place]
-            table[i]["nbytes"] = nbytes
-            # A block of another run, extent or position fails its checksum even where its bytes are valid.
-            table[i]["seed"] = _mix(self._seed, zlib.crc32(name.encode()), i)
-            places[i] = place
-            self._sizes[place] += nbytes
-        extent = Extent(name, table)
-        self._extents.append(extent)
-        self._directory_of_block.append(places)
-        if self._files:
-            for file, size in zip(self._files, self._sizes, strict=True):
-                file.grow(size)
-            self._bind(extent, places)
+        extent = Extent(name, table, np.zeros(len(block_sizes), dtype=np.int32))
+        with self._lock:
+            for i, nbytes in enumerate(block_sizes):
+                assert nbytes % SECTOR == 0
+                place = (len(self._extents) + i) % len(self._directories)
+                table[i]["offset"] = self._sizes[place]
+                table[i]["nbytes"] = nbytes
+                # A block of another run, extent or position fails its checksum even where its bytes are valid.
+                table[i]["seed"] = _mix(self._seed, zlib.crc32(name.encode()), i)
+                extent.directories[i] = place
+                self._sizes[place] += nbytes
+            self._extents.append(extent)
+            if self._files:
+                for file, size in zip(self._files, self._sizes, strict=True):
+                    file.grow(size)
+                self._bind(extent)
         return extent
+
+    def restore(self, extent: Extent, record: Any) -> None:
+        """Take a manifest's record of an extent. Raises IntegrityError unless it fits."""
+        limits = {"offset": 2**62, "crc": 2**32, "directory": len(self._directories)}
+        values = {key: _numbers(record, key, limit, extent) for key, limit in limits.items()}
+        extent.blocks["offset"], extent.blocks["crc"] = values["offset"], values["crc"]
+        extent.directories[:] = values["directory"]
+        ends = extent.blocks["offset"] + extent.blocks["nbytes"]
+        for place in range(len(self._directories)):
+            # What is allocated from here on must not overlap what the manifest names.
+            end = int(ends[extent.directories == place].max(initial=0))
+            self._sizes[place] = max(self._sizes[place], end)
+        if self._files:
+            self._check_sizes(self._files)
+            self._bind(extent)
 
     def create(self) -> None:
         """Preallocate the files. Raises CapacityError when a directory is too small."""
@@ -129,16 +147,22 @@ class SwapFile:
 
     def open_existing(self) -> None:
         """Open the files of an earlier run. Raises IntegrityError when one is shorter than the plan."""
-        files = [directory.open_file(self._name) for directory in self._directories]
+        with contextlib.ExitStack() as undo:
+            files = []
+            for directory in self._directories:
+                files.append(directory.open_file(self._name))
+                undo.callback(files[-1].close)
+            self._check_sizes(files)
+            undo.pop_all()
+        self._open(files)
+
+    def _check_sizes(self, files: Sequence[DataFile]) -> None:
         for file, size in zip(files, self._sizes, strict=True):
             if file.nbytes < size:
                 raise IntegrityError(
                     f"{file.path} is truncated: {file.nbytes} bytes of {size}. Restore the file, "
                     "load a checkpoint, or start over with existing='discard'"
                 )
-        # An earlier run may have grown its files; what it added is not given out twice.
-        self._sizes = [file.nbytes for file in files]
-        self._open(files)
 
     def read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         """Launch the read of some blocks to consecutive memory; verified against their checksums."""
@@ -165,29 +189,30 @@ class SwapFile:
         self._files = files
         for file in files:
             self._engine.name_file(file.fd, str(file.path))
-        for extent, places in zip(self._extents, self._directory_of_block, strict=True):
-            self._bind(extent, places)
+        for extent in self._extents:
+            self._bind(extent)
 
-    def _bind(self, extent: Extent, places: npt.NDArray[np.int32]) -> None:
-        extent.blocks["fd"] = np.asarray([file.fd for file in self._files], dtype=np.int32)[places]
+    def _bind(self, extent: Extent) -> None:
+        extent.blocks["fd"] = np.asarray([file.fd for file in self._files], dtype=np.int32)[extent.directories]
 
 
 def extent_record(extent: Extent) -> dict[str, list[int]]:
     """What a manifest keeps of an extent: where each block is and its checksum."""
-    return {key: [int(value) for value in extent.blocks[key]] for key in ("offset", "crc")}
+    columns = {"offset": extent.blocks["offset"], "crc": extent.blocks["crc"], "directory": extent.directories}
+    return {key: [int(value) for value in values] for key, values in columns.items()}
 
 
-def restore_extent(extent: Extent, record: Any) -> None:
-    """Take a manifest's record. Raises IntegrityError unless it fits the extent."""
-    for key, limit in (("offset", 2**63), ("crc", 2**32)):
-        values = record.get(key) if isinstance(record, dict) else None
-        valid = isinstance(values, list) and len(values) == len(extent.blocks)
-        if not valid or not all(type(value) is int and 0 <= value < limit for value in values or ()):
-            raise IntegrityError(
-                f"the manifest's {key} list of {extent.name} is not {len(extent.blocks)} valid numbers; "
-                "load a checkpoint, or start over with existing='discard'"
-            )
-        extent.blocks[key] = values
+def _numbers(record: Any, key: str, limit: int, extent: Extent) -> list[int]:
+    """A list of a manifest's record, checked."""
+    values = record.get(key) if isinstance(record, dict) else None
+    valid = isinstance(values, list) and len(values) == len(extent.blocks)
+    if not valid or not all(type(value) is int and 0 <= value < limit for value in values or ()):
+        raise IntegrityError(
+            f"the manifest's {key} list of {extent.name} is not {len(extent.blocks)} valid numbers; "
+            "load a checkpoint, or start over with existing='discard'"
+        )
+    assert isinstance(values, list)
+    return values
 
 
 def _mix(*words: int) -> int:

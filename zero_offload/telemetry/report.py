@@ -100,17 +100,10 @@ def _draw_loss(axes: Axes, run: Run) -> None:
     checked = [row for row in rows if row.get("val_loss") is not None]
     if checked:
         losses = [row["val_loss"] for row in checked]
-        axes.plot([row["step"] for row in checked], losses, color=_BLUE, lw=2, marker="o", ms=4, label="validation")
-        axes.annotate(
-            f"{losses[-1]:.3f}",
-            (checked[-1]["step"], losses[-1]),
-            (0, -14),
-            textcoords="offset points",
-            color=_BLUE,
-            ha="right",
-        )
+        label = f"validation, now {losses[-1]:.3f}"
+        axes.plot([row["step"] for row in checked], losses, color=_BLUE, lw=2, marker="o", ms=4, label=label)
     unigram = run.description["unigram_nats"]
-    axes.axhline(unigram, color=_RED, ls="--", lw=1.5, label=f"unigram entropy ({unigram:.3f})")
+    axes.axhline(unigram, color=_RED, ls="--", lw=1.5, label=f"unigram entropy, {unigram:.3f}")
     for index, row in enumerate(row for row in rows if row.get("resumed")):
         axes.axvline(row["step"], color=_GREY, ls=":", lw=1.5, label="resumed" if index == 0 else None)
     axes.set_title("Loss")
@@ -129,8 +122,8 @@ def _draw_step_time(axes: Axes, run: Run) -> None:
     axes.stackplot(steps, compute, stall, labels=labels, colors=[_SKY, _RED], lw=0)
     axes.plot(steps, update, color="black", lw=1.3, label="update, most of it beside forward")
     axes.plot(steps, commit, color="black", lw=1.3, ls=":", label="commit, in the background")
-    # The first step records the trace and is slow: it may leave the picture, the steady state may not.
-    axes.set_ylim(0, 1.6 * statistics.median(whole))
+    # A few slow steps (the first one records the trace) may leave the picture, the others and the legend may not.
+    axes.set_ylim(0, 1.35 * sorted(whole)[int(0.95 * (len(whole) - 1))])
     axes.set_title("Where a step's time goes")
     axes.set_ylabel("ms per step")
     axes.legend(edgecolor="none", framealpha=0.85, loc="upper right", ncols=2)
@@ -145,20 +138,32 @@ def _draw_traffic(axes: Axes, run: Run) -> None:
             if any(amounts):
                 axes.plot(steps, amounts, style, color=color, lw=1.8, label=f"{word} {tier}")
     axes.set_ylim(bottom=0)
-    axes.set_title("Bytes moved per tier")
+    axes.set_title("Bytes moved per tier (validation reads too)")
     axes.set_ylabel("MiB per step")
     axes.legend(frameon=False)
 
 
 def _draw_memory(axes: Axes, run: Run) -> None:
     steps = [row["step"] for row in run.rows]
-    axes.plot(steps, [row["peak_rss_bytes"] / MIB for row in run.rows], color=_RED, lw=2, label="peak RSS")
+    axes.plot(
+        steps,
+        [row["peak_rss_bytes"] / MIB for row in run.rows],
+        color=_RED,
+        lw=2,
+        label="peak RSS, activations included",
+    )
     for tier, color in _TIER_COLORS.items():
         resident = [row["resident_bytes"].get(tier, 0) / MIB for row in run.rows]
         if any(resident):
             axes.plot(steps, resident, color=color, lw=1.5, label=f"states on {tier}")
     baseline, planned = run.description["baseline_rss_bytes"], _planned_rss_bytes(run)
-    axes.axhline(planned / MIB, color="black", ls="--", lw=1.2, label=f"planned, {format_bytes(planned)}")
+    axes.axhline(
+        planned / MIB,
+        color="black",
+        ls="--",
+        lw=1.2,
+        label=f"the same with the plan's states and buffers, {format_bytes(planned)}",
+    )
     axes.axhline(
         baseline / MIB,
         color=_GREY,
@@ -167,7 +172,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
         label=f"process before the model, {format_bytes(baseline)}",
     )
     axes.set_ylim(bottom=0)
-    axes.set_title("Memory against the plan (activations come on top)")
+    axes.set_title("Memory against the plan")
     axes.set_ylabel("MiB")
     axes.legend(frameon=False, fontsize=8)
 

@@ -1,0 +1,178 @@
+"""A step that breaks off leaves nothing behind: training goes on as if it had been skipped."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_offload as zo
+from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.twins import assert_same, train
+
+
+class Explosion(Exception):
+    pass
+
+
+class _Fuse(torch.autograd.Function):
+    """Identity; its backward raises what the fuse holds."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.error is not None:
+            raise ctx.error("in backward")
+        return grad, None
+
+
+class Fused(TinyLM):
+    """Raises inside block 1, on request."""
+
+    class FusedBlock(Block):
+        forward_error: type[BaseException] | None = None
+        backward_error: type[BaseException] | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.down(self.up(self.norm(x)))
+            if self.forward_error is not None:
+                raise self.forward_error("in forward")
+            return x + _Fuse.apply(hidden, self.backward_error)
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, block=self.FusedBlock)
+
+
+class FusedUnderCheckpoint(Fused):
+    """The backward error comes while a segment is recomputed."""
+
+    reentrant = True
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class NotReentrant(FusedUnderCheckpoint):
+    reentrant = False
+
+
+MODELS = [Fused, FusedUnderCheckpoint, NotReentrant]
+ERRORS = [Explosion, KeyboardInterrupt]
+
+
+def broken_step(model: nn.Module, optimizer: zo.AdamW, where: str, error: type[BaseException]) -> None:
+    setattr(model.blocks[1], f"{where}_error", error)
+    with pytest.raises(error, match=where):
+        model(tokens_of(50)).backward()
+    setattr(model.blocks[1], f"{where}_error", None)
+
+
+@pytest.mark.filterwarnings("ignore:the last backward")
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("make", MODELS)
+def test_training_goes_on_exactly(
+    make: type[nn.Module], where: str, error: type[BaseException], fp32_config: zo.OffloadConfig
+) -> None:
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        yield from train(model, optimizer, range(3))
+        for _ in range(2):
+            broken_step(model, optimizer, where, error)
+            optimizer.zero_grad()
+            yield from train(model, optimizer, range(3, 5))
+
+    # A segment that is recomputed needs both of its units' pages beside a gradient's.
+    assert_same(script, make, fp32_config)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_without_zero_grad_the_broken_gradients_are_dropped(where: str, fp32_config: zo.OffloadConfig) -> None:
+    """In plain torch they would stay; here the next forward drops them and says so."""
+    twins = []
+    for breaks in (True, False):
+        model = zo.offload(build(Fused), zo.OffloadConfig.from_dict(fp32_config.to_dict()))
+        optimizer = zo.AdamW(model.parameters())
+        losses = list(train(model, optimizer, range(2)))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if breaks:
+                broken_step(model, optimizer, where, Explosion)
+            losses += train(model, optimizer, range(2, 5))
+        dropped = [each for each in caught if "gradients are dropped" in str(each.message)]
+        assert len(dropped) == (breaks and where == "backward")
+        zo.close(model)
+        twins.append(losses)
+    assert twins[0] == twins[1]
+
+
+def test_evaluation_after_a_broken_forward(fp32_config: zo.OffloadConfig) -> None:
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        yield from train(model, optimizer, range(2))
+        broken_step(model, optimizer, "forward", KeyboardInterrupt)
+        with torch.no_grad():
+            yield model(tokens_of(9)).item()
+        yield from train(model, optimizer, range(2, 4))
+
+    assert_same(script, Fused, fp32_config)
+
+
+def test_nothing_is_saved_through_us_after_an_interrupt(nvme_config: zo.OffloadConfig) -> None:
+    """Parameters touched after Ctrl-C in forward are outside of a forward again, once the model ran."""
+    model = zo.offload(build(Fused), nvme_config)
+    optimizer = zo.AdamW(model.parameters())
+    broken_step(model, optimizer, "forward", KeyboardInterrupt)
+    list(train(model, optimizer, range(1)))
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    with pytest.raises(zo.ZeroOffloadError, match="zo.gathered"):
+        model.blocks[0].up.weight.sum()
+
+
+class TooLarge(TinyLM):
+    """One block needs the others while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, num_blocks=6)
+        self.greedy = False
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        if self.greedy:
+            return x * sum(block.up.weight.mean() for block in self.blocks)
+        return super().run_blocks(x)
+
+
+def test_training_goes_on_after_too_little_memory(nvme_config: zo.OffloadConfig) -> None:
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        yield from train(model, optimizer, range(2))
+        if isinstance(model.blocks[0].up.weight, nn.Parameter) and type(model.blocks[0].up.weight) is not nn.Parameter:
+            model.greedy = True
+            with pytest.raises(zo.CapacityError, match=r"blocks\.\d.*device_memory"):
+                model(tokens_of(50))
+            model.greedy = False
+        yield from train(model, optimizer, range(2, 4))
+
+    assert_same(script, TooLarge, nvme_config)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step(fp32_config: zo.OffloadConfig) -> None:
+    model = zo.offload(build(partial(TinyLM, WIDE)), fp32_config)
+    optimizer = zo.AdamW(model.parameters())
+    expected = build(partial(TinyLM, WIDE))(tokens_of(1)).item()
+    (model(tokens_of(0)) * float("nan")).backward()
+    assert torch.isnan(zo.clip_grad_norm_(model, 1.0))
+    with pytest.warns(UserWarning, match="step 1.*NaN"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert model(tokens_of(1)).item() == expected
+    assert zo.stats(model).skipped_steps == 1

@@ -1,0 +1,206 @@
+"""torch's own functions on offloaded parameters work or raise; none of them silently does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.reference import placed
+from tests.helpers.twins import assert_same, train
+
+Model = partial(TinyLM, WIDE)
+OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, partial(torch.optim.AdamW, foreach=True)]
+
+
+def name_of(make: object) -> str:
+    return getattr(make, "__name__", "foreach")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=name_of)
+@pytest.mark.parametrize("grads", ["cpu", "device", "nvme"])
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_a_foreign_optimizer_raises(params: str, grads: str, optimizer: object, nvme: Path) -> None:
+    model = zo.offload(build(Model), placed("fp32", (params, grads, "cpu"), nvme))
+    model(tokens_of(0)).backward()
+    with pytest.raises(zo.ZeroOffloadError, match="zo"):
+        optimizer(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_], ids=name_of)
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+def test_torch_clipping_of_gradients_that_are_away_raises(grads: str, clip: object, nvme: Path) -> None:
+    model = zo.offload(build(Model), placed("fp32", ("cpu", grads, "cpu"), nvme))
+    model(tokens_of(0)).backward()
+    with pytest.raises(zo.ZeroOffloadError, match=r"zo\.clip_grad_norm_"):
+        clip(model.parameters(), 0.1)
+
+
+def with_torch_clip(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    for seed in range(4):
+        loss = model(tokens_of(seed))
+        loss.backward()
+        yield nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+@pytest.mark.parametrize("params", ["device", "cpu", "nvme"])
+def test_torch_clipping_works_where_gradients_rest_on_the_device(params: str, nvme: Path) -> None:
+    assert_same(with_torch_clip, Model, placed("fp32", (params, "device", "cpu"), nvme))
+
+
+def test_grad_is_the_gradient_where_it_rests_on_the_device(nvme: Path) -> None:
+    model, plain = zo.offload(build(Model), placed("fp32", ("nvme", "device", "nvme"), nvme)), build(Model)
+    model(tokens_of(0)).backward()
+    plain(tokens_of(0)).backward()
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad, twin.grad)
+    optimizer = zo.AdamW(model.parameters())
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+def test_grad_raises_while_it_waits_elsewhere(grads: str, nvme: Path) -> None:
+    model = zo.offload(build(Model), placed("fp32", ("nvme", grads, "nvme"), nvme))
+    weight = model.blocks[0].up.weight
+    assert weight.grad is None
+    model(tokens_of(0)).backward()
+    with pytest.raises(zo.ZeroOffloadError, match=rf"blocks\.0\.up\.weight rests on {grads}"):
+        _ = weight.grad
+    zo.AdamW(model.parameters()).step()
+    assert weight.grad is None
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("call", ["model", "optimizer", "param", "delete"])
+def test_gradients_can_be_dropped(call: str, fp32_config: zo.OffloadConfig) -> None:
+    model = zo.offload(build(Model), fp32_config)
+    optimizer = zo.AdamW(model.parameters())
+    expected = build(Model)(tokens_of(1)).item()
+    model(tokens_of(0)).backward()
+    if call == "model":
+        # torch reads every .grad first, which raises while one waits elsewhere: nothing is dropped silently.
+        with pytest.raises(zo.ZeroOffloadError, match="optimizer.zero_grad"):
+            model.zero_grad()
+    for param in model.parameters():
+        if call == "delete":
+            del param.grad
+        elif call == "param":
+            param.grad = None
+    if call in ("model", "optimizer"):
+        optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+    optimizer.step()
+    assert model(tokens_of(1)).item() == expected
+
+
+def test_a_gradient_cannot_be_assigned(fp32_config: zo.OffloadConfig) -> None:
+    model = zo.offload(build(Model), fp32_config)
+    weight = model.blocks[0].up.weight
+    with pytest.raises(zo.ZeroOffloadError, match="cannot be assigned"):
+        weight.grad = torch.zeros(weight.shape)
+
+
+class ModifiesActivation(TinyLM):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = super().run_blocks(x)
+        y = x.exp()
+        y.mul_(2)
+        return y
+
+
+class ModifiesWeight(TinyLM):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = super().run_blocks(x)
+        with torch.no_grad():
+            self.blocks[0].up.weight.mul_(1.0)
+        return x
+
+
+@pytest.mark.parametrize("model", [ModifiesActivation, ModifiesWeight])
+def test_in_place_changes_of_saved_tensors_raise_as_in_torch(model: type[TinyLM], config: zo.OffloadConfig) -> None:
+    for twin in (build(partial(model, WIDE)), zo.offload(build(partial(model, WIDE)), config)):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            twin(tokens_of(0)).backward()
+
+
+def test_a_step_between_forward_and_backward_raises_as_in_torch(config: zo.OffloadConfig) -> None:
+    for twin in (build(Model), zo.offload(build(Model), config)):
+        optimizer = zo.AdamW(twin.parameters())
+        first, second = twin(tokens_of(0)), twin(tokens_of(1))
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+        optimizer.zero_grad()
+        assert len(list(train(twin, optimizer, range(2)))) == 2
+
+
+def with_two_optimizers(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    """Each steps its own half; a unit is updated in two parts."""
+    params = list(model.parameters())
+    halves = [zo.AdamW(params[::2], lr=1e-2), zo.AdamW(params[1::2], lr=1e-3)]
+    for seed in range(4):
+        loss = model(tokens_of(seed))
+        loss.backward()
+        for half in halves:
+            half.step()
+        for half in halves:
+            half.zero_grad()
+        yield loss.item()
+
+
+def with_closure(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    for seed in range(3):
+
+        def closure(seed: int = seed) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(tokens_of(seed))
+            loss.backward()
+            return loss
+
+        yield optimizer.step(closure).item()
+
+
+def with_scheduler(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
+    for seed in range(6):
+        yield from train(model, optimizer, [seed])
+        scheduler.step()
+
+
+def clip_then_drop(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    """A clip belongs to the gradients it was asked for, not to those of the next backward."""
+    for seed in range(4):
+        model(tokens_of(seed + 20)).backward()
+        zo.clip_grad_norm_(model, 1e-3)
+        optimizer.zero_grad()
+        yield from train(model, optimizer, [seed])
+
+
+def frozen_by_the_optimizer(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    """Parameters that no optimizer has keep their gradients from step to step, as in torch; these are dropped."""
+    some = zo.AdamW(list(model.blocks[0].parameters()) + [model.norm.weight], lr=1e-2)
+    for seed in range(4):
+        loss = model(tokens_of(seed))
+        loss.backward()
+        some.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+SCRIPTS = [with_two_optimizers, with_closure, with_scheduler, clip_then_drop, frozen_by_the_optimizer]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=name_of)
+def test_optimizer_uses_that_work(script: object, fp32_config: zo.OffloadConfig) -> None:
+    assert_same(script, Model, fp32_config)

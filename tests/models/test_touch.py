@@ -1,0 +1,142 @@
+"""Reading an away parameter: inside the model's forward or backward it is fetched, outside it raises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.reference import placed, read_masters
+from tests.helpers.twins import assert_same, train
+
+Model = partial(TinyLM, WIDE)
+
+
+@pytest.fixture
+def away(nvme_config: zo.OffloadConfig) -> TinyLM:
+    model = build(Model)
+    zo.offload(model, nvme_config)
+    assert isinstance(model, TinyLM)
+    return model
+
+
+class Penalized(TinyLM):
+    """The loss reads parameters of every block, in the root's own forward."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        penalty = sum(block.up.weight.square().mean() + block.down.bias.sum() for block in self.blocks)
+        return super().forward(tokens) + penalty
+
+
+class Custom(torch.autograd.Function):
+    """Keeps the parameter itself, not a saved tensor, until backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
+        ctx.weight = weight
+        ctx.save_for_backward(x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+        (x,) = ctx.saved_tensors
+        return grad @ ctx.weight, grad.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class KeepsParameter(TinyLM):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = super().run_blocks(x)
+        for block in self.blocks:
+            x = x + Custom.apply(x, block.up.weight)[..., :1]
+        return x
+
+
+@pytest.mark.parametrize("model", [Penalized, KeepsParameter])
+def test_a_touch_inside_forward_fetches(model: type[TinyLM], config: zo.OffloadConfig) -> None:
+    def script(twin: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        yield from train(twin, optimizer, range(5))
+
+    assert_same(script, partial(model, WIDE), config)
+
+
+def test_a_touch_in_a_submodule_called_alone(fp32_config: zo.OffloadConfig) -> None:
+    plain, model = build(Model), zo.offload(build(Model), fp32_config)
+    x = torch.randn(2, 5, WIDE)
+    assert torch.equal(model.blocks[1](x), plain.blocks[1](x))
+    loss = model.blocks[1](x).square().sum()
+    loss.backward()
+    plain.blocks[1](x).square().sum().backward()
+    expected = {f"blocks.1.{name}": p.grad for name, p in plain.blocks[1].named_parameters()}
+    with zo.gathered(model, kind="grads") as grads:
+        assert set(grads) == set(expected)
+        assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
+
+
+READS = {
+    "add": lambda p: p + 1,
+    "item": lambda p: p.flatten()[0].item(),
+    "sum": lambda p: p.sum(),
+    "clone": lambda p: p.clone(),
+    "numpy": lambda p: p.detach().numpy(),
+    "data": lambda p: p.data,
+    "data_ptr": lambda p: p.data_ptr(),
+    "cpu": lambda p: p.cpu(),
+    "tolist": lambda p: p.tolist(),
+    "matmul": lambda p: torch.matmul(p, p.t()),
+    "out": lambda p: torch.add(torch.ones(2), 1, out=p),
+    "in_place": lambda p: p.add_(1),
+    "set_data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "set_item": lambda p: p.__setitem__(0, 1.0),
+    "index": lambda p: p[0],
+    "iterate": lambda p: list(p),
+    "init": lambda p: nn.init.normal_(p),
+    "foreach": lambda p: torch._foreach_norm([p]),
+    "to": lambda p: p.to(torch.float64),
+    "untyped_storage": lambda p: p.untyped_storage(),
+    "bool": lambda p: bool(p[0, 0]),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_touch_outside_forward_raises(read: str, away: TinyLM) -> None:
+    away(tokens_of(0)).backward()
+    param = away.blocks[0].up.weight
+    with pytest.raises(zo.ZeroOffloadError, match=r"blocks\.0\.up\.weight.*zo\.gathered"):
+        READS[read](param)
+
+
+WRITES = ["in_place", "set_data", "set_item", "init", "data", "out"]
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_resident_parameters_are_readable_but_not_writable(write: str) -> None:
+    model = zo.offload(build(Model), placed("bf16", ("cpu", "cpu", "cpu"), None, None))
+    expected = build(Model).blocks[0].up.weight.detach()
+    param = model.blocks[0].up.weight
+    assert torch.allclose(param.float(), expected, rtol=1e-2)
+    with torch.no_grad(), pytest.raises(zo.ZeroOffloadError, match="zo.gathered"):
+        READS[write](param)
+    assert torch.equal(read_masters(model)["blocks.0.up.weight"], expected)
+
+
+def test_a_resident_parameter_read_after_step_is_the_new_one(nvme: Path) -> None:
+    model = zo.offload(build(Model), placed("fp32", ("cpu", "cpu", "nvme"), nvme))
+    list(train(model, zo.AdamW(model.parameters(), lr=0.1), range(3)))
+    now = {name: param.detach().clone() for name, param in model.named_parameters()}
+    assert all(torch.equal(now[name], master) for name, master in read_masters(model).items())
+
+
+def test_gathered_reads_what_training_left(config: zo.OffloadConfig) -> None:
+    model = zo.offload(build(Model), config)
+    list(train(model, zo.AdamW(model.parameters()), range(2)))
+    masters = read_masters(model)
+    with zo.gathered(model.blocks[1]):
+        for name, param in model.blocks[1].named_parameters():
+            half = param.detach().float()
+            assert torch.allclose(half, masters[f"blocks.1.{name}"], rtol=2**-7)
