@@ -3,6 +3,8 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 ARGS ?=
+# Threads that wait give their core away: on a machine that is busy otherwise, a step then takes half the time.
+export OMP_WAIT_POLICY ?= passive
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -192,6 +192,9 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
         files.keeper.restore(files.keeper.rank_payload())
     _move_in(model, units, store, build, adopt_values=files.found is None)
     board = UpdateBoard(len(units))
+    if files.swap is not None:
+        # What failed on whatever thread stops the run: a drive that failed once is not tried again.
+        files.swap.on_error = board.fail
     carrier = _make_carrier(build, store)
     residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget)
     return Parts(

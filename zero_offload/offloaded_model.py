@@ -9,7 +9,6 @@ and launches; `commit` follows it on the same worker, so generations and updates
 from __future__ import annotations
 
 import atexit
-import math
 import os
 import warnings
 import weakref
@@ -41,9 +40,6 @@ from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 
-CLIP_EPS = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
-
 
 @dataclass(frozen=True)
 class Parts:
@@ -70,19 +66,21 @@ class OffloadedModel:
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
-        self.session = Session(parts.units, parts.residency, self.grads.finish_backward, self._drop_grads)
+        self.session = Session(parts.units, parts.residency, self.grads)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
         )
         self.param_steps = {place.name: 0 for place in self.access.places()}
         self.step_count = 0
         self.skipped_steps = 0
-        self._clip_factor = 1.0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._due = False
+        self._completes = False
+        """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
+        self._closed = False
         self._stats = StatsKeeper(parts.store.counters)
         self._pipeline = UpdatePipeline(parts.store, parts.board)
         self.worker = Worker(parts.board)
@@ -97,16 +95,9 @@ class OffloadedModel:
         self.session.note_backward()
         self.grads.arrive(param)
 
-    def _drop_grads(self) -> bool:
-        held = self.grads.ledger.any_held
-        self.grads.drop()
-        return held
-
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
-        norm, _ = self.grads.ledger.norm()
-        self._clip_factor = min(1.0, max_norm / (norm + CLIP_EPS)) if math.isfinite(norm) else 1.0
-        return torch.tensor(norm)
+        return torch.tensor(self.grads.ledger.clip(max_norm))
 
     # The step
 
@@ -128,7 +119,6 @@ class OffloadedModel:
             self._launch(hypers)
         else:
             self._skip()
-        self._clip_factor = 1.0
         self._stats.close_step()
         self._latest = self._record(None, None)
         self._due = self.step_count % self.parts.config.commit_every == 0
@@ -145,7 +135,7 @@ class OffloadedModel:
 
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
         order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
-        step = StepInput(hypers, self._clip_factor, order, self.parts.collectives.shard_index)
+        step = StepInput(hypers, self.grads.ledger.clip_factor, order, self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
@@ -182,6 +172,7 @@ class OffloadedModel:
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
+        self._completes = True
         if self._latest is not None:
             self._latest = replace(self._latest, optimizer=self.groups, rng=capture_rng(), extra=extra)
         self._commit_due()
@@ -250,6 +241,12 @@ class OffloadedModel:
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._completes and self._latest is not None and self._latest.rng is None:
+            # The script ended between `step` and `commit`; the generation before has what a resume needs.
+            self._latest = None
         try:
             self._commit_latest()
             self.worker.drain()

@@ -35,7 +35,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "parameters in memory": {"params": "cpu"},
     "gradients too": {"grads": "nvme"},
     "snapshots of memory": {"params": "cpu", "optimizer": "cpu"},
-    "cached parameters": {"optimizer": "cpu"},
+    "cached parameters": {"optimizer": "cpu", "device_memory": "4MiB"},
 }
 
 
@@ -100,7 +100,7 @@ def test_a_commit_that_fails_leaves_the_one_before(nvme: Path) -> None:
     assert assert_finishes(nvme, STEPS, **settings) == 2
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "cpu"}, {"grads": "nvme"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, PLACEMENTS["cached parameters"], {"grads": "nvme"}], ids=str)
 def test_bytes_that_rot_on_the_drive_are_noticed(settings: dict[str, Any], nvme: Path) -> None:
     error = _break(nvme, Fault.WRITE_FLIP, 2, settings)
     assert type(error) is zo.IntegrityError

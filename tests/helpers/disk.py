@@ -17,7 +17,9 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.reference import param_groups, read_masters, runtime
+from tests.helpers.reference import param_groups, read_masters
+from zero_offload.api import runtime_of
+from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.storage.native_engine import NativeEngine
 
 SWAP, GENERATION = "rank0.swap", "generation.json"
@@ -43,6 +45,12 @@ def train(model: nn.Module, optimizer: zo.AdamW, begin: int, end: int) -> list[f
         losses.append(loss.item())
         zo.commit(model, optimizer, extra={"next": step + 1})
     return losses
+
+
+def runtime(model: nn.Module) -> OffloadedModel:
+    owner = runtime_of(model)
+    assert owner is not None
+    return owner
 
 
 def drain(model: nn.Module) -> None:

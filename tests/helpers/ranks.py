@@ -1,0 +1,266 @@
+"""Several ranks on one machine: a pool of processes in one gloo group that runs jobs, and the jobs.
+
+`RankPool.call` runs a function on every rank and returns what each returned or raised. The pool outlives its jobs, so
+a test that leaves ranks out of step breaks the next one: that is wanted.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.reference import param_groups
+
+TIMEOUT_S = 40
+ROWS = 4
+"""Of a whole batch, over all ranks."""
+UNEVEN = 33
+"""No tensor of a model of this width fills its shards, and several straddle their border."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank raised."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained on every rank."""
+
+    settings: dict[str, Any]
+    num_steps: int = 5
+    micro_batches: int = 1
+    max_norm: float | None = None
+    dim: int = UNEVEN
+    num_frozen: int = 0
+    """How many of the first blocks are frozen."""
+
+
+@dataclass
+class Outcome:
+    """What must be equal."""
+
+    losses: list[float] = field(default_factory=list)
+    """Of this rank's rows."""
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Outcome)
+        same = (self.losses, self.norms, list(self.params)) == (other.losses, other.norms, list(other.params))
+        return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
+
+
+# The pool
+
+
+class RankPool:
+    """Ranks that wait for jobs."""
+
+    def __init__(self, world_size: int) -> None:
+        from tests.helpers.trainer import fork_server
+
+        context = fork_server()
+        store = tempfile.mktemp(prefix="ranks-")
+        self.connections: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, store, theirs))
+            process.start()
+            theirs.close()
+            self.connections.append(mine)
+            self.processes.append(process)
+
+    def call(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """`job(rank, world_size, *args)` on every rank; results and failures by rank."""
+        for connection in self.connections:
+            connection.send((job, args))
+        return [self._receive(connection) for connection in self.connections]
+
+    def succeed(self, job: Callable[..., Any], *args: Any) -> list[Any]:
+        """The same for a job that must not fail."""
+        results = self.call(job, *args)
+        assert not any(isinstance(result, Failure) for result in results), results
+        return results
+
+    def _receive(self, connection: Connection) -> Any:
+        assert connection.poll(2 * TIMEOUT_S), "a rank hangs"
+        return connection.recv()
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+@contextmanager
+def gloo_group(rank: int, world_size: int, store: str) -> Iterator[None]:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+    with gloo_group(rank, world_size, store):
+        while True:
+            try:
+                job, args = connection.recv()
+            except EOFError:
+                return
+            try:
+                result = job(rank, world_size, *args)
+            except Exception as error:
+                result = Failure(type(error).__name__, str(error))
+            connection.send(result)
+
+
+# Jobs
+
+
+def make_model(case: Case) -> nn.Module:
+    model = build(lambda: TinyLM(case.dim))
+    for name, param in model.named_parameters():
+        if name.startswith(tuple(f"blocks.{i}." for i in range(case.num_frozen))):
+            param.requires_grad_(False)
+    return model
+
+
+def rows_of(number: int, rank: int, world_size: int) -> Tensor:
+    """This rank's part of a batch."""
+    per_rank = ROWS // world_size
+    return tokens_of(number, batch=ROWS)[rank * per_rank : (rank + 1) * per_rank]
+
+
+def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
+    model = make_model(case)
+    zo.offload(model, zo.OffloadConfig(**case.settings))
+    return model, zo.AdamW(param_groups(model), lr=1e-2, weight_decay=0.1)
+
+
+def steps(
+    case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.AdamW, span: range, out: Outcome
+) -> None:
+    """Train; each step is committed."""
+    for step in span:
+        for micro in range(case.micro_batches):
+            loss = model(rows_of(step * case.micro_batches + micro, *ranks)) / case.micro_batches
+            loss.backward()
+            out.losses.append(loss.item())
+        if case.max_norm is not None:
+            out.norms.append(zo.clip_grad_norm_(model, case.max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        zo.commit(model, optimizer, extra={"next": step + 1})
+
+
+def read_params(model: nn.Module) -> dict[str, Tensor]:
+    with zo.gathered(model) as params:
+        return {name: param.detach().float().clone() for name, param in params.items()}
+
+
+def train(rank: int, world_size: int, case: Case) -> Outcome:
+    """Train from the start, or from the generation found, and close."""
+    model, optimizer = start(case)
+    try:
+        out, resumed = Outcome(), zo.resume(model, optimizer)
+        begin = 0 if resumed is None else resumed.extra["next"]
+        steps(case, (rank, world_size), model, optimizer, range(begin, case.num_steps), out)
+        out.params = read_params(model)
+        return out
+    finally:
+        zo.close(model)
+
+
+def save(rank: int, world_size: int, case: Case, path: str) -> Outcome:
+    """Train, save a checkpoint, and train two steps more."""
+    model, optimizer = start(case)
+    out = Outcome()
+    steps(case, (rank, world_size), model, optimizer, range(case.num_steps), out)
+    zo.save_checkpoint(model, optimizer, path, extra={"saved": case.num_steps})
+    return _go_on(case, (rank, world_size), model, optimizer)
+
+
+def load(rank: int, world_size: int, case: Case, path: str) -> Outcome:
+    """Load a checkpoint and train two steps."""
+    model, optimizer = start(case)
+    loaded = zo.load_checkpoint(model, optimizer, path)
+    assert (loaded.step, loaded.extra) == (case.num_steps, {"saved": case.num_steps})
+    return _go_on(case, (rank, world_size), model, optimizer)
+
+
+def _go_on(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.AdamW) -> Outcome:
+    out = Outcome(params=read_params(model))
+    steps(case, ranks, model, optimizer, range(case.num_steps, case.num_steps + 2), out)
+    zo.close(model)
+    return out
+
+
+def save_twice(rank: int, world_size: int, case: Case, path: str) -> None:
+    model, optimizer = start(case)
+    try:
+        zo.save_checkpoint(model, optimizer, path)
+        zo.save_checkpoint(model, optimizer, path)
+    finally:
+        zo.close(model)
+
+
+def fail_alone(rank: int, world_size: int, case: Case) -> None:
+    """The last rank stops after two steps, by exception; the others go on as if it did not."""
+    model, optimizer = start(case)
+    steps(case, (rank, world_size), model, optimizer, range(2), Outcome())
+    if rank == world_size - 1:
+        os._exit(3)
+    steps(case, (rank, world_size), model, optimizer, range(2, 50), Outcome())
+
+
+def train_and_record(rank: int, world_size: int, store: str, case: Case, out: str) -> None:
+    """A job of its own, to be killed: rank 0 records every step."""
+    with gloo_group(rank, world_size, store):
+        model, optimizer = start(case)
+        resumed = zo.resume(model, optimizer)
+        begin = 0 if resumed is None else resumed.extra["next"]
+        for step in range(begin, case.num_steps):
+            done = Outcome()
+            steps(case, (rank, world_size), model, optimizer, range(step, step + 1), done)
+            if rank == 0:
+                with Path(out, "records.jsonl").open("a") as file:
+                    file.write(json.dumps([step, done.losses, done.norms]) + "\n")
+        params = read_params(model)
+        if rank == 0:
+            torch.save(params, Path(out, "params.pt"))
+        zo.close(model)
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 60) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the ranks hang"
+        time.sleep(0.002)

@@ -17,12 +17,9 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import build, tokens_of
-from zero_offload.api import runtime_of
-from zero_offload.gathered import gathered
 from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
 from zero_offload.kernels.grads import sum_of_squares
 from zero_offload.kernels.master import join_master, split_master
-from zero_offload.offloaded_model import CLIP_EPS, OffloadedModel
 from zero_offload.plan.model_spec import ModelSpec
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
@@ -111,15 +108,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
         group["lr"] = max(0.0, learning_rate(step))
 
 
-def runtime(model: nn.Module) -> OffloadedModel:
-    owner = runtime_of(model)
-    assert owner is not None
-    return owner
-
-
 def read_masters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the fp32 masters, read from where they rest, by name."""
-    with gathered(model, kind="master") as masters:
+    with zo.gathered(model, kind="master") as masters:
         return {name: masters[name].clone() for name, _ in model.named_parameters()}
 
 
@@ -140,7 +131,7 @@ def global_norm(model: nn.Module, grads: dict[str, Tensor]) -> float:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    return min(1.0, max_norm / (norm + CLIP_EPS))
+    return min(1.0, max_norm / (norm + 1e-6))
 
 
 def train_plain_fp32(recipe: Recipe) -> Trajectory:

@@ -106,9 +106,10 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str) -> None:
                 "Build the same model with the same precision and units, or use another directory"
             )
     if len(saved) != len(here):
+        alone = (saved if len(saved) > len(here) else here)[min(len(saved), len(here))]
         raise CheckpointError(
-            f"{where} holds another model: {len(saved)} parameters, this model has {len(here)}. "
-            "Build the same model, or use another directory"
+            f"{where} holds another model: {len(saved)} parameters, this model has {len(here)}; only one of them "
+            f"has {alone.get('name')!r}. Build the same model, or use another directory"
         )
 
 

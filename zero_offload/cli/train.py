@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(_summary(result, report)))
         else:
-            print(f"metrics, report and sample: {result.out}" + (f" (open {report})" if report else ""))
+            files = "metrics and sample" if result.ending is Ending.FINISHED else "metrics"
+            print(f"{files}: {result.out}" + (f"; report: {report}" if report else ""))
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
 
 

@@ -20,6 +20,8 @@ from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.types import Tier
 
+CLIP_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 REDUCED = -1
 """In place of a parameter's index: a whole shard's gradients after a reduction."""
 
@@ -58,6 +60,7 @@ class GradLedger:
     ) -> None:
         self._collectives = collectives
         self._places: dict[int, tuple[SectionGrads, int]] = {}
+        self._clip_factor = 1.0
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): SectionGrads(unit, s, new_shard(s)) for s in unit.sections}
@@ -80,6 +83,18 @@ class GradLedger:
             bad += sum(not entry.finite for entry in grads.sums.values())
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
+
+    @property
+    def clip_factor(self) -> float:
+        """What the gradients held now are to be multiplied by; it ends with them."""
+        return self._clip_factor
+
+    def clip(self, max_norm: float) -> float:
+        """Set the factor as torch.nn.utils.clip_grad_norm_ scales; returns the norm before. Collective."""
+        norm = self.norm()[0] * self._clip_factor
+        if math.isfinite(norm):
+            self._clip_factor *= min(1.0, max_norm / (norm + CLIP_EPS))
+        return norm
 
     def _refresh(self, grads: SectionGrads) -> None:
         """Sum again what the user may have changed through `.grad`."""
@@ -132,9 +147,13 @@ class GradLedger:
                 self._forget(grads, index)
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
+        if index not in grads.holding:
+            return
         grads.holding.discard(index)
         grads.exposed.discard(index)
         grads.sums.pop(index, None)
         if not grads.holding:
             grads.sums.clear()
             grads.shard.held = False
+            if not self.any_held:
+                self._clip_factor = 1.0

@@ -7,6 +7,7 @@ were staged, then `rest` ends the section. At most `SECTIONS_IN_FLIGHT` sections
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -43,8 +44,9 @@ class GradStaging:
         """`nbytes` is what the largest section can need."""
         self._device = device
         self._pool = RegionPool(arena, SECTIONS_IN_FLIGHT, nbytes)
-        self._land = land
-        self._rest = rest
+        # Weak: whoever lands the gradients holds this object, and a cycle would outlive a dropped model.
+        self._land = weakref.WeakMethod(land)
+        self._rest = weakref.WeakMethod(rest)
         self._filling: dict[int, _Batch] = {}
         self._sealed: deque[_Batch] = deque()
 
@@ -84,7 +86,9 @@ class GradStaging:
         return self._pool.lease()
 
     def _finish(self, batch: _Batch) -> None:
+        land, rest = self._land(), self._rest()
+        assert land is not None and rest is not None
         for index, adds, handoff in batch.downloads:
-            self._land(batch.grads, index, handoff.take_on_host(), adds)
-        self._rest(batch.grads)
+            land(batch.grads, index, handoff.take_on_host(), adds)
+        rest(batch.grads)
         self._pool.release(batch.region)

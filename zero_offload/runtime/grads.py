@@ -63,6 +63,11 @@ class GradReducer:
                 f"the gradient of {grads.layout.params[index].spec.name} is sparse; "
                 "build the embedding with sparse=False"
             )
+        if self.ledger.clip_factor != 1.0:
+            raise ZeroOffloadError(
+                "a backward adds to gradients that zo.clip_grad_norm_ has clipped and no step has used; "
+                "clip once, after the last backward of a step, or drop them with optimizer.zero_grad()"
+            )
         self._board.wait(grads.unit.index)
         if self._collectives.world_size > 1:
             piece = grads.layout.params[index]
@@ -145,13 +150,15 @@ class GradReducer:
         if grads.pages is not None and grads.pages.attached:
             grads.pages.detach()
 
-    def drop(self) -> None:
-        """Forget all gradients, those of a backward that broke off included."""
+    def drop(self) -> bool:
+        """Forget all gradients, those of a backward that broke off included; says whether there were any."""
+        held = self.ledger.any_held
         self._staging.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._drop_partial(grads)
         self.ledger.drop()
+        return held
 
 
 def _largest_grad(units: Sequence[Unit]) -> int:

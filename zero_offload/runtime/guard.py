@@ -105,7 +105,7 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
     return cast(Tensor, _touch_and_call(Tensor.copy_, (target, source, non_blocking), {}))
 
 
-def _refuse_copy(param: nn.Parameter, *_: Any) -> NoReturn:
+def refuse_copy(self: object, *_: Any) -> NoReturn:
     raise ZeroOffloadError(
         "an offloaded parameter cannot be copied or pickled: its data rests elsewhere. "
         "Use zo.save_checkpoint(model, optimizer, path), or model.state_dict() for the weights"
@@ -132,8 +132,8 @@ class GuardedParameter(nn.Parameter):
             return special(*args, **kwargs)
         return _touch_and_call(func, args, kwargs)
 
-    __deepcopy__ = _refuse_copy
-    __reduce_ex__ = _refuse_copy
+    __deepcopy__ = refuse_copy
+    __reduce_ex__ = refuse_copy
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         owner = owner_of(self)
@@ -146,13 +146,15 @@ class GuardedParameter(nn.Parameter):
 def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
     guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+    written = {id(leaf) for leaf in tree_leaves(kwargs.get("out"))}
     by_owner: dict[int, list[nn.Parameter]] = {}
     for param in guarded:
         by_owner.setdefault(id(owner_of(param)), []).append(param)
     for params in by_owner.values():
         owner = owner_of(params[0])
         if owner is not None:
-            owner.access.touch(params, func)
+            # What is written through out= is changed like the target of copy_.
+            owner.access.touch(params, Tensor.copy_ if written & set(map(id, params)) else func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

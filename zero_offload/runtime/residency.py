@@ -73,12 +73,13 @@ class Residency:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         for unit in stale:
-            if unit.state in (UnitState.FETCHING, UnitState.PRESENT):
+            if unit.state is not UnitState.AWAY:
                 self._carrier.abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
-                kept = unit.state is UnitState.PRESENT
-                unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or not kept)
-                unit.tracker.advance(UnitState.AWAITING)
+                absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
+                unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
+                if unit.state is not UnitState.AWAITING:
+                    unit.tracker.advance(UnitState.AWAITING)
                 self._offer(unit)
         for unit in stale:
             if unit.state is UnitState.AWAY:

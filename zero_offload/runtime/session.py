@@ -17,15 +17,18 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.runtime.grads import GradReducer
+from zero_offload.runtime.guard import refuse_copy
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Unit
 
@@ -46,6 +49,28 @@ class Scope:
     touched: list[Unit] = field(default_factory=list)
 
 
+class InputsWatch:
+    """A tensor hook of `count` tensors: runs `then` in every backward that completes all their gradients.
+
+    torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in: every forward
+    would stay in memory until Python's garbage collector has found it, one module at a time.
+    """
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._count = count
+        self._then = then
+        self._backward = -1
+        self._missing = 0
+
+    def __call__(self, grad: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward, self._missing = backward, self._count
+        self._missing -= 1
+        if self._missing == 0:
+            self._then()
+
+
 def in_backward() -> bool:
     """Whether autograd runs on this thread now."""
     return torch._C._current_graph_task_id() != -1
@@ -60,18 +85,10 @@ def _recomputed_later() -> bool:
 class Session:
     """Uses of units by forwards and backwards."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        residency: Residency,
-        finish_grads: Callable[[], None],
-        drop_grads: Callable[[], bool],
-    ) -> None:
-        """`finish_grads` ends a backward; `drop_grads` forgets gradients and says whether there were any."""
+    def __init__(self, units: Sequence[Unit], residency: Residency, grads: GradReducer) -> None:
         self._units = units
         self._residency = residency
-        self._finish_grads = finish_grads
-        self._drop_grads = drop_grads
+        self._grads = grads
         self._stack: list[Scope] = []
         self._saving: saved_tensors_hooks | None = None
         self._backward_runs = False
@@ -86,6 +103,8 @@ class Session:
                 f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
                 f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
             )
+
+    __reduce_ex__ = refuse_copy
 
     @property
     def active(self) -> bool:
@@ -165,7 +184,7 @@ class Session:
         for unit in self._units:
             unit.forward_uses = unit.backward_uses = 0
             unit.close()
-        if broken and self._drop_grads():
+        if broken and self._grads.drop():
             warnings.warn(
                 "the last backward was left by an exception: its gradients are dropped, no step used them",
                 stacklevel=2,
@@ -175,10 +194,11 @@ class Session:
 
     def _watch_inputs(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
         """Learn when the backward through this forward is over: when its inputs' gradients are complete."""
-        tensors = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.requires_grad]
-        tensors = [x for x in tensors if not isinstance(x, nn.Parameter)]
-        if tensors:
-            register_multi_grad_hook(tensors, lambda _: self._leave_backward(units))
+        # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
+        tensors = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.grad_fn is not None]
+        watch = InputsWatch(len(tensors), partial(self._leave_backward, units))
+        for tensor in tensors:
+            tensor.register_hook(watch)
 
     def _leave_backward(self, units: tuple[Unit, ...]) -> None:
         for unit in units:
@@ -211,7 +231,7 @@ class Session:
         for unit in self._units:
             unit.backward_uses = 0
             unit.close()
-        self._finish_grads()
+        self._grads.finish_backward()
 
     # Saved tensors
 

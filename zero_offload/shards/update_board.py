@@ -54,9 +54,9 @@ class UpdateBoard:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """The worker stopped; from now on every wait raises."""
+        """An update, a commit or a transfer failed: nothing goes on, every wait raises the first error."""
         with self._changed:
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
 
     def pending(self, unit: int) -> bool:

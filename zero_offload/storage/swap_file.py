@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,9 +45,10 @@ class Extent:
 class Transfer:
     """Blocks on their way; any thread may wait, any number of times, and each sees the same outcome."""
 
-    def __init__(self, engine: FileEngine, ticket: Ticket) -> None:
+    def __init__(self, engine: FileEngine, ticket: Ticket, on_error: Callable[[Exception], None]) -> None:
         self._engine = engine
         self._ticket = ticket
+        self._on_error = on_error
         self._lock = threading.Lock()
         self._finished = False
         self._error: Exception | None = None
@@ -60,6 +61,7 @@ class Transfer:
                     self._engine.wait(self._ticket)
                 except Exception as error:
                     self._error = error
+                    self._on_error(error)
                 self._finished = True
         if self._error is not None:
             raise self._error
@@ -85,6 +87,8 @@ class SwapFile:
         self._sizes = [0] * len(self._directories)
         self._files: list[DataFile] = []
         self._extents: list[Extent] = []
+        self.on_error: Callable[[Exception], None] = lambda _: None
+        """Told of every failed transfer, on the thread that waited for it."""
         # Gradients are given room by the control thread, a changed frozen shard by a commit.
         self._lock = threading.Lock()
 
@@ -166,11 +170,11 @@ class SwapFile:
 
     def read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         """Launch the read of some blocks to consecutive memory; verified against their checksums."""
-        return Transfer(self._engine, self._engine.read(extent.blocks[rows], address, urgency))
+        return Transfer(self._engine, self._engine.read(extent.blocks[rows], address, urgency), self.on_error)
 
     def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
-        return Transfer(self._engine, self._engine.write(extent.blocks[rows], address))
+        return Transfer(self._engine, self._engine.write(extent.blocks[rows], address), self.on_error)
 
     def sync(self) -> None:
         """Make every completed write survive power loss. An error is final: a retry would lie."""

@@ -6,17 +6,19 @@ Calls: `write_report(run_dir)` for the PNG, `summarize(read_run(run_dir))` for t
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.errors import CapacityError, ConfigError, StorageError
 from zero_offload.recipes.run_dir import REPORT_FILE, Row, Run, read_run
 from zero_offload.types import MIB, Tier, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours: told apart by colour-blind readers too.
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#E69F00", "#009E73"
@@ -44,8 +46,20 @@ def write_report(run_dir: Path) -> Path:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    path = run_dir / REPORT_FILE
-    figure.savefig(path, dpi=110)
+    return _save(figure, run_dir / REPORT_FILE)
+
+
+def _save(figure: Figure, path: Path) -> Path:
+    """Replace the picture whole: a report is drawn again while someone looks at the last one."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        figure.savefig(unfinished, dpi=110, format="png")
+        os.replace(unfinished, path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}; free space there, then: zero-offload report"
+        ) from error
     return path
 
 
@@ -145,32 +159,16 @@ def _draw_traffic(axes: Axes, run: Run) -> None:
 
 def _draw_memory(axes: Axes, run: Run) -> None:
     steps = [row["step"] for row in run.rows]
-    axes.plot(
-        steps,
-        [row["peak_rss_bytes"] / MIB for row in run.rows],
-        color=_RED,
-        lw=2,
-        label="peak RSS, activations included",
-    )
+    peak = [row["peak_rss_bytes"] / MIB for row in run.rows]
+    axes.plot(steps, peak, color=_RED, lw=2, label="peak RSS, activations included")
     for tier, color in _TIER_COLORS.items():
         resident = [row["resident_bytes"].get(tier, 0) / MIB for row in run.rows]
         if any(resident):
             axes.plot(steps, resident, color=color, lw=1.5, label=f"states on {tier}")
     baseline, planned = run.description["baseline_rss_bytes"], _planned_rss_bytes(run)
-    axes.axhline(
-        planned / MIB,
-        color="black",
-        ls="--",
-        lw=1.2,
-        label=f"the same with the plan's states and buffers, {format_bytes(planned)}",
-    )
-    axes.axhline(
-        baseline / MIB,
-        color=_GREY,
-        ls=":",
-        lw=1.2,
-        label=f"process before the model, {format_bytes(baseline)}",
-    )
+    before = f"process before the model, {format_bytes(baseline)}"
+    axes.axhline(baseline / MIB, color=_GREY, ls=":", lw=1.2, label=before)
+    axes.axhline(planned / MIB, color="black", ls="--", lw=1.2, label=f"that and the plan, {format_bytes(planned)}")
     axes.set_ylim(bottom=0)
     axes.set_title("Memory against the plan")
     axes.set_ylabel("MiB")

@@ -1,0 +1,190 @@
+"""A model whose states do not fit: training stays inside `cpu_memory`, and takes nothing more after two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.models import TinyLM
+from zero_offload.types import MIB, Tier
+
+DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
+CPU_MEMORY = 128 * MIB
+ALLOWANCE = 48 * MIB
+"""Activations of one block, torch's own buffers and thread stacks, allocator slack."""
+CGROUPS = Path("/sys/fs/cgroup/memory")
+
+
+def _config(nvme: Path | str, **settings: Any) -> zo.OffloadConfig:
+    choices = {"params": "nvme", "optimizer": "nvme", "grads": "nvme", "cpu_memory": CPU_MEMORY} | settings
+    return zo.OffloadConfig(nvme=nvme, precision="bf16", **choices)
+
+
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _peak_bytes() -> int:
+    """The most this process has had resident since `_forget_peak`."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _num_mappings() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+def _empty_model() -> nn.Module:
+    """Parameters that cost nothing until they are given a value."""
+    with torch.device("meta"):
+        return TinyLM(DIM, NUM_BLOCKS)
+
+
+def measure(nvme: str, cgroup: str) -> None:
+    """The subprocess: prints what it took, in bytes, as JSON."""
+    torch.set_num_threads(2)
+    model = TinyLM(DIM, NUM_BLOCKS)
+    num_params = sum(param.numel() for param in model.parameters())
+    TinyLM(64)(torch.zeros(1, 5, dtype=torch.long)).backward()  # what torch takes for its own once
+    if cgroup:
+        Path(cgroup, "cgroup.procs").write_text(str(os.getpid()))
+    values = _rss_bytes()
+    zo.offload(model, _config(nvme))
+    offloaded = _rss_bytes()
+    optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+    _forget_peak()
+    seen = []
+    for step in range(NUM_STEPS + 3):
+        tokens = torch.randint(0, 61, (1, 33), generator=torch.Generator().manual_seed(step))
+        loss = model(tokens)
+        loss.backward()
+        zo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        zo.commit(model, optimizer)
+        seen.append({"loss": loss.item(), "mappings": _num_mappings(), "cpu": zo.stats(model).resident_bytes["cpu"]})
+    peak = _peak_bytes()
+    zo.close(model)
+    result = {"num_params": num_params, "before": values, "after": offloaded, "peak": peak, "seen": seen}
+    print(json.dumps(result))
+
+
+@contextlib.contextmanager
+def _memory_cgroup(limit_bytes: int) -> Iterator[Path | None]:
+    """A memory cgroup, v1, or None where none may be made."""
+    path = CGROUPS / f"zero_offload-{uuid.uuid4().hex}"
+    try:
+        path.mkdir()
+        (path / "memory.limit_in_bytes").write_text(str(limit_bytes))
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+        yield None
+        return
+    try:
+        yield path
+    finally:
+        path.rmdir()
+
+
+def _run(nvme: Path, cgroup: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.parity.test_budget", str(nvme), cgroup]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = _run(tmp_path_factory.mktemp("budget") / "nvme", "")
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def test_states_are_several_times_the_budget(measured: dict[str, Any]) -> None:
+    assert measured["num_params"] * 12 > 2.5 * CPU_MEMORY
+
+
+def test_resident_memory_stays_inside_the_budget(measured: dict[str, Any]) -> None:
+    # The model's own fp32 values left for the disk; what is left of the process is torch and us.
+    bare = measured["before"] - measured["num_params"] * 4
+    assert measured["peak"] - bare < CPU_MEMORY + ALLOWANCE, measured
+
+
+def test_the_model_leaves_memory_when_it_is_offloaded(measured: dict[str, Any]) -> None:
+    assert measured["after"] < measured["before"] - measured["num_params"] * 4 + CPU_MEMORY
+
+
+def test_what_we_count_as_ours_is_inside_too(measured: dict[str, Any]) -> None:
+    assert all(step["cpu"] <= CPU_MEMORY for step in measured["seen"])
+
+
+def test_nothing_grows_after_the_second_step(measured: dict[str, Any]) -> None:
+    later = measured["seen"][2:]
+    assert len({step["cpu"] for step in later}) == 1
+    # Torch's threads and caches may still map something; what we did per unit or step would show as tens.
+    assert max(step["mappings"] for step in later) - min(step["mappings"] for step in later) <= 2
+    assert len({step["loss"] for step in measured["seen"]}) == len(measured["seen"])
+
+
+def test_it_trains_in_a_cgroup_of_that_size(tmp_path: Path) -> None:
+    """Bytes in memory before the process joined are not counted there: only what training takes is."""
+    with _memory_cgroup(CPU_MEMORY + ALLOWANCE) as cgroup:
+        if cgroup is None:
+            pytest.skip("no memory cgroup can be made here")
+        done = _run(tmp_path / "nvme", str(cgroup))
+        used = int((cgroup / "memory.max_usage_in_bytes").read_text())
+        killed = int((cgroup / "memory.oom_control").read_text().split("oom_kill ")[1]) if done.returncode else 0
+    assert done.returncode != -signal.SIGKILL, f"out of memory, {killed} killed"
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["seen"]) == NUM_STEPS + 3
+    assert used <= CPU_MEMORY + ALLOWANCE
+
+
+def test_in_memory_it_would_not_have_fitted(tmp_path: Path) -> None:
+    config = _config(tmp_path, optimizer="cpu", params="cpu", grads="cpu", cpu_memory=CPU_MEMORY)
+    plan = zo.plan(_empty_model(), config)
+    assert not plan.fits
+    assert plan.used_bytes(Tier.CPU) > 2.5 * CPU_MEMORY
+    assert zo.plan(_empty_model(), _config(tmp_path)).fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"optimizer": "cpu"}, ["memory", "needs", "128 MiB available", "missing", "would fit", "optimizer='nvme'"]),
+        ({"cpu_memory": "8MiB"}, ["needs", "8 MiB available", "cpu_memory of at least"]),
+        ({"nvme_capacity": "64MiB"}, ["nvme tier", "needs", "64 MiB available", "missing", "would fit"]),
+    ],
+    ids=str,
+)
+def test_a_budget_that_is_too_small(settings: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    model = TinyLM(DIM, NUM_BLOCKS)
+    with pytest.raises(zo.CapacityError) as caught:
+        zo.offload(model, _config(tmp_path / "nvme", **settings))
+    for word in words:
+        assert word in str(caught.value)
+    # Nothing was taken: neither the model's values nor disk space.
+    assert model(torch.zeros(1, 5, dtype=torch.long)).isfinite()
+    assert not list(tmp_path.rglob("*.swap"))
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1], sys.argv[2])

@@ -1,0 +1,269 @@
+"""Two ranks on gloo: where states rest changes no bit, and how many ranks there are changes only roundings."""
+
+from __future__ import annotations
+
+import functools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_offload as zo
+from tests.helpers import ranks
+from tests.helpers.disk import SWAP
+from tests.helpers.pairwise import Row, all_rows, label, pairwise
+from tests.helpers.ranks import Case, Failure, Outcome, RankPool
+from tests.helpers.trainer import fork_server
+from zero_offload.storage.directory import RunDirectory
+
+TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
+MATRIX = {
+    "stage": [3, 0],
+    "params": list(TIERS),
+    "grads": list(TIERS),
+    "optimizer": list(TIERS),
+    "precision": ["fp32", "bf16"],
+    "accumulate_and_clip": [(1, None), (2, 0.5), (1, 0.5)],
+}
+ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "precision": "fp32"}
+FP32_TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+class _References:
+    """Everything in memory, once per recipe."""
+
+    def __init__(self, pool: RankPool) -> None:
+        self.of = functools.cache(lambda *key: pool.succeed(ranks.train, _case(*key)))
+
+
+@pytest.fixture(scope="module")
+def references(pool: RankPool) -> _References:
+    return _References(pool)
+
+
+def _case(stage: int, precision: str, micro_batches: int, max_norm: float | None, **settings: Any) -> Case:
+    return Case({"stage": stage, "precision": precision} | settings, micro_batches=micro_batches, max_norm=max_norm)
+
+
+def _check(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
+    key = (row["stage"], row["precision"], *row["accumulate_and_clip"])
+    tiers = {kind: TIERS[row[kind]] for kind in ("params", "grads", "optimizer")}
+    found = pool.succeed(ranks.train, _case(*key, **tiers, nvme=nvme))
+    assert found == references.of(*key)
+    # Every rank has the same model, of its own rows.
+    assert all(torch.equal(found[0].params[name], found[1].params[name]) for name in found[0].params)
+    assert found[0].losses != found[1].losses and found[0].norms == found[1].norms
+
+
+@pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
+def test_placements_are_bit_identical(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
+    _check(row, nvme, pool, references)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", all_rows(MATRIX), ids=label)
+def test_all_placements_are_bit_identical(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
+    _check(row, nvme, pool, references)
+
+
+def test_models_of_several_chunks_and_frames(pool: RankPool, nvme: Path) -> None:
+    case = Case({"precision": "bf16"}, dim=320, num_steps=3, max_norm=1.0, num_frozen=1)
+    disk = replace(case, settings=case.settings | ON_DISK | {"precision": "bf16", "grads": "nvme", "nvme": nvme})
+    assert pool.succeed(ranks.train, disk) == pool.succeed(ranks.train, case)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.5)])
+def test_two_ranks_follow_one_with_the_whole_batch(
+    stage: int, micro_batches: int, max_norm: float | None, references: _References
+) -> None:
+    two = references.of(stage, "fp32", micro_batches, max_norm)
+    one = ranks.train(0, 1, _case(stage, "fp32", micro_batches, max_norm))
+    _check_close(one, two)
+
+
+def _check_close(one: Outcome, two: list[Outcome]) -> None:
+    mean = (torch.tensor(two[0].losses) + torch.tensor(two[1].losses)) / 2
+    torch.testing.assert_close(mean, torch.tensor(one.losses), **FP32_TOLERANCE)
+    torch.testing.assert_close(torch.tensor(two[0].norms), torch.tensor(one.norms), **FP32_TOLERANCE)
+    for name, param in one.params.items():
+        torch.testing.assert_close(two[0].params[name], param, **FP32_TOLERANCE)
+
+
+# Checkpoints on another number of ranks
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("num_frozen", [0, 2])
+def test_a_checkpoint_of_two_ranks_loads_on_one(stage: int, num_frozen: int, pool: RankPool, tmp_path: Path) -> None:
+    case = Case({"stage": stage} | ON_DISK | {"nvme": tmp_path / "two"}, num_frozen=num_frozen)
+    two = pool.succeed(ranks.save, case, str(tmp_path / "saved"))
+    for settings in ({"precision": "fp32"}, ON_DISK | {"nvme": tmp_path / "one"}):
+        one = ranks.load(0, 1, replace(case, settings=settings), str(tmp_path / "saved"))
+        assert all(torch.equal(one.params[name], two[0].params[name]) for name in two[0].params)
+        _check_close(Outcome(one.losses, one.norms), [Outcome(each.losses, each.norms) for each in two])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_checkpoint_of_one_rank_loads_on_two(stage: int, pool: RankPool, tmp_path: Path) -> None:
+    case = Case({"precision": "fp32"}, num_frozen=1)
+    one = ranks.save(0, 1, case, str(tmp_path / "saved"))
+    on_disk = replace(case, settings=ON_DISK | {"stage": stage, "nvme": tmp_path / "two"})
+    two = pool.succeed(ranks.load, on_disk, str(tmp_path / "saved"))
+    assert all(torch.equal(each.params[name], one.params[name]) for each in two for name in one.params)
+    _check_close(Outcome(one.losses, one.norms), [Outcome(each.losses, each.norms) for each in two])
+
+
+def test_a_checkpoint_of_two_loads_on_two_exactly(pool: RankPool, tmp_path: Path) -> None:
+    case = Case({"precision": "bf16"}, max_norm=1.0)
+    saved = pool.succeed(ranks.save, case, str(tmp_path / "saved"))
+    on_disk = replace(case, settings=ON_DISK | {"precision": "bf16", "nvme": tmp_path / "two"})
+    assert pool.succeed(ranks.load, on_disk, str(tmp_path / "saved")) == saved
+
+
+# Failures reach every rank, and leave the ranks in step
+
+
+def _failures(results: list[Any], kind: str, words: str) -> None:
+    for result in results:
+        assert isinstance(result, Failure) and result.kind == kind, results
+        assert words in result.message, results
+
+
+def _is_in_step(pool: RankPool, references: _References) -> bool:
+    return pool.succeed(ranks.train, _case(3, "fp32", 1, None)) == references.of(3, "fp32", 1, None)
+
+
+def test_a_directory_in_use(pool: RankPool, nvme: Path, references: _References) -> None:
+    with RunDirectory.open(nvme):
+        _failures(pool.call(ranks.train, Case(ON_DISK | {"nvme": nvme})), "LockError", "in use by process")
+    assert _is_in_step(pool, references)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_that_one_rank_cannot_make(rank: int, pool: RankPool, nvme: Path, references: _References) -> None:
+    (nvme / f"rank{rank}.swap").write_bytes(b"precious")
+    results = pool.call(ranks.train, Case(ON_DISK | {"nvme": nvme}))
+    _failures(results, "StorageError", f"rank{rank}.swap")
+    assert results[1 - rank].message.startswith(f"rank {rank}: ")
+    assert (nvme / f"rank{rank}.swap").read_bytes() == b"precious"
+    assert _is_in_step(pool, references)
+
+
+def test_a_checkpoint_is_not_overwritten(pool: RankPool, tmp_path: Path, references: _References) -> None:
+    path = tmp_path / "saved"
+    results = pool.call(ranks.save_twice, Case({"precision": "fp32"}), str(path))
+    _failures(results, "CheckpointError", "holds a checkpoint already")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "rank1.swap").write_bytes(b"precious")
+    _failures(
+        pool.call(ranks.save_twice, Case({"precision": "fp32"}), str(tmp_path / "other")), "StorageError", "rank1.swap"
+    )
+    assert _is_in_step(pool, references)
+
+
+def test_a_damaged_shard_of_one_rank(pool: RankPool, nvme: Path, references: _References) -> None:
+    case = Case(ON_DISK | {"nvme": nvme, "existing": "resume"}, num_steps=2)
+    pool.succeed(ranks.train, case)
+    whole = (nvme / "rank1.swap").read_bytes()
+    (nvme / "rank1.swap").write_bytes(whole[:4096])
+    _failures(pool.call(ranks.train, replace(case, num_steps=4)), "IntegrityError", "truncated")
+    (nvme / "rank1.swap").write_bytes(whole)
+    longer = replace(case, num_steps=4)
+    whole_run = replace(longer, settings={"precision": "fp32"})
+    found, expected = pool.succeed(ranks.train, longer), pool.succeed(ranks.train, whole_run)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine == Outcome(theirs.losses[2:], theirs.norms, theirs.params)
+    assert _is_in_step(pool, references)
+
+
+def test_another_number_of_ranks_is_refused(pool: RankPool, tmp_path: Path, references: _References) -> None:
+    case = Case(ON_DISK | {"existing": "resume"}, num_steps=1)
+    on_two = replace(case, settings=case.settings | {"nvme": tmp_path / "two"})
+    pool.succeed(ranks.train, on_two)
+    with pytest.raises(zo.CheckpointError, match="written by 2 ranks.*this run has 1.*zo.save_checkpoint"):
+        ranks.train(0, 1, on_two)
+    on_one = replace(case, settings=case.settings | {"nvme": tmp_path / "one"})
+    ranks.train(0, 1, on_one)
+    _failures(pool.call(ranks.train, on_one), "CheckpointError", "written by 1 ranks")
+    assert _is_in_step(pool, references)
+
+
+def test_a_rank_that_is_gone_ends_the_others() -> None:
+    pool = RankPool(2)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as nvme:
+        for connection in pool.connections:
+            connection.send((ranks.fail_alone, (Case(ON_DISK | {"nvme": nvme}),)))
+        survivor = pool._receive(pool.connections[0])
+    assert isinstance(survivor, Failure), survivor
+    assert time.monotonic() - began < ranks.TIMEOUT_S
+    pool.processes[1].join(10)
+    assert pool.processes[1].exitcode == 3
+    pool.close()
+
+
+# The whole job is killed
+
+
+def _start(case: Case, out: Path) -> list[Any]:
+    store = tempfile.mktemp(prefix="job-")
+    processes = [
+        fork_server().Process(target=ranks.train_and_record, args=(rank, 2, store, case, str(out))) for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _records(out: Path) -> list[Any]:
+    path = out / "records.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_both_ranks_killed_and_resumed(stage: int, tmp_path: Path) -> None:
+    case = Case(ON_DISK | {"stage": stage, "existing": "resume"}, num_steps=14, max_norm=1.0)
+    outs = {name: tmp_path / name for name in ("killed", "whole")}
+    for name, out in outs.items():
+        out.mkdir()
+        moments = random.Random(stage)
+        here = replace(case, settings=case.settings | {"nvme": out / "nvme"})
+        for kill in range(3) if name == "killed" else ():
+            processes, before = _start(here, out), len(_records(out))
+            ranks.wait_until(lambda: len(_records(out)) >= before + 2 * kill)
+            time.sleep(moments.random() * 0.05)
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+        for process in _start(here, out):
+            process.join(ranks.TIMEOUT_S)
+            assert process.exitcode == 0
+    whole, killed = _records(outs["whole"]), _records(outs["killed"])
+    assert [step for step, *_ in whole] == list(range(case.num_steps))
+    # A step that was done twice was the same twice.
+    assert {json.dumps(record) for record in killed} == {json.dumps(record) for record in whole}
+    expected, found = (torch.load(outs[name] / "params.pt") for name in ("whole", "killed"))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert len(killed) >= len(whole)
+
+
+def test_names_of_files(pool: RankPool, nvme: Path) -> None:
+    pool.succeed(ranks.train, Case(ON_DISK | {"nvme": nvme}, num_steps=2))
+    names = {path.name for path in nvme.iterdir()}
+    assert {SWAP, "rank1.swap", "rank0-0.json", "rank1-1.json", "generation.json", "run.json", "LOCK"} <= names
