@@ -47,7 +47,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     start = 0
     if resumed := zo.resume(model, optimizer):
-        start = resumed.extra["step"]
+        start = resumed.step
         scheduler.load_state_dict(resumed.extra["scheduler"])
         print(f"resuming after step {start}")
     for step in range(start + 1, STEPS + 1):
@@ -58,10 +58,11 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        zo.commit(model, optimizer, extra={"step": step, "scheduler": scheduler.state_dict()})
+        zo.commit(model, optimizer, extra={"scheduler": scheduler.state_dict()})
         if step % 10 == 0:
             read = zo.stats(model).read_bytes["nvme"]
             print(f"step {step}: loss {loss.item():.4f}, {read:,} bytes read from disk")
+    zo.close(model)
 
 
 if __name__ == "__main__":

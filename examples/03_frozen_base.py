@@ -43,6 +43,7 @@ def fine_tune(directory: str) -> None:
             print(f"step {step}: loss {loss.item():.4f}")
     with zo.gathered(model[0]):
         print(f"the correction of the first layer now has norm {model[0].up.weight.float().norm():.3f}")
+    zo.close(model)
 
 
 def main() -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
-from zero_offload.optim.adamw import group_record, restore_groups
+from zero_offload.optim.adamw import check_groups, group_record, restore_groups
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.shards.registry import owner_of
@@ -69,8 +70,8 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler state, data position, ...
-    Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
+    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler
+    state, data position, ... Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
     """
     owner = _need_runtime(model, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
@@ -104,11 +105,16 @@ def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     difference when it is another model's, IntegrityError when a byte is not what was written.
     """
     owner = _need_runtime(model, "zo.load_checkpoint")
-    generation, rng = owner.load(Path(path))
-    restore_groups(optimizer, generation.payload.get("optimizer", []), str(path))
+    generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
+    restore_groups(optimizer, _groups(generation), str(path))
     if rng is not None:
         restore_rng(rng)
     return Resumed(generation.step, generation.payload.get("extra"), generation.committed_at)
+
+
+def _groups(generation: Generation) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = generation.payload.get("optimizer", [])
+    return groups
 
 
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
@@ -124,7 +130,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None
     found = keeper.found
     owner.resume_pending = False
     where = f"the generation of step {found.step}"
-    restore_groups(optimizer, found.payload.get("optimizer", []), where)
+    restore_groups(optimizer, _groups(found), where)
     rng = keeper.rank_payload().get("rng")
     if rng is not None:
         restore_rng(rng)

@@ -24,7 +24,7 @@ from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.memory.pages import num_frames
+from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import RegionPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.offloaded_model import OffloadedModel, Parts
@@ -100,6 +100,7 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
     compute = getattr(torch, config.compute_dtype_name)
     install_hooks(model, points, owner.session, compute, owner.grad_ready)
     install_walk_hooks(model, owner.begin_walk, owner.access.end_walk)
+    trim_heap()  # the parameters' old storages are free, and of no use to anyone
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)
     return model

@@ -193,12 +193,16 @@ class OffloadedModel:
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
 
-    def load(self, path: Path) -> tuple[Generation, dict[str, Any] | None]:
-        """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective."""
+    def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:
+        """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective.
+
+        `check` may raise before anything is replaced.
+        """
         self.worker.drain()
         self.grads.drop()
         index = self.parts.collectives.shard_index
         with SavedCheckpoint.open(path, self.parts.layout) as saved:
+            check(saved.generation)
             for shard in self.parts.store.shards:
                 self.parts.store.write_components(shard, saved.source(shard.layout, index))
             same_ranks = saved.generation.world_size == self.parts.ranks.world_size

@@ -118,9 +118,7 @@ POINTS = [
 
 
 @pytest.mark.parametrize(("place", "count"), POINTS, ids=str)
-def test_death_at_an_operation(
-    place: str, count: int, tmp_path: Path, uninterrupted: Callable[[int], Outcome]
-) -> None:
+def test_death_at_an_operation(place: str, count: int, tmp_path: Path, uninterrupted: Callable[[int], Outcome]) -> None:
     spec = _spec(tmp_path, num_steps=SHORT, durability="commit" if count % 2 else "process")
     assert _die_and_resume(spec, place, count)
     assert outcome(spec) == uninterrupted(SHORT)

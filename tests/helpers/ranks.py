@@ -119,9 +119,7 @@ class RankPool:
 def gloo_group(rank: int, world_size: int, store: str) -> Iterator[None]:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield
     finally:
@@ -165,9 +163,7 @@ def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
     return model, zo.AdamW(param_groups(model), lr=1e-2, weight_decay=0.1)
 
 
-def steps(
-    case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.AdamW, span: range, out: Outcome
-) -> None:
+def steps(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.AdamW, span: range, out: Outcome) -> None:
     """Train; each step is committed."""
     for step in span:
         for micro in range(case.micro_batches):

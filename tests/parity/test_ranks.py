@@ -230,6 +230,18 @@ def _start(case: Case, out: Path) -> list[Any]:
     return processes
 
 
+def _start_and_kill(case: Case, out: Path, num_rows: int, delay_s: float) -> None:
+    """Let the ranks record some steps, and a little more."""
+    before = len(_records(out))
+    processes = _start(case, out)
+    ranks.wait_until(lambda: len(_records(out)) >= before + num_rows)
+    time.sleep(delay_s)
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.join()
+
+
 def _records(out: Path) -> list[Any]:
     path = out / "records.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -244,13 +256,7 @@ def test_both_ranks_killed_and_resumed(stage: int, tmp_path: Path) -> None:
         moments = random.Random(stage)
         here = replace(case, settings=case.settings | {"nvme": out / "nvme"})
         for kill in range(3) if name == "killed" else ():
-            processes, before = _start(here, out), len(_records(out))
-            ranks.wait_until(lambda: len(_records(out)) >= before + 2 * kill)
-            time.sleep(moments.random() * 0.05)
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
+            _start_and_kill(here, out, num_rows=2 * kill, delay_s=moments.random() * 0.05)
         for process in _start(here, out):
             process.join(ranks.TIMEOUT_S)
             assert process.exitcode == 0

@@ -80,6 +80,12 @@ def move_frame(source: int, target: int) -> None:
         raise _failure("mremap", FRAME)
 
 
+def trim_heap() -> None:
+    """Give back what the C library keeps of freed memory: it reuses, but does not return, blocks of some MiB."""
+    if hasattr(_libc, "malloc_trim"):  # glibc's
+        _libc.malloc_trim(0)
+
+
 def _map(nbytes: int, protection: int) -> int:
     size = num_frames(nbytes) * FRAME
     # One frame more than asked for, so that an aligned range fits; the edges go back at once.

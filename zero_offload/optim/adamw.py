@@ -118,6 +118,11 @@ class AdamW(torch.optim.Optimizer):
         for index, owner in away.items():
             if index in entries:
                 owner.write_optimizer_state(params[index], entries[index])
+        amsgrad = [group["amsgrad"] for group in self.param_groups for _ in group["params"]]
+        for index in mine:
+            if _has_kernel(params[index], amsgrad[index]):
+                # torch has cast the states to the parameter's dtype; the kernel's are fp32.
+                _restore_exact(params[index], self.state[params[index]], mine[index])
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
@@ -127,12 +132,16 @@ class AdamW(torch.optim.Optimizer):
         assert grad is not None
         if grad.is_sparse:
             raise ConfigError("AdamW takes no sparse gradients; use torch.optim.SparseAdam for them")
+        exact = _has_kernel(param, amsgrad)
         if not state:
-            _init_state(param, state, amsgrad)
-        if amsgrad or not all(_native(tensor) for tensor in (param, grad)):
+            _init_state(param, state, exact=exact, amsgrad=amsgrad)
+        if not exact:
             _torch_update(param, state, hyper, amsgrad)
             return
         state["step"] += 1
+        if param.numel() == 0:
+            return
+        grad = grad.contiguous()
         buffers = AdamWBuffers(
             value=param.data_ptr(),
             residual=state["residual"].data_ptr() if "residual" in state else 0,
@@ -183,8 +192,8 @@ def group_record(group: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Put a generation's hyperparameters into `optimizer`. Raises CheckpointError when its groups differ."""
+def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise CheckpointError when a generation's groups are not those of `optimizer`."""
     counts = [len(group["params"]) for group in optimizer.param_groups]
     saved = [record.get("num_params") for record in records]
     if counts != saved:
@@ -192,6 +201,11 @@ def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[s
             f"{where} was written with param groups of {saved} parameters, this optimizer has {counts}; "
             "build the optimizer with the same groups"
         )
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Put a generation's hyperparameters into `optimizer`. Raises CheckpointError when its groups differ."""
+    check_groups(optimizer, records, where)
     for group, record in zip(optimizer.param_groups, records, strict=True):
         for name, value in record.items():
             if name == "num_params":
@@ -202,13 +216,22 @@ def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[s
                 group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def _native(tensor: Tensor) -> bool:
-    """Whether the fused kernel takes this tensor."""
-    return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.is_contiguous()
+def _has_kernel(param: nn.Parameter, amsgrad: bool) -> bool:
+    """Whether the fused kernel updates this parameter; its moments are fp32 then."""
+    plain = param.device.type == "cpu" and param.is_contiguous() and not amsgrad
+    return plain and param.dtype in (torch.float32, torch.bfloat16)
 
 
-def _init_state(param: nn.Parameter, state: dict[str, Any], amsgrad: bool) -> None:
-    exact = _native(param) and not amsgrad
+def _restore_exact(param: nn.Parameter, state: dict[str, Any], entry: Mapping[str, Tensor]) -> None:
+    """Take moments and residual bit for bit; torch's state dict has no residual: then the value is the master."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = entry[name].detach().to(torch.float32, copy=True).contiguous()
+    if param.dtype == torch.bfloat16:
+        residual = entry.get("residual")
+        state["residual"] = torch.zeros_like(param, dtype=torch.int16) if residual is None else residual.clone()
+
+
+def _init_state(param: nn.Parameter, state: dict[str, Any], *, exact: bool, amsgrad: bool) -> None:
     moments = torch.float32 if exact else param.dtype
     state["step"] = torch.tensor(0.0)
     for name in ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if amsgrad else ()):

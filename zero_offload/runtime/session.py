@@ -236,7 +236,8 @@ class Session:
     # Saved tensors
 
     def _pack(self, tensor: Tensor) -> Saved:
-        return Saved(tensor, tensor._version, self._unit_of(tensor))
+        # Detached: a node that saved its own output would hold itself in memory through it.
+        return Saved(tensor.detach(), tensor._version, self._unit_of(tensor))
 
     def _unpack(self, saved: Saved) -> Tensor:
         # Autograd leaves this check to whoever packs.

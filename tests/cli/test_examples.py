@@ -1,0 +1,48 @@
+"""The examples run as their first lines say, twice where they promise to resume."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
+LINES_MAX = 80
+
+
+def _run(script: Path, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, cwd=script.parents[1], check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _example(name: str) -> Path:
+    return next(path for path in EXAMPLES if name in path.name)
+
+
+def test_there_are_few_and_they_are_short() -> None:
+    assert 1 <= len(EXAMPLES) <= 4
+    assert all(len(path.read_text().splitlines()) <= LINES_MAX for path in EXAMPLES)
+
+
+def test_train_from_nvme_resumes(tmp_path: Path) -> None:
+    first = _run(_example("train_from_nvme"), tmp_path / "run")
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in first.splitlines() if "loss" in line]
+    assert losses[-1] < losses[0]
+    assert "resuming after step 30" in _run(_example("train_from_nvme"), tmp_path / "run")
+
+
+def test_adamw_is_a_drop_in() -> None:
+    ours, theirs = (float(word.strip(";")) for word in _run(_example("adamw")).split()[1:4:2])
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_frozen_base_trains_the_correction(tmp_path: Path) -> None:
+    lines = _run(_example("frozen_base"), tmp_path / "run").splitlines()
+    assert float(lines[2].split()[-1]) < float(lines[0].split()[-1])
+    assert float(lines[-1].split()[-1]) > 0

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.memory.pages import FRAME
+
+
+def test_a_region_lives_as_long_as_its_tensors() -> None:
+    arena = Arena(0)
+    tensor = arena.allocate(100).tensor(torch.float32, 25)
+    assert torch.all(tensor == 0) and tensor.data_ptr() % FRAME == 0
+    part = tensor[3:5]
+    assert arena.allocated_bytes == FRAME
+    del tensor
+    gc.collect()
+    part.fill_(2)
+    assert arena.allocated_bytes == FRAME
+    del part
+    gc.collect()
+    assert arena.allocated_bytes == 0
+
+
+def test_views_of_a_region_share_it() -> None:
+    region = Arena(0).allocate(64)
+    region.tensor(torch.int32, 4, offset_bytes=16).fill_(-1)
+    assert region.tensor(torch.int16, 32).tolist() == [0] * 8 + [-1] * 8 + [0] * 16
+
+
+def test_frames_are_limited_and_reused() -> None:
+    arena = Arena(3)
+    first = arena.lease_frames(2)
+    assert first is not None and arena.free_frames == 1
+    assert arena.lease_frames(2) is None
+    arena.release_frames(first)
+    second = arena.lease_frames(3)
+    assert second is not None and set(first) < set(second)
+    assert arena.frame_bytes == 3 * FRAME and arena.free_frames == 0
+    assert arena.lease_frames(0) == []
+
+
+def test_the_limit_rises_to_its_maximum_and_no_further() -> None:
+    arena = Arena(1, 3)
+    assert not arena.raise_limit(3) and arena.frame_limit == 1
+    assert arena.raise_limit(2) and arena.free_frames == 3
+    assert not Arena(1).raise_limit(1)
+
+
+def test_a_buffer_keeps_its_address_while_pages_come_and_go() -> None:
+    arena = Arena(2)
+    one, two = MovableBuffer(arena, FRAME + 1), MovableBuffer(arena, FRAME)
+    view = one.region.tensor(torch.uint8, FRAME + 1)
+    address = view.data_ptr()
+    for value in (1, 2, 3):
+        assert one.attach() and one.attached and not two.attach()
+        view.fill_(value)
+        assert view.sum(dtype=torch.int64).item() == value * (FRAME + 1) and view.data_ptr() == address
+        one.detach()
+        assert two.attach() and not one.attached
+        two.detach()
+    assert arena.frame_bytes == 2 * FRAME, "all of it reused"
+
+
+def test_attached_twice_or_detached_twice_is_a_bug() -> None:
+    buffer = MovableBuffer(Arena(2), 1)
+    with pytest.raises(AssertionError):
+        buffer.detach()
+    assert buffer.attach()
+    with pytest.raises(AssertionError):
+        buffer.attach()
+
+
+def test_a_pinner_sees_every_region_before_its_pages_go() -> None:
+    class Log:
+        def __init__(self) -> None:
+            self.pinned: dict[int, int] = {}
+
+        def pin(self, address: int, nbytes: int) -> None:
+            self.pinned[address] = nbytes
+
+        def unpin(self, address: int) -> None:
+            del self.pinned[address]
+
+    log = Log()
+    arena = Arena(0, None, log)
+    region = arena.allocate(FRAME + 1)
+    assert log.pinned == {region.address: 2 * FRAME}
+    del region
+    gc.collect()
+    assert log.pinned == {}

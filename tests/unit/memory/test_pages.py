@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from zero_offload.errors import CapacityError
+from zero_offload.memory import pages
+from zero_offload.memory.pages import FRAME
+
+PREAMBLE = "import ctypes; from zero_offload.memory import pages; F = pages.FRAME\n"
+
+
+def run_alone(body: str) -> int:
+    """Exit status of a process of its own; a fault is minus the signal."""
+    return subprocess.run([sys.executable, "-c", PREAMBLE + body], timeout=60).returncode
+
+
+def test_frames_needed() -> None:
+    assert [pages.num_frames(n) for n in (0, 1, FRAME, FRAME + 1)] == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("nbytes", [1, FRAME, 3 * FRAME + 5])
+def test_allocated_memory_is_aligned_and_zero(nbytes: int) -> None:
+    address = pages.allocate(nbytes)
+    assert address % FRAME == 0
+    assert ctypes.string_at(address, min(nbytes, 4096)) == bytes(min(nbytes, 4096))
+    ctypes.memset(address, 7, nbytes)
+    assert ctypes.string_at(address + nbytes - 1, 1) == b"\7"
+    pages.release(address, nbytes)
+
+
+def test_pages_move_with_their_contents_and_come_back() -> None:
+    source, target = pages.allocate(FRAME), pages.reserve(2 * FRAME)
+    ctypes.memset(source, 5, FRAME)
+    pages.move_frame(source, target + FRAME)
+    assert ctypes.string_at(target + FRAME, FRAME) == b"\5" * FRAME
+    ctypes.memset(target + FRAME, 6, FRAME)
+    pages.move_frame(target + FRAME, source)
+    assert ctypes.string_at(source, FRAME) == b"\6" * FRAME
+    pages.release(source, FRAME)
+    pages.release(target, 2 * FRAME)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "ctypes.string_at(pages.reserve(F), 1)",
+        "a, b = pages.allocate(F), pages.reserve(F); pages.move_frame(a, b); ctypes.string_at(b, 1); "
+        "pages.move_frame(b, a); pages.protect(b, F); ctypes.string_at(a, 1); ctypes.string_at(b, 1)",
+        "a = pages.allocate(F); pages.release(a, F); ctypes.string_at(a, 1)",
+    ],
+    ids=["reserved", "moved away", "released"],
+)
+def test_a_touch_of_absent_pages_is_a_fault(body: str) -> None:
+    assert run_alone(body) == -signal.SIGSEGV
+
+
+def test_no_memory_is_held_by_what_is_reserved() -> None:
+    before = resident_pages()
+    address = pages.reserve(1 << 34)
+    assert resident_pages() - before < 100
+    pages.release(address, 1 << 34)
+
+
+def resident_pages() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1])
+
+
+def test_forked_children_do_not_inherit() -> None:
+    body = "import os; a = pages.allocate(F); ctypes.memset(a, 1, F); child = os.fork()\n"
+    body += "if child == 0: ctypes.string_at(a, 1); os._exit(0)\n"
+    body += "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -11)"
+    assert run_alone(body) == 1
+
+
+def test_failure_says_what_to_do() -> None:
+    with pytest.raises(CapacityError, match=r"mmap of .* failed: Cannot allocate memory.*ulimit -v"):
+        pages.reserve(1 << 47)
+
+
+def test_neighbours_survive_a_release() -> None:
+    """The edges cut off for alignment are no one else's memory."""
+    addresses = [pages.allocate(FRAME) for _ in range(20)]
+    for i, address in enumerate(addresses):
+        ctypes.memset(address, i, FRAME)
+    for address in addresses[::2]:
+        pages.release(address, FRAME)
+    for i, address in list(enumerate(addresses))[1::2]:
+        assert ctypes.string_at(address, FRAME) == bytes([i]) * FRAME
+        pages.release(address, FRAME)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.models import Block, TinyLM
+from zero_offload.errors import ConfigError
+from zero_offload.plan.model_spec import SMALL_NUMEL, ModelSpec, find_units
+
+
+def units_of(model: nn.Module, units: object = None) -> dict[str, list[str]]:
+    spec = ModelSpec.from_module(model, units)
+    return {unit.name: [param.name for param in unit.params] for unit in spec.units}
+
+
+def test_blocks_of_a_list_and_small_leftovers() -> None:
+    units = units_of(TinyLM(8, 2))
+    assert list(units) == ["(small)", "blocks.0", "blocks.1"]
+    assert units["(small)"] == ["embedding.weight", "norm.weight", "norm.bias"]
+    assert len(units["blocks.0"]) == 6
+
+
+def test_large_leftovers_are_units() -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(SMALL_NUMEL, 1), "norm": nn.LayerNorm(4)})
+    assert list(units_of(model)) == ["table", "(small)"]
+
+
+def test_blocks_of_a_sequential_of_mixed_modules() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), Block(4), nn.ReLU(), Block(4), nn.Linear(4, 3))
+    assert find_units(model) == ("1", "3")
+
+
+def test_the_outermost_repetition_counts() -> None:
+    model = nn.ModuleList(nn.Sequential(Block(4), Block(4)) for _ in range(2))
+    assert find_units(model) == ("0", "1")
+
+
+def test_a_single_block_is_looked_into() -> None:
+    model = nn.Sequential(nn.Sequential(Block(4), Block(4)), nn.Linear(4, 4))
+    assert find_units(model) == ("0.0", "0.1")
+
+
+def test_modules_without_parameters_are_no_blocks() -> None:
+    assert find_units(nn.Sequential(nn.ReLU(), nn.ReLU(), nn.Linear(2, 2))) == ()
+
+
+def test_ties_are_one_parameter_with_every_user_a_hook_point() -> None:
+    spec = ModelSpec.from_module(TinyLM(8, 2))
+    (tied,) = [param for unit in spec.units for param in unit.params if param.aliases]
+    assert (tied.name, tied.aliases) == ("embedding.weight", ("head.weight",))
+    points = {point.module: [spec.units[i].name for i in point.units] for point in spec.hook_points}
+    assert points["head"] == points["embedding"] == ["(small)"] and points["blocks.1"] == ["blocks.1"]
+    assert spec.numel == sum(param.numel() for param in TinyLM(8, 2).parameters())
+
+
+def test_a_block_that_borrows_a_tied_parameter_needs_both_units() -> None:
+    model = nn.ModuleList([Block(4), Block(4)])
+    model[1].up.weight = model[0].up.weight
+    spec = ModelSpec.from_module(model)
+    assert {point.module: point.units for point in spec.hook_points} == {"0": (0,), "1": (0, 1)}
+
+
+@pytest.mark.parametrize("naming", ["names", "class", "modules"])
+def test_units_named_by_the_user(naming: str) -> None:
+    model = TinyLM(8, 3)
+    named = {"names": ["blocks.0", "blocks.2"], "class": [Block], "modules": [model.blocks[1]]}[naming]
+    expected = {"names": [0, 2], "class": [0, 1, 2], "modules": [1]}[naming]
+    assert set(units_of(model, named)) == {"(small)"} | {f"blocks.{i}" for i in expected}
+
+
+def test_the_innermost_named_unit_owns() -> None:
+    units = units_of(TinyLM(8, 2), ["blocks", "blocks.1.up"])
+    assert units["blocks.1.up"] == ["blocks.1.up.weight", "blocks.1.up.bias"]
+    assert "blocks.1.down.weight" in units["blocks"]
+
+
+def test_the_root_as_one_unit() -> None:
+    assert len(units_of(TinyLM(8, 2), [""])) == 1
+
+
+def test_meta_models_have_a_spec() -> None:
+    with torch.device("meta"):
+        model = TinyLM(8, 2)
+    assert ModelSpec.from_module(model).numel == ModelSpec.from_module(TinyLM(8, 2)).numel
+
+
+def test_errors_name_everything() -> None:
+    with pytest.raises(ConfigError) as error:
+        ModelSpec.from_module(TinyLM(8, 2), ["nope", nn.LSTM])
+    assert "'nope'" in str(error.value) and "LSTM" in str(error.value)
+    with pytest.raises(ConfigError, match="no parameter"):
+        ModelSpec.from_module(nn.ReLU())

@@ -1,0 +1,89 @@
+"""Decisions of `Residency`, on a real store and without a model's hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.models import WIDE, Block, build
+from tests.helpers.reference import placed
+from zero_offload.api import runtime_of
+from zero_offload.offloaded_model import Parts
+from zero_offload.shards.state import UnitState
+
+
+@pytest.fixture
+def parts(nvme: Path) -> Iterator[Parts]:
+    """Four units of two frames; room for two of them."""
+    model = zo.offload(
+        build(lambda: nn.ModuleList(Block(WIDE) for _ in range(4))),
+        placed("fp32", ("nvme", "cpu", "nvme"), nvme, "8MiB"),
+    )
+    owner = runtime_of(model)
+    assert owner is not None
+    yield owner.parts
+    zo.close(model)
+
+
+def present(parts: Parts) -> set[int]:
+    return {unit.index for unit in parts.units if unit.state is UnitState.PRESENT}
+
+
+def cycle(parts: Parts, uses: list[int]) -> int:
+    """Acquire in order; returns the bytes fetched."""
+    before = parts.store.counters.snapshot().get("read.nvme", 0)
+    parts.residency.begin_cycle("grad")
+    for index in uses:
+        parts.residency.acquire(parts.units[index])
+        assert parts.units[index].state is UnitState.PRESENT
+    return int(parts.store.counters.snapshot()["read.nvme"] - before)
+
+
+def test_an_acquired_unit_holds_its_values(parts: Parts) -> None:
+    for unit in parts.units:
+        parts.residency.acquire(unit)
+        for section, piece, param in unit.placed_params():
+            expected = parts.store.read_component(section.shard, next(iter(section.shard.slots[0])))
+            assert torch.equal(section.flat[piece.begin : piece.end], expected[piece.begin : piece.end])
+            assert param.shape == piece.spec.shape
+
+
+def test_eviction_by_next_use_reads_less_than_least_recently_used(parts: Parts) -> None:
+    """0 1 2 3 2 1 0 with room for two: at the turn 2 and 3 are kept, so 5 reads serve 7 uses."""
+    uses = [0, 1, 2, 3, 2, 1, 0]
+    cycle(parts, uses)
+    unit_bytes = parts.units[0].layout.nbytes
+    assert cycle(parts, uses) <= 6 * unit_bytes
+
+
+def test_units_in_use_stay(parts: Parts) -> None:
+    first, second, third, _ = parts.units
+    for unit in (first, second):
+        parts.residency.acquire(unit)
+        unit.forward_uses = 1
+    with pytest.raises(zo.CapacityError, match=r"2 needs 4 MiB.*in use: 0, 1\. Raise device_memory"):
+        parts.residency.acquire(third)
+    second.forward_uses = 0
+    parts.residency.acquire(third)
+    assert present(parts) == {0, 2}
+    first.forward_uses = 0
+
+
+def test_a_known_cycle_is_fetched_ahead(parts: Parts) -> None:
+    cycle(parts, [0, 1, 2, 3])
+    parts.residency.begin_cycle("grad")
+    parts.residency.acquire(parts.units[0])
+    assert parts.units[1].state in (UnitState.FETCHING, UnitState.PRESENT)
+
+
+def test_forgotten_units_are_read_again(parts: Parts) -> None:
+    parts.residency.acquire(parts.units[0])
+    parts.residency.forget(parts.units[0])
+    assert parts.units[0].state is UnitState.AWAY
+    parts.residency.forget(parts.units[0])
+    assert cycle(parts, [0]) == parts.units[0].layout.nbytes

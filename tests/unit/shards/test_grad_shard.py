@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.stores import open_store
+from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.shards.grad_shard import GradShard
+from zero_offload.types import Tier
+
+
+@contextmanager
+def grad_shard(tier: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> Iterator[GradShard]:
+    def attach(buffer: MovableBuffer) -> None:
+        assert buffer.attach()
+
+    with open_store(nn.Linear(1100, 1100), ("cpu", tier, "cpu"), path, dtype=dtype) as store:
+        yield GradShard(store, store.shards[0], attach)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+def test_values_survive_closing(tier: Tier, nvme: Path) -> None:
+    with grad_shard(tier, nvme) as shard:
+        for step in range(3):
+            shard.open().fill_(step)
+            shard.held = True
+            shard.close()
+            assert shard.on_disk == (tier is Tier.NVME)
+            assert torch.all(shard.open() == step)
+            shard.close()
+            shard.held = False
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("closed", [True, False])
+def test_widening_keeps_what_is_held(closed: bool, tier: Tier, nvme: Path) -> None:
+    with grad_shard(tier, nvme) as shard:
+        values = torch.randn(shard.layout.shard_numel).bfloat16()
+        shard.open().copy_(values)
+        shard.held = True
+        if closed:
+            shard.close()
+        wide = shard.widen()
+        assert wide.dtype == shard.dtype == torch.float32 and torch.equal(wide, values.float()) and shard.held
+        wide += 1e-6
+        expected = wide.clone()
+        shard.close()
+        assert torch.equal(shard.widen(), expected)
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> None:
+    with grad_shard(tier, nvme, dtype) as shard:
+        values = torch.randn(shard.layout.shard_numel).to(dtype)
+        shard.open().copy_(values)
+        shard.held = True
+        shard.close()
+        staging = Arena(0).allocate(4 << 20)
+        for row, (begin, end) in enumerate(shard.layout.chunks()):
+            address, reads = shard.open_chunk(row, staging.address)
+            for read in reads:
+                read.wait()
+            assert bool(reads) == (tier is Tier.NVME)
+            if reads:
+                assert torch.equal(staging.tensor(dtype, end - begin), values[begin:end])
+            else:
+                assert address == shard.open().data_ptr() + begin * dtype.itemsize
+
+
+def test_pages_are_taken_only_while_open(nvme: Path) -> None:
+    with open_store(nn.Linear(64, 64), ("cpu", "nvme", "cpu"), nvme, num_frames=1) as store:
+        attached: list[MovableBuffer] = []
+
+        def attach(buffer: MovableBuffer) -> None:
+            attached.append(buffer)
+            assert buffer.attach()
+
+        shard = GradShard(store, store.shards[0], attach)
+        shard.open()
+        assert store.arena.free_frames == 0 and len(attached) == 1
+        shard.open()
+        assert len(attached) == 1
+        shard.close()
+        shard.close()
+        assert store.arena.free_frames == 1

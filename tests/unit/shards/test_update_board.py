@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from zero_offload.shards.update_board import UpdateBoard
+
+
+def test_idle_units_are_not_waited_for() -> None:
+    board = UpdateBoard(2)
+    board.wait(1)
+    assert not board.pending(1) and not board.queued(1) and not board.offer(1, (1,))
+
+
+def test_a_delivery_is_taken_until_the_update_begins() -> None:
+    board = UpdateBoard(2)
+    board.queue([0, 1])
+    assert board.queued(0) and board.offer(0, (10, 20))
+    assert board.start(0) == (10, 20)
+    assert not board.queued(0) and board.pending(0) and not board.offer(0, (30,))
+    assert board.start(1) is None
+    board.complete(0)
+    assert not board.pending(0) and board.pending(1)
+    board.complete(1)
+    board.queue([0])
+    assert board.start(0) is None, "a delivery is for one update"
+
+
+def test_waiters_wake_when_their_unit_is_done() -> None:
+    board, woken = UpdateBoard(2), threading.Event()
+    board.queue([0, 1])
+    waiter = threading.Thread(target=lambda: (board.wait(1), woken.set()))
+    waiter.start()
+    for unit in (0, 1):
+        assert not woken.wait(0.02)
+        board.start(unit)
+        board.complete(unit)
+    assert woken.wait(10)
+    waiter.join()
+
+
+def test_an_error_reaches_everyone_from_then_on() -> None:
+    board, caught = UpdateBoard(2), []
+
+    def wait() -> None:
+        try:
+            board.wait(0)
+        except OSError as error:
+            caught.append(error)
+
+    board.queue([0])
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    time.sleep(0.02)
+    board.fail(OSError("disk gone"))
+    waiter.join(10)
+    assert len(caught) == 1
+    for call in (lambda: board.wait(0), lambda: board.wait(1), board.check):
+        with pytest.raises(OSError, match="disk gone"):
+            call()
+
+
+def test_a_unit_is_queued_once() -> None:
+    board = UpdateBoard(1)
+    board.queue([0])
+    with pytest.raises(AssertionError):
+        board.queue([0])
