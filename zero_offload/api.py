@@ -70,8 +70,8 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler
-    state, data position, ... Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
+    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler state, data
+    position, ... Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
     """
     owner = _need_runtime(model, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
@@ -145,8 +145,8 @@ def stats(model: nn.Module) -> Stats:
 def close(model: nn.Module) -> None:
     """Finish updates, make the last step a generation, and release files and locks.
 
-    The model is then of no use. Without it, updates and commits under way still finish at exit, but steps after
-    the last generation that was due are not kept.
+    The model is then of no use. On one rank an exit of the interpreter does the same; with several it may be one
+    rank's failure, so there only what is under way is finished.
     """
     _need_runtime(model, "zo.close").close()
 

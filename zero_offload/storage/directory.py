@@ -300,9 +300,9 @@ def check_private(path: Path, info: os.stat_result) -> None:
             "choose a directory of your own"
         )
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise StorageError(
-            f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); type: chmod 700 {path}"
-        )
+        # With the sticky bit it is meant for everyone, as /tmp is.
+        remedy = f"name a directory in it: {path}/run" if info.st_mode & stat.S_ISVTX else f"type: chmod 700 {path}"
+        raise StorageError(f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); {remedy}")
 
 
 def _check_ours(path: Path, info: os.stat_result) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -41,11 +43,8 @@ def test_parameters_are_aligned_disjoint_and_complete(
 
 def test_chunks_cover_a_shard() -> None:
     (section,) = layout_of(nn.Linear(2000, 2000, bias=False)).sections
-    assert section.chunks() == (
-        (0, CHUNK_NUMEL),
-        (CHUNK_NUMEL, 2 * CHUNK_NUMEL),
-        (2 * CHUNK_NUMEL, 3 * CHUNK_NUMEL),
-    ) + ((3 * CHUNK_NUMEL, section.shard_numel),)
+    bounds = [0, CHUNK_NUMEL, 2 * CHUNK_NUMEL, 3 * CHUNK_NUMEL, section.shard_numel]
+    assert section.chunks() == tuple(itertools.pairwise(bounds))
     assert section.used_numel == 4_000_000 and section.nbytes == section.numel * 4
 
 

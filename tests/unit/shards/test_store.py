@@ -110,9 +110,11 @@ def test_unchanged_memory_is_not_written_again(nvme: Path) -> None:
         (shard,) = store.shards
         fill(store, shard, 0)
         slot = store.snapshot(shard)
-        before = store.counters.snapshot() if hasattr(store.counters, "snapshot") else None
-        assert store.snapshot(shard) == slot
-        assert before is None or store.counters.snapshot() == before
+        before = store.counters.snapshot()
+        assert store.snapshot(shard) == slot and store.counters.snapshot() == before
+        update(store, shard, 1)
+        store.snapshot(shard)
+        assert store.counters.snapshot()["written.nvme"] > before["written.nvme"]
 
 
 def test_a_frozen_shard_has_a_value_and_gets_a_second_slot_only_when_changed(nvme: Path) -> None:

@@ -62,6 +62,14 @@ def test_refuses_a_directory_others_can_write(tmp_path: Path, mode: int) -> None
     RunDirectory.open(path).close()
 
 
+def test_a_directory_for_everyone_stays_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    path.mkdir()
+    path.chmod(0o1777)
+    with pytest.raises(StorageError, match=f"name a directory in it: {path}/run"):
+        RunDirectory.open(path)
+
+
 def test_refuses_another_users_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.raises(StorageError, match="belongs to user"):
