@@ -337,7 +337,7 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
     for section in layout.sections:
         shard = store.shards[section.index]
         if home is Home.IN_PLACE:
-            flat = store.new_array(section, section.dtype)
+            flat = store.arena.array(section.dtype, section.shard_numel)
             # With one shard and no GPU the shard is the flat buffer: no second copy, no gather.
             store.place_memory(shard, {Component.VALUE: flat})
             sections.append(Section(shard, flat, None))

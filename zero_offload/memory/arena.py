@@ -73,6 +73,10 @@ class Arena:
             self._pinner.pin(region.address, num_frames(nbytes) * FRAME)
         return region
 
+    def array(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """(numel,) zeros on the host, in memory of their own."""
+        return self.allocate(numel * dtype.itemsize).tensor(dtype, numel)
+
     def _forget(self, address: int, nbytes: int) -> None:
         # Runs before the pages go: finalizers run in the reverse order of their making.
         if self._pinner is not None:

@@ -51,7 +51,7 @@ class GradShard:
     def open(self) -> torch.Tensor:
         """The buffer, (shard_numel,) `dtype`, host, with the gradients it holds; valid until `close`."""
         if self._array is None and self.tier is not Tier.NVME:
-            self._array = self._store.new_array(self.layout, self.dtype)
+            self._array = self._store.arena.array(self.dtype, self.layout.shard_numel)
         elif self._array is None:
             # Reserved once per dtype; only its pages come and go.
             self._buffer = self._buffer or MovableBuffer(

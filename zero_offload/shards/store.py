@@ -106,13 +106,8 @@ class ShardStore:
             if rests:
                 dtype = component_dtype(layout, component)
                 shard.memory[component] = (
-                    existing[component] if component in existing else self.new_array(layout, dtype)
+                    existing[component] if component in existing else self.arena.array(dtype, layout.shard_numel)
                 )
-
-    def new_array(self, layout: SectionLayout, dtype: torch.dtype) -> torch.Tensor:
-        """(shard_numel,) zeros on the host, counted for good."""
-        region = self.arena.allocate(layout.shard_numel * dtype.itemsize)
-        return region.tensor(dtype, layout.shard_numel)
 
     # Parameters for forward and backward
 

@@ -186,18 +186,7 @@ class RunDirectory:
         """A file without a name: the kernel frees it with its last descriptor, even after kill -9."""
         path = self.path / "(scratch)"
         with naming_errors("create", path):
-            return _prepare(self._open_unnamed(), path, nbytes, caching)
-
-    def _open_unnamed(self) -> int:
-        try:
-            return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=self.dir_fd)
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise
-        name = f"scratch-{os.getpid()}-{time.monotonic_ns()}"
-        fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.dir_fd)
-        os.unlink(name, dir_fd=self.dir_fd)
-        return fd
+            return _prepare(_open_unnamed(self.dir_fd), path, nbytes, caching)
 
     def open_file(self, name: str, nbytes: int | None = None, caching: Caching = Caching.DIRECT) -> DataFile:
         """An existing file of ours; another size than the `nbytes` expected is an IntegrityError."""
@@ -268,6 +257,18 @@ class RunDirectory:
             if fd >= 0:
                 os.close(fd)
         self._lock_fd = self._dir_fd = -1
+
+
+def _open_unnamed(dir_fd: int) -> int:
+    try:
+        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    name = f"scratch-{os.getpid()}-{time.monotonic_ns()}"
+    fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd)
+    os.unlink(name, dir_fd=dir_fd)
+    return fd
 
 
 def _closer_in_child(reference: weakref.ref[RunDirectory]) -> Callable[[], None]:

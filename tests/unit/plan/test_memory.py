@@ -146,7 +146,7 @@ def test_it_fits_or_says_what_is_missing() -> None:
     assert not plan.fits
     device, cpu, nvme = plan.reasons
     assert device.startswith("device tier: needs ") and device.endswith("missing")
-    assert "cpu tier: needs 48 MiB, 9.77 KiB available, 48 MiB missing" in cpu
+    assert "cpu tier: needs 64 MiB, 9.77 KiB available, 64 MiB missing" in cpu
     assert nvme == "nvme tier: needs 35.2 KiB, 9.77 KiB available, 25.4 KiB missing"
 
 
