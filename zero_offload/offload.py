@@ -192,6 +192,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
     if files.keeper is not None and files.keeper.found is not None:
         files.keeper.restore(files.keeper.rank_payload())
     _move_in(model, units, store, build, adopt_values=files.found is None)
+    store.staging.drop()
     board = UpdateBoard(len(units))
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
@@ -298,7 +299,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
         for unit, tiers in zip(build.layout.units, build.placement.tiers, strict=True)
     ]
     passing = [frames for frames, home in sizes if home is Home.AWAY]
-    units = min(UNITS_IN_FLIGHT * max(passing, default=0), sum(passing))
+    units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
         units = min(sum(passing), num_frames(budget))
     staying = sum(frames for frames, home in sizes if home is Home.ON_DEVICE)

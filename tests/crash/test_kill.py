@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.trainer import NUM_WORKERS, Run, Spec, as_argument, finish, outcome, rows
 
 Outcome = tuple[dict[int, list[float]], dict[str, str]]
-LONG, SHORT = 30, 5
+LONG, SHORT = 60, 5
 CASES = [
     {"commit_every": 1, "optimizer": "nvme", "durability": "process"},
     {"commit_every": 3, "optimizer": "cpu", "durability": "process"},
@@ -97,7 +97,7 @@ def test_ten_kills_change_nothing(
 def test_fifty_kills_change_nothing(
     case: dict[str, Any], tmp_path: Path, uninterrupted: Callable[[int], Outcome]
 ) -> None:
-    spec = _spec(tmp_path, num_steps=110 * case["commit_every"], **case)
+    spec = _spec(tmp_path, num_steps=300 * case["commit_every"], **case)
     _kill_often(spec, num_kills=50, seed=100)
     finish(spec)
     assert outcome(spec) == uninterrupted(spec.num_steps)

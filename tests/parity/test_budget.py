@@ -30,7 +30,12 @@ CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
 def _config(nvme: Path | str, **settings: Any) -> zo.OffloadConfig:
-    choices = {"params": "nvme", "optimizer": "nvme", "grads": "nvme", "cpu_memory": CPU_MEMORY} | settings
+    choices: dict[str, Any] = {
+        "params": "nvme",
+        "optimizer": "nvme",
+        "grads": "nvme",
+        "cpu_memory": CPU_MEMORY,
+    } | settings
     return zo.OffloadConfig(nvme=nvme, precision="bf16", **choices)
 
 

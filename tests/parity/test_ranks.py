@@ -7,7 +7,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.helpers.trainer import fork_server
 from zero_offload.storage.directory import RunDirectory
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
-MATRIX = {
+MATRIX: dict[str, Sequence[Any]] = {
     "stage": [3, 0],
     "params": list(TIERS),
     "grads": list(TIERS),
@@ -33,7 +33,7 @@ MATRIX = {
     "accumulate_and_clip": [(1, None), (2, 0.5), (1, 0.5)],
 }
 ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "precision": "fp32"}
-FP32_TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+FP32_TOLERANCE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def _case(stage: int, precision: str, micro_batches: int, max_norm: float | None
 
 def _check(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
     key = (row["stage"], row["precision"], *row["accumulate_and_clip"])
-    tiers = {kind: TIERS[row[kind]] for kind in ("params", "grads", "optimizer")}
+    tiers: dict[str, Any] = {kind: TIERS[row[kind]] for kind in ("params", "grads", "optimizer")}
     found = pool.succeed(ranks.train, _case(*key, **tiers, nvme=nvme))
     assert found == references.of(*key)
     # Every rank has the same model, of its own rows.

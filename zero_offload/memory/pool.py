@@ -28,3 +28,22 @@ class RegionPool:
 
     def release(self, region: Region) -> None:
         self._free.append(region)
+
+
+class LazyRegion:
+    """One region, taken on first use, and again after a `drop`."""
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._arena = arena
+        self._nbytes = nbytes
+        self._region: Region | None = None
+
+    @property
+    def region(self) -> Region:
+        if self._region is None:
+            self._region = self._arena.allocate(self._nbytes)
+        return self._region
+
+    def drop(self) -> None:
+        """Give the memory back once no view of it is left."""
+        self._region = None

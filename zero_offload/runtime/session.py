@@ -27,6 +27,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.memory.pages import trim_heap
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
 from zero_offload.runtime.residency import Residency
@@ -93,6 +94,8 @@ class Session:
         self._saving: saved_tensors_hooks | None = None
         self._backward_runs = False
         self._pid = os.getpid()
+        self._trims = any(unit.on_host and not unit.resident for unit in units)
+        """Memory is short enough for units to be away from it: then 10 ms per step for the heap are well spent."""
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
@@ -232,6 +235,9 @@ class Session:
             unit.backward_uses = 0
             unit.close()
         self._grads.finish_backward()
+        if self._trims:
+            # Gradients were freed one by one, and the C library would keep their holes.
+            trim_heap()
 
     # Saved tensors
 

@@ -48,6 +48,7 @@ class Unit:
         self.updates_in_place = all(section.buffer is None for section in sections)
         """The buffers are where the values rest: an update leaves nothing to fetch."""
         self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.updates_in_place else UnitState.AWAY)
+        self.on_host = all(section.flat.device.type == "cpu" for section in sections)
         self.to_read: tuple[Section, ...] = ()
         """Awaiting or fetching: the sections whose values are not here and will not be delivered."""
         self.forward_uses = 0

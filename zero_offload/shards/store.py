@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 
 from zero_offload.errors import IntegrityError
-from zero_offload.memory.arena import Arena, Region
+from zero_offload.memory.arena import Arena
+from zero_offload.memory.pool import LazyRegion
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.shards.shard import (
@@ -70,7 +71,8 @@ class ShardStore:
         self.swap = swap
         self.counters = Counters()
         self.disk = DiskArrays(swap, self.counters)
-        self._staging_region: Region | None = None
+        self.staging = LazyRegion(arena, STATE_STAGING_BYTES)
+        """For whole-shard calls; dropped when they are over, it is taken again by the next."""
         self.shards = tuple(Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections)
         self._generations = num_slots > 1
         for shard in self.shards:
@@ -176,7 +178,7 @@ class ShardStore:
             return shard.memory[component][begin:end]
         shard.settle()
         extent = shard.slots[shard.current][component]
-        return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self._staging())
+        return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
 
     def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
         """(shard_numel,) of the component, host: a view where it rests in memory, else a copy."""
@@ -191,7 +193,7 @@ class ShardStore:
         """Replace every component of a shard; what rests on disk goes to a slot no generation needs."""
         self._make_writable(shard)
         self._ensure_cache(shard)
-        staging = self._staging()
+        staging = self.staging.region
         for row, (begin, end) in enumerate(shard.layout.chunks()):
             chunk = OpenChunk(shard, row, begin, end, {})
             used = 0
@@ -218,11 +220,6 @@ class ShardStore:
         """A frozen shard has one slot; once that is committed, a change needs a second."""
         if shard.slots and len(shard.slots) == 1 and shard.committed is not None:
             self.ensure_slot(shard, 1)
-
-    def _staging(self) -> Region:
-        if self._staging_region is None:
-            self._staging_region = self.arena.allocate(STATE_STAGING_BYTES)
-        return self._staging_region
 
     # Generations
 

@@ -1,0 +1,113 @@
+"""The worker's thread: order, errors, and that it never outlives its use."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+
+import pytest
+
+from zero_offload.optim.worker import Worker
+from zero_offload.shards.update_board import UpdateBoard
+
+
+def test_jobs_run_in_order() -> None:
+    worker = Worker(UpdateBoard(1))
+    done: list[int] = []
+    for number in range(50):
+        worker.submit(functools.partial(done.append, number))
+    worker.drain()
+    assert done == list(range(50))
+    worker.shutdown()
+
+
+def test_an_error_reaches_everyone_and_stops_what_follows() -> None:
+    board = UpdateBoard(1)
+    worker = Worker(board)
+    done: list[int] = []
+    gate = threading.Event()
+
+    def fail() -> None:
+        gate.wait(10)
+        raise ValueError("broken")
+
+    worker.submit(fail)
+    worker.submit(lambda: done.append(1))
+    gate.set()
+    for call in (worker.drain, worker.drain, board.check, lambda: worker.submit(lambda: None), lambda: board.wait(0)):
+        with pytest.raises(ValueError, match="broken"):
+            call()
+    worker.shutdown()
+    assert not done
+
+
+def test_shutdown_waits_for_what_was_submitted() -> None:
+    worker, gate = Worker(UpdateBoard(1)), threading.Event()
+    done: list[int] = []
+
+    def wait() -> None:
+        gate.wait(10)
+        done.append(1)
+
+    worker.submit(wait)
+    threading.Timer(0.05, gate.set).start()
+    worker.shutdown()
+    assert done == [1]
+    worker.submit(lambda: done.append(2))
+    assert done == [1, 2]
+
+
+def test_a_dropped_worker_ends_its_thread_and_keeps_nothing() -> None:
+    class Kept:
+        pass
+
+    worker, kept = Worker(UpdateBoard(1)), Kept()
+    thread, reference = worker._thread, weakref.ref(kept)
+    worker.submit(functools.partial(isinstance, kept, Kept))  # type: ignore[arg-type]
+    worker.drain()
+    del kept, worker
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive() and reference() is None
+
+
+SCRIPT = """
+import threading, time
+from zero_offload.optim.worker import Worker
+from zero_offload.shards.update_board import UpdateBoard
+"""
+
+ENDINGS = {
+    "without a word": """
+        worker = Worker(UpdateBoard(1))
+        worker.submit(lambda: (time.sleep(0.3), print("done")))
+    """,
+    "interrupted while the thread starts": """
+        start = threading.Thread.start
+        def interrupted(thread):
+            start(thread)
+            raise KeyboardInterrupt
+        threading.Thread.start = interrupted
+        try:
+            Worker(UpdateBoard(1))
+        except KeyboardInterrupt:
+            print("done")
+    """,
+    "submitting at exit": """
+        import atexit
+        worker = Worker(UpdateBoard(1))
+        atexit.register(lambda: worker.submit(lambda: print("done")))
+    """,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS.values(), ids=ENDINGS)
+def test_a_process_ends(ending: str) -> None:
+    script = SCRIPT + textwrap.dedent(ending)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
