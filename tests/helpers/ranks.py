@@ -80,7 +80,8 @@ class RankPool:
         from tests.helpers.trainer import fork_server
 
         context = fork_server()
-        store = tempfile.mktemp(prefix="ranks-")
+        self.folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self.folder.name, "store")
         self.connections: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(world_size):
@@ -113,6 +114,7 @@ class RankPool:
         for process in self.processes:
             process.join(10)
             process.kill()
+        self.folder.cleanup()
 
 
 @contextmanager

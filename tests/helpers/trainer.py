@@ -114,6 +114,7 @@ def train(spec: Spec) -> None:
         num_workers=NUM_WORKERS,
         generator=torch.Generator(),  # of its own: starting the workers draws from it
         multiprocessing_context="fork",
+        worker_init_fn=functools.partial(_end_if_orphaned, os.getpid()),
     )
     with spec.records.open("a") as records:
         for step, tokens in enumerate(loader, position + 1):
@@ -131,6 +132,12 @@ def train(spec: Spec) -> None:
             zo.commit(model, optimizer, extra={"scheduler": scheduler.state_dict(), "position": step})
     spec.result.write_text(json.dumps(digests(model, optimizer)))
     zo.close(model)
+
+
+def _end_if_orphaned(trainer: int, _worker: int) -> None:
+    """torch's workers notice that their trainer dies, but not that it was dead before they began to look."""
+    if os.getppid() != trainer:
+        os._exit(0)
 
 
 def digests(model: nn.Module, optimizer: zo.AdamW) -> dict[str, str]:

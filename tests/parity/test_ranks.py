@@ -221,7 +221,7 @@ def test_a_rank_that_is_gone_ends_the_others() -> None:
 
 
 def _start(case: Case, out: Path) -> list[Any]:
-    store = tempfile.mktemp(prefix="job-")
+    store = str(out / f"store{time.monotonic_ns()}")
     processes = [
         fork_server().Process(target=ranks.train_and_record, args=(rank, 2, store, case, str(out))) for rank in (0, 1)
     ]
