@@ -70,6 +70,9 @@ class ParamAccess:
     def places(self) -> list[Place]:
         return list(self._places.values())
 
+    def name_of(self, param: nn.Parameter) -> str:
+        return self.place(param).name
+
     def describe(self, param: nn.Parameter) -> str:
         """Name and tier, for repr and messages."""
         place = self.place(param)

@@ -184,23 +184,36 @@ def _hyper(group: dict[str, Any]) -> AdamWHyper:
 
 
 def group_record(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters as JSON values, and how many parameters it has."""
-    record: dict[str, Any] = {"num_params": len(group["params"])}
+    """A param group as JSON values: hyperparameters, and the names of its parameters."""
+    record: dict[str, Any] = {"params": [_name(param) for param in group["params"]]}
     for name, value in group.items():
         if name != "params":
             record[name] = value.item() if isinstance(value, Tensor) else value
     return record
 
 
+def _name(param: nn.Parameter) -> str:
+    owner = owner_of(param)
+    return "(not offloaded)" if owner is None else owner.access.name_of(param)
+
+
 def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise CheckpointError when a generation's groups are not those of `optimizer`."""
-    counts = [len(group["params"]) for group in optimizer.param_groups]
-    saved = [record.get("num_params") for record in records]
-    if counts != saved:
+    """Raise CheckpointError, naming the first difference, when a generation's groups are not those of `optimizer`."""
+    here = [[_name(param) for param in group["params"]] for group in optimizer.param_groups]
+    saved = [record.get("params") for record in records]
+    counts = [len(names) if isinstance(names, list) else 0 for names in saved]
+    if counts != [len(names) for names in here]:
         raise CheckpointError(
-            f"{where} was written with param groups of {saved} parameters, this optimizer has {counts}; "
-            "build the optimizer with the same groups"
+            f"{where} was written with param groups of {counts} parameters, this optimizer has "
+            f"{[len(names) for names in here]}; build the optimizer with the same groups"
         )
+    for number, (mine, theirs) in enumerate(zip(here, saved, strict=True)):
+        for name, other in zip(mine, theirs or (), strict=True):
+            if name != other:
+                raise CheckpointError(
+                    f"{where} has {other} in param group {number}, where this optimizer has {name}; "
+                    "build the optimizer with the same groups in the same order"
+                )
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
@@ -208,7 +221,7 @@ def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[s
     check_groups(optimizer, records, where)
     for group, record in zip(optimizer.param_groups, records, strict=True):
         for name, value in record.items():
-            if name == "num_params":
+            if name == "params":
                 continue
             if isinstance(group.get(name), Tensor):
                 group[name].fill_(value)

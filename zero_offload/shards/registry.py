@@ -55,6 +55,9 @@ class ParamAccess(Protocol):
     def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
         """Raise unless `requires_grad` stays what the layout was made for."""
 
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in its model."""
+
     def describe(self, param: nn.Parameter) -> str:
         """Where the parameter rests, for repr and messages."""
 
