@@ -147,16 +147,19 @@ class OffloadedModel:
         self.grads.ledger.consume(hypers)
         threads = torch.get_num_threads()
         if self._overlaps(sections):
-            # Forward computes on the same cores meanwhile, and one core nearly saturates the update.
-            self.worker.submit(lambda: self._pipeline.run(sections, max(1, threads // 2)))
+            # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
+            beside = max(1, threads // 2) if self.parts.device.is_host else threads
+            self.worker.submit(lambda: self._pipeline.run(sections, beside))
         else:
             self.worker.drain()
             self._pipeline.run(sections, threads)
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
-        """Whether the update runs beside forward: pointless where it is arithmetic in memory alone."""
+        """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
         if self.parts.config.update_overlap == UpdateOverlap.AUTO.value:
-            return any(section.shard.on_disk or section.grads.on_disk for section in sections)
+            return not self.parts.device.is_host or any(
+                section.shard.on_disk or section.grads.on_disk for section in sections
+            )
         return self.parts.config.update_overlap == UpdateOverlap.FORWARD.value
 
     # Generations
