@@ -172,7 +172,7 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title("Memory against the plan")
     axes.set_ylabel("MiB")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(edgecolor="none", framealpha=0.85, fontsize=8)
 
 
 def _planned_rss_bytes(run: Run) -> int:
