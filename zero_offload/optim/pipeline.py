@@ -19,7 +19,7 @@ from zero_offload.kernels.adamw import AdamWBuffers, SegmentArray, adamw_update
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
-from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards.grad_shard import GradShard, GradSource
 from zero_offload.shards.shard import Component, Shard
 from zero_offload.shards.store import STATE_STAGING_BYTES, OpenChunk, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -53,7 +53,7 @@ class _Task:
     last: bool
     staging: Region | None = None
     chunk: OpenChunk | None = None
-    grad_address: int = 0
+    grads: list[GradSource] = field(default_factory=list)
     reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
 
@@ -123,7 +123,7 @@ class UpdatePipeline:
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
         task.chunk = self._store.open_chunk(shard, task.row, staging)
-        task.grad_address, grad_reads = task.section.grads.open_chunk(task.row, staging + STATE_STAGING_BYTES)
+        task.grads, grad_reads = task.section.grads.open_chunk(task.row, staging + STATE_STAGING_BYTES)
         task.reads = task.chunk.reads + grad_reads
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
@@ -134,25 +134,27 @@ class UpdatePipeline:
             read.wait()
         dtype = section.shard.layout.dtype
         out = 0 if delivery is None else delivery[section.position] + chunk.begin * dtype.itemsize
-        buffers = AdamWBuffers(
-            value=chunk.addresses[Component.VALUE],
-            residual=chunk.addresses.get(Component.RESIDUAL, 0),
-            exp_avg=chunk.addresses[Component.EXP_AVG],
-            exp_avg_sq=chunk.addresses[Component.EXP_AVG_SQ],
-            grad=task.grad_address,
-            value_out=out,
-            value_dtype=dtype,
-            grad_dtype=section.grads.dtype,
-        )
-        segments = clip_segments(section.segments, chunk.begin, chunk.end)
         if delivery is not None and not section.complete:
             # The kernel writes segments only; parameters that this step leaves alone are delivered too.
-            ctypes.memmove(out, buffers.value, (chunk.end - chunk.begin) * dtype.itemsize)
-        adamw_update(buffers, segments, self._num_threads)
+            ctypes.memmove(out, chunk.addresses[Component.VALUE], (chunk.end - chunk.begin) * dtype.itemsize)
+        for source in task.grads:
+            buffers = AdamWBuffers(
+                value=chunk.addresses[Component.VALUE],
+                residual=chunk.addresses.get(Component.RESIDUAL, 0),
+                exp_avg=chunk.addresses[Component.EXP_AVG],
+                exp_avg_sq=chunk.addresses[Component.EXP_AVG_SQ],
+                grad=source.address,
+                value_out=out,
+                value_dtype=dtype,
+                grad_dtype=section.grads.dtype,
+            )
+            segments = cut_segments(section.segments, chunk.begin, chunk.begin + source.begin, chunk.begin + source.end)
+            adamw_update(buffers, segments, self._num_threads)
         task.writes = self._store.close_chunk(chunk)
         self._writing.append(task)
         if task.row == len(section.shard.layout.chunks()) - 1:
             self._store.finish_update(section.shard)
+            section.grads.release()
 
     def _lease(self) -> Region:
         """Staging for a chunk, waiting for the oldest write when all of it is in use."""
@@ -173,9 +175,9 @@ class UpdatePipeline:
             self._free.append(task.staging)
 
 
-def clip_segments(segments: SegmentArray, begin: int, end: int) -> SegmentArray:
-    """The parts of sorted segments inside [begin, end), counted from `begin`."""
+def cut_segments(segments: SegmentArray, origin: int, begin: int, end: int) -> SegmentArray:
+    """The parts of sorted segments inside [begin, end), counted from `origin`."""
     inside = segments[(segments["begin"] < end) & (segments["end"] > begin)].copy()
-    inside["begin"] = np.maximum(inside["begin"], begin) - begin
-    inside["end"] = np.minimum(inside["end"], end) - begin
+    inside["begin"] = np.maximum(inside["begin"], begin) - origin
+    inside["end"] = np.minimum(inside["end"], end) - origin
     return inside

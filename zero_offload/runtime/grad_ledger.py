@@ -14,7 +14,7 @@ from torch import nn
 
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
-from zero_offload.plan.layout import ParamSlice, SectionLayout
+from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
@@ -99,7 +99,7 @@ class GradLedger:
     def _refresh(self, grads: SectionGrads) -> None:
         """Sum again what the user may have changed through `.grad`."""
         for index in grads.exposed & grads.holding:
-            view = self._view(grads, grads.layout.params[index])
+            view = grads.shard.view(index)
             grads.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel())
 
     def held(self, param: nn.Parameter) -> bool:
@@ -117,17 +117,14 @@ class GradLedger:
         if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1:
             return None
         grads.exposed.add(index)
-        return self._view(grads, grads.layout.params[index])
-
-    def _view(self, grads: SectionGrads, piece: ParamSlice) -> torch.Tensor:
-        return grads.shard.open()[piece.begin : piece.end].view(piece.spec.shape)
+        return grads.shard.view(index).view(grads.layout.params[index].spec.shape)
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """A copy of the gradient, fp32, or None; one rank only."""
         grads, index = self._places[id(param)]
         if index not in grads.holding:
             return None
-        copy = self._view(grads, grads.layout.params[index]).float().clone()
+        copy = grads.shard.view(index).view(grads.layout.params[index].spec.shape).float().clone()
         grads.shard.close()
         return copy
 
@@ -145,6 +142,7 @@ class GradLedger:
         for grads in self.sections:
             for index in list(grads.holding):
                 self._forget(grads, index)
+            grads.shard.release()
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
         if index not in grads.holding:

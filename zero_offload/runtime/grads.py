@@ -1,9 +1,9 @@
 """Gradients from backward to their shard: store or add, norm and finiteness in the same pass.
 
-Owns their way. One rank: each gradient is written to its place as autograd delivers it, in the compute dtype at
-first, added in fp32 when a second one arrives. Several ranks: a section's gradients are gathered in a flat fp32
-buffer and reduced when all are there, in the same order on every rank. On a GPU they are downloaded first. What
-has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`; or `drop`.
+Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
+in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
+gathered in a flat fp32 buffer and reduced when all are there, in the same order on every rank. On a GPU they are
+downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`; or `drop`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
+from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
@@ -25,9 +25,14 @@ from zero_offload.runtime.unit import Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.types import MIB, Tier
 
 OPEN_GRADS = 2
 """Gradient buffers of the NVMe tier that have pages at once: the one backward fills, and one it leaves."""
+
+ADOPT_BYTES = 32 * MIB
+"""From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
+no hole in the heap when it goes."""
 
 
 class GradReducer:
@@ -73,7 +78,7 @@ class GradReducer:
             piece = grads.layout.params[index]
             self._partial(grads)[piece.begin : piece.end].add_(grad.reshape(-1))
         elif self._device.is_host:
-            self._store_one(grads, index, grad.contiguous(), adds=index in grads.holding)
+            self._keep_one(grads, index, grad.contiguous(), adds=index in grads.holding)
         else:
             self._staging.stage(grads, index, grad.reshape(-1), adds=index in grads.holding)
         grads.arrived.add(index)
@@ -88,14 +93,27 @@ class GradReducer:
                 self._complete(grads)
         self._staging.drain()
 
-    def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Bring one gradient, host, to rest."""
-        piece, shard = grads.layout.params[index], grads.shard
-        self._keep_open(grads)
-        array = shard.widen() if adds else shard.open()
-        address = array.data_ptr() + piece.begin * array.dtype.itemsize
-        grads.sums[index] = _write(adds, address, array.dtype, grad)
+    def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
+        shard = grads.shard
+        alone = grad.nbytes == grad.untyped_storage().nbytes() >= ADOPT_BYTES
+        if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
+            self._store_one(grads, index, grad, adds=adds)
+            return
+        shard.adopt(index, grad.detach().view(-1))
+        grads.sums[index] = sum_of_squares(
+            grad.data_ptr(), grad.dtype, grad.numel(), num_threads=torch.get_num_threads()
+        )
         shard.held = True
+
+    def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Write one gradient, host, to where it rests."""
+        self._keep_open(grads)
+        if adds:
+            grads.shard.widen()
+        place = grads.shard.place(index)
+        grads.sums[index] = _write(adds, place.data_ptr(), place.dtype, grad)
+        grads.shard.held = True
 
     def _keep_open(self, grads: SectionGrads) -> None:
         """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""

@@ -7,6 +7,7 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from zero_offload.errors import CapacityError
@@ -72,6 +73,7 @@ class Residency:
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
+        self._hand_frames_on(stale)
         for unit in stale:
             if unit.state is not UnitState.AWAY:
                 self._carrier.abandon(unit)
@@ -86,6 +88,19 @@ class Residency:
                 if unit.num_frames > self._budget.free_frames:
                     break
                 self._reserve(unit)
+
+    def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
+        """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
+        evictable = set(self._evictable())
+        holders = deque(unit for unit in stale if unit.index in evictable)
+        missing = 0
+        for unit in stale:
+            if holders and holders[0] is unit:
+                holders.popleft()
+            elif unit.state is UnitState.AWAY:
+                missing += unit.num_frames
+                while holders and missing > self._budget.free_frames:
+                    self._evict(holders.pop())
 
     def attach(self, buffer: MovableBuffer) -> None:
         """Put pages under a host buffer that is no unit's. Raises CapacityError."""
@@ -185,7 +200,7 @@ class Residency:
         unit.tracker.advance(UnitState.PRESENT)
 
     def _evict(self, unit: Unit) -> None:
-        if unit.state is UnitState.AWAITING:
+        if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
             self._board.wait(unit.index)
         self._carrier.abandon(unit)
         unit.detach()

@@ -27,7 +27,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.memory.pages import trim_heap
+from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
 from zero_offload.runtime.residency import Residency
@@ -94,8 +94,8 @@ class Session:
         self._saving: saved_tensors_hooks | None = None
         self._backward_runs = False
         self._pid = os.getpid()
-        self._trims = any(unit.on_host and not unit.resident for unit in units)
-        """Memory is short enough for units to be away from it: then 10 ms per step for the heap are well spent."""
+        # Memory is short where units are away from it: then some ms per step for the heap are well spent.
+        self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
@@ -207,6 +207,8 @@ class Session:
         for unit in units:
             unit.backward_uses = max(unit.backward_uses - 1, 0)
             unit.close()
+            if self._trimmer is not None:
+                self._trimmer.freed(unit.layout.nbytes)
 
     def _recompute(self, unit: Unit) -> None:
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
@@ -227,6 +229,8 @@ class Session:
         """Called on every sign of a backward: makes sure that its end is noticed."""
         if not self._backward_runs:
             self._backward_runs = True
+            if self._trimmer is not None:
+                self._trimmer.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -235,9 +239,6 @@ class Session:
             unit.backward_uses = 0
             unit.close()
         self._grads.finish_backward()
-        if self._trims:
-            # Gradients were freed one by one, and the C library would keep their holes.
-            trim_heap()
 
     # Saved tensors
 

@@ -3,12 +3,14 @@
 Owns one buffer per trainable shard: (shard_numel,) in the compute dtype while a step has one micro-batch on
 one rank, fp32 from the first accumulation on (compute dtype -> fp32 is exact, so the switch changes no bit).
 On the NVMe tier the buffer's pages are attached only while backward writes it. The calls: `open`, writes to
-the array, `close`; the update takes `open_chunk`; `held` is cleared by whoever consumed the gradients.
+the array, `close`; the update takes `open_chunk`, then calls `release`; `held` is cleared by whoever consumed the
+gradients. A large gradient that autograd has computed in host memory is not copied: `adopt` keeps its tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,14 @@ AttachBuffer = Callable[[MovableBuffer], None]
 """Puts pages under a buffer, evicting others if need be. Raises CapacityError."""
 
 
+class GradSource(NamedTuple):
+    """Elements [begin, end) of a chunk have their gradients at `address`, which is that of element 0 of the chunk."""
+
+    begin: int
+    end: int
+    address: int
+
+
 class GradShard:
     """The gradients of one shard; `held` says whether a step's gradients are inside."""
 
@@ -33,6 +43,8 @@ class GradShard:
         self._array: torch.Tensor | None = None
         self._buffer: MovableBuffer | None = None
         self._extents: dict[torch.dtype, Extent] = {}
+        self._adopted: dict[int, torch.Tensor] = {}
+        """By the parameter's index: (numel,) `dtype`, instead of its part of the array."""
         self.dtype = shard.layout.dtype
         self.held = False
 
@@ -63,6 +75,28 @@ class GradShard:
                 self._store.disk.read_array(self._extent(), self._array)
         return self._array
 
+    def adopt(self, index: int, grad: torch.Tensor) -> None:
+        """Keep a parameter's gradient where it is; (numel,) `dtype`, host, nobody else's."""
+        self._adopted[index] = grad
+
+    def place(self, index: int) -> torch.Tensor:
+        """Where a parameter's gradient is to be written: its part of the open array, (numel,) `dtype`."""
+        self._adopted.pop(index, None)
+        return self._part(self.open(), index)
+
+    def view(self, index: int) -> torch.Tensor:
+        """A parameter's gradient where it is, (numel,) `dtype`."""
+        return self._adopted[index] if index in self._adopted else self._part(self.open(), index)
+
+    def _part(self, array: torch.Tensor, index: int) -> torch.Tensor:
+        piece = self.layout.params[index]
+        return array[piece.begin : piece.end]
+
+    def release(self) -> None:
+        """The gradients are of no use any more, unless some are still held."""
+        if not self.held:
+            self._adopted.clear()
+
     def close(self) -> None:
         """Bring the buffer to rest; on NVMe it is written and its pages go back."""
         if self._buffer is None or self._array is None:
@@ -72,7 +106,9 @@ class GradShard:
         self._array = None
 
     def widen(self) -> torch.Tensor:
-        """Switch to fp32, keeping the values, which is exact; returns the open buffer."""
+        """Switch to fp32, keeping the values, which is exact; returns the open buffer, which then has all of them."""
+        for index, grad in list(self._adopted.items()):
+            self.place(index).copy_(grad)
         if self.dtype == torch.float32:
             return self.open()
         narrow = self.open().float() if self.held else None
@@ -86,12 +122,24 @@ class GradShard:
             wide.copy_(narrow)
         return wide
 
-    def open_chunk(self, row: int, staging: int) -> tuple[int, list[Transfer]]:
-        """Address of a chunk's gradients for the update, and the transfers to wait for before using it."""
-        begin, _ = self.layout.chunks()[row]
-        if not self.on_disk:
-            return self.open().data_ptr() + begin * self.dtype.itemsize, []
-        return staging, [self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)]
+    def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], list[Transfer]]:
+        """Where the update finds a chunk's gradients, and the transfers to wait for before using them."""
+        begin, end = self.layout.chunks()[row]
+        if self.on_disk:
+            read = self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)
+            return [GradSource(0, end - begin, staging)], [read]
+        array = self.open().data_ptr() + begin * self.dtype.itemsize
+        sources, at = [], begin
+        for index, grad in sorted(self._adopted.items()):
+            piece = self.layout.params[index]
+            first, last = max(piece.begin, at), min(piece.end, end)
+            if first < last:
+                sources.append(GradSource(at - begin, first - begin, array))
+                address = grad.data_ptr() + (begin - piece.begin) * self.dtype.itemsize
+                sources.append(GradSource(first - begin, last - begin, address))
+                at = last
+        sources.append(GradSource(at - begin, end - begin, array))
+        return [source for source in sources if source.begin < source.end], []
 
     def _extent(self) -> Extent:
         if self.dtype not in self._extents:

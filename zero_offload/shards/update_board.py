@@ -41,6 +41,12 @@ class UpdateBoard:
             self._deliveries[unit] = addresses
             return True
 
+    def withdraw(self, unit: int) -> bool:
+        """Take the offer back, so that the memory may serve another unit; False when the update has begun."""
+        with self._changed:
+            self._deliveries.pop(unit, None)
+            return self._status[unit] is UpdateStatus.QUEUED
+
     def start(self, unit: int) -> tuple[int, ...] | None:
         """The worker begins a unit; returns where to deliver, or None."""
         with self._changed:

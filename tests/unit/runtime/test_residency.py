@@ -90,3 +90,31 @@ def test_forgotten_units_are_read_again(parts: Parts) -> None:
     assert parts.units[0].state is UnitState.AWAY
     parts.residency.forget(parts.units[0])
     assert cycle(parts, [0]) == parts.units[0].layout.nbytes
+
+
+def test_frames_go_to_the_units_that_are_updated_first(parts: Parts) -> None:
+    """Backward ends with the last units away and the first here; a queued update wants them the other way round."""
+    cycle(parts, [2, 3])
+    assert present(parts) == {2, 3}
+    parts.board.queue(range(4))
+    parts.residency.begin_update([0, 1, 2, 3])
+    offered = [unit for unit in range(4) if parts.board.start(unit) is not None]
+    assert offered == [0, 1]
+
+
+def test_frames_stay_where_the_first_units_are(parts: Parts) -> None:
+    cycle(parts, [3, 0])
+    parts.board.queue(range(4))
+    parts.residency.begin_update([0, 1, 2, 3])
+    states = [unit.state for unit in parts.units]
+    assert states == [UnitState.AWAITING, UnitState.AWAITING, UnitState.AWAY, UnitState.AWAY]
+
+
+def test_units_in_use_keep_their_frames(parts: Parts) -> None:
+    cycle(parts, [2, 3])
+    parts.units[3].gathered_uses = 1
+    parts.board.queue(range(4))
+    parts.residency.begin_update([0, 1, 2, 3])
+    assert [unit.state for unit in parts.units].count(UnitState.AWAITING) == 2
+    assert parts.units[3].state is UnitState.AWAITING and parts.units[0].state is UnitState.AWAITING
+    parts.units[3].gathered_uses = 0

@@ -105,3 +105,19 @@ def test_a_watch_fires_once_per_backward_when_all_are_there() -> None:
     for expected in (1, 2):
         (a.sum() + b.sum()).backward(retain_graph=True)
         assert len(fired) == expected
+
+
+@pytest.mark.parametrize(("tier", "trims"), [("nvme", True), ("cpu", False)])
+def test_the_heap_is_trimmed_where_units_leave_memory(
+    tier: str, trims: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once per so many bytes of units that backward is through with, and never beside units that stay."""
+    trimmed: list[None] = []
+    monkeypatch.setattr("zero_offload.memory.heap.trim_heap", lambda: trimmed.append(None))
+    model = zo.offload(build(partial(TinyLM, WIDE)), placed("fp32", (tier, "cpu", "nvme"), nvme, "8MiB"))
+    owner = runtime_of(model)
+    assert owner is not None
+    monkeypatch.setattr("zero_offload.memory.heap.TRIM_BYTES", 2 * owner.parts.units[-2].layout.nbytes)
+    for backwards in range(1, 3):
+        model(tokens_of(0)).backward()
+        assert len(trimmed) == backwards * trims

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,14 +65,16 @@ def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> No
         shard.close()
         staging = Arena(0).allocate(4 << 20)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            address, reads = shard.open_chunk(row, staging.address)
+            sources, reads = shard.open_chunk(row, staging.address)
             for read in reads:
                 read.wait()
             assert bool(reads) == (tier is Tier.NVME)
+            address = staging.address
             if reads:
                 assert torch.equal(staging.tensor(dtype, end - begin), values[begin:end])
             else:
-                assert address == shard.open().data_ptr() + begin * dtype.itemsize
+                address = shard.open().data_ptr() + begin * dtype.itemsize
+            assert sources == [(0, end - begin, address)]
 
 
 def test_pages_are_taken_only_while_open(nvme: Path) -> None:
@@ -89,3 +93,55 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
         shard.close()
         shard.close()
         assert store.arena.free_frames == 1
+
+
+def adopted(shard: GradShard, index: int) -> torch.Tensor:
+    grad = torch.randn(shard.layout.params[index].spec.numel).to(shard.dtype)
+    shard.adopt(index, grad)
+    shard.held = True
+    return grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, nvme: Path) -> None:
+    """A weight over two chunks, adopted; its bias behind it, copied: every element comes from one source."""
+    with grad_shard("cpu", nvme, dtype) as shard:
+        weight, bias = (piece.begin for piece in shard.layout.params)
+        grad = adopted(shard, 0)
+        shard.place(1).fill_(3)
+        expected = shard.open().clone()
+        expected[weight : weight + grad.numel()] = grad
+        found = torch.empty_like(expected)
+        for row, (begin, end) in enumerate(shard.layout.chunks()):
+            sources, reads = shard.open_chunk(row, 0)
+            assert not reads and [s.begin for s in sources] == [0, *(s.end for s in sources)][: len(sources)]
+            assert sources[-1].end == end - begin
+            for source in sources:
+                at = source.address + source.begin * dtype.itemsize
+                part = found[begin + source.begin : begin + source.end]
+                ctypes.memmove(part.data_ptr(), at, part.nbytes)
+        assert torch.equal(found, expected) and found[bias] == 3
+        assert torch.equal(shard.view(0), grad) and torch.all(shard.view(1) == 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_widening_takes_adopted_gradients_in(dtype: torch.dtype, nvme: Path) -> None:
+    with grad_shard("cpu", nvme, dtype) as shard:
+        grad = adopted(shard, 0)
+        piece = shard.layout.params[0]
+        assert torch.equal(shard.widen()[piece.begin : piece.end], grad.float())
+        shard.place(0).fill_(1)
+        assert torch.all(shard.view(0) == 1)
+
+
+def test_adopted_gradients_live_until_released(nvme: Path) -> None:
+    with grad_shard("cpu", nvme) as shard:
+        grad = weakref.ref(adopted(shard, 0))
+        shard.release()
+        assert grad() is not None, "still held"
+        shard.held = False
+        shard.release()
+        assert grad() is None
+        replaced = weakref.ref(adopted(shard, 0))
+        shard.place(0)
+        assert replaced() is None

@@ -28,6 +28,15 @@ def test_a_delivery_is_taken_until_the_update_begins() -> None:
     assert board.start(0) is None, "a delivery is for one update"
 
 
+def test_an_offer_can_be_withdrawn_until_the_update_begins() -> None:
+    board = UpdateBoard(2)
+    board.queue([0, 1])
+    board.offer(0, (10,))
+    assert board.withdraw(0) and board.queued(0)
+    assert board.start(0) is None and not board.withdraw(0)
+    assert board.withdraw(1), "nothing was offered, and nothing will be delivered"
+
+
 def test_waiters_wake_when_their_unit_is_done() -> None:
     board, woken = UpdateBoard(2), threading.Event()
     board.queue([0, 1])

@@ -1,0 +1,30 @@
+"""The C library's heap: gives back the holes that freed activations and small gradients leave in it.
+
+glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size.
+The calls: `begin` with each backward, `freed` with what it is through with.
+"""
+
+from __future__ import annotations
+
+from zero_offload.memory.pages import trim_heap
+from zero_offload.types import MIB
+
+TRIM_BYTES = 128 * MIB
+"""Bytes of parameters between two trims, each of which costs tens of ms."""
+
+
+class HeapTrimmer:
+    """Trims as backward goes on."""
+
+    def __init__(self) -> None:
+        self._untrimmed_bytes = 0
+
+    def begin(self) -> None:
+        self._untrimmed_bytes = 0
+
+    def freed(self, nbytes: int) -> None:
+        """Backward is through with `nbytes` of parameters."""
+        self._untrimmed_bytes += nbytes
+        if self._untrimmed_bytes >= TRIM_BYTES:
+            self._untrimmed_bytes = 0
+            trim_heap()
