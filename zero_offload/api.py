@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,22 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} is not positive")
     return owner.clip_grad_norm(float(max_norm))
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Backwards inside only add up gradients on each rank; the next one outside, or the step, reduces the sum once.
+
+    As DistributedDataParallel.no_sync, for gradient accumulation on several ranks; every rank must enter it alike. It
+    saves the reductions of stages 0, 2 and 3 and costs whole gradients on the tier of the gradients. On one rank, and
+    with stage 1, which always does this, it changes nothing.
+    """
+    grads = _need_runtime(model, "zo.no_sync").grads
+    before, grads.defers = grads.defers, True
+    try:
+        yield
+    finally:
+        grads.defers = before
 
 
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:

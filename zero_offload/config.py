@@ -64,7 +64,8 @@ class OffloadConfig:
     """Where each kind of state rests, within which budgets, and what a run survives."""
 
     stage: int = 3
-    """ZeRO stage: 3 partitions parameters, gradients and optimizer states; 0 partitions nothing."""
+    """ZeRO stage, for several ranks: 1 divides optimizer states over them, 2 gradients too, 3 parameters too;
+    0 divides nothing."""
     params: PlacementRequest = "cpu"
     grads: PlacementRequest = "cpu"
     optimizer: PlacementRequest = "cpu"
@@ -198,11 +199,9 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 def _check_stage(settings: Mapping[str, Any]) -> Iterator[str]:
     stage = settings["stage"]
     if isinstance(stage, bool) or not isinstance(stage, int):
-        yield f"stage={stage!r} is not an integer; use 0 or 3"
-    elif stage in (1, 2):
-        yield f"stage={stage} arrives in a later version; use 0 or 3"
-    elif stage not in (0, 3):
-        yield f"stage={stage} does not exist; use 0 or 3"
+        yield f"stage={stage!r} is not an integer; use 0, 1, 2 or 3"
+    elif stage not in (0, 1, 2, 3):
+        yield f"stage={stage} does not exist; use 0, 1, 2 or 3"
 
 
 def _check_placements(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -193,6 +193,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
         files.keeper.restore(files.keeper.rank_payload())
     _move_in(model, units, store, build, adopt_values=files.found is None)
     store.staging.drop()
+    collectives.counters = store.counters
     board = UpdateBoard(len(units))
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
@@ -218,7 +219,8 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     index = build.collectives.shard_index
     if build.device.is_host:
         return HostCarrier(store, index)
-    largest = max(sum(section.shard_nbytes for section in unit.sections) for unit in build.layout.units)
+    whole = build.collectives.partition.replicates_params
+    largest = max(sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units)
     return DeviceCarrier(store, build.device, RegionPool(store.arena, UNITS_IN_FLIGHT, largest), index)
 
 
@@ -306,7 +308,9 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
     if build.collectives.world_size > 1 or grads_on_disk:
-        grads = OPEN_GRADS * max(num_frames(section.numel * 4) for section in build.layout.sections)
+        # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
+        buffers = OPEN_GRADS * (1 + (build.collectives.world_size > 1 and grads_on_disk))
+        grads = buffers * max(num_frames(section.numel * 4) for section in build.layout.sections)
     unlimited = config.device_memory is None and config.cpu_memory is None
     host = grads + (units if device.is_host else 0)
     return (
@@ -324,7 +328,7 @@ class Home(Enum):
 
 
 def _home(params: Tier, build: Build) -> Home:
-    if params is Tier.NVME or build.collectives.num_shards > 1:
+    if params is Tier.NVME or build.collectives.partition.param_shards > 1:
         return Home.AWAY
     if build.device.is_host:
         return Home.IN_PLACE
@@ -332,18 +336,22 @@ def _home(params: Tier, build: Build) -> Home:
 
 
 def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget) -> Unit:
-    layout = build.layout.units[index]
+    layout, index_of_shard = build.layout.units[index], build.collectives.shard_index
     home = _home(build.placement.tiers[index][StateKind.PARAMS], build)
     sections = []
     for section in layout.sections:
         shard = store.shards[section.index]
+        own = slice(index_of_shard * section.shard_numel, (index_of_shard + 1) * section.shard_numel)
         if home is Home.IN_PLACE:
-            flat = store.arena.array(section.dtype, section.shard_numel)
-            # With one shard and no GPU the shard is the flat buffer: no second copy, no gather.
-            store.place_memory(shard, {Component.VALUE: flat})
+            flat = store.arena.array(section.dtype, section.numel)
+            # Whole parameters and no GPU: the shard is (part of) the flat buffer, without a second copy.
+            store.place_memory(shard, {Component.VALUE: flat[own]})
             sections.append(Section(shard, flat, None))
             continue
-        store.place_memory(shard, {})
+        if home is Home.AWAY and build.collectives.partition.replicates_params:
+            store.place_replica(shard)
+        replica = shard.replica.memory if shard.replica is not None else None
+        store.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
         if build.device.is_host:
             pages = MovableBuffer(store.arena, section.nbytes)
             sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))

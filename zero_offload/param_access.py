@@ -86,7 +86,7 @@ class ParamAccess:
         for unit in {self.place(param).unit.index: self.place(param).unit for param in params}.values():
             if self._session.active:
                 self._session.touch(unit)
-            elif unit.resident and not _writes(func):
+            elif unit.readable and not _writes(func):
                 self._board.wait(unit.index)
             else:
                 raise ZeroOffloadError(

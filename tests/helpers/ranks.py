@@ -12,7 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -53,6 +53,8 @@ class Case:
     dim: int = UNEVEN
     num_frozen: int = 0
     """How many of the first blocks are frozen."""
+    no_sync: bool = False
+    """Reduce gradients with the last micro-batch only."""
 
 
 @dataclass
@@ -169,8 +171,10 @@ def steps(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.Ad
     """Train; each step is committed."""
     for step in span:
         for micro in range(case.micro_batches):
-            loss = model(rows_of(step * case.micro_batches + micro, *ranks)) / case.micro_batches
-            loss.backward()
+            waits = case.no_sync and micro < case.micro_batches - 1
+            with zo.no_sync(model) if waits else nullcontext():
+                loss = model(rows_of(step * case.micro_batches + micro, *ranks)) / case.micro_batches
+                loss.backward()
             out.losses.append(loss.item())
         if case.max_norm is not None:
             out.norms.append(zo.clip_grad_norm_(model, case.max_norm).item())
@@ -180,8 +184,12 @@ def steps(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.Ad
 
 
 def read_params(model: nn.Module) -> dict[str, Tensor]:
-    with zo.gathered(model) as params:
-        return {name: param.detach().float().clone() for name, param in params.items()}
+    """One by one: the device need not hold all of them at once."""
+    found = {}
+    for each in model.parameters():
+        with zo.gathered([each]) as params:
+            found |= {name: param.detach().float().clone() for name, param in params.items()}
+    return found
 
 
 def train(rank: int, world_size: int, case: Case) -> Outcome:

@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "commit",
     "gathered",
     "load_checkpoint",
+    "no_sync",
     "offload",
     "plan",
     "resume",

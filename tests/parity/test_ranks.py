@@ -25,7 +25,7 @@ from zero_offload.storage.directory import RunDirectory
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 MATRIX: dict[str, Sequence[Any]] = {
-    "stage": [3, 0],
+    "stage": [3, 2, 1, 0],
     "params": list(TIERS),
     "grads": list(TIERS),
     "optimizer": list(TIERS),
@@ -86,7 +86,7 @@ def test_models_of_several_chunks_and_frames(pool: RankPool, nvme: Path) -> None
     assert pool.succeed(ranks.train, disk) == pool.succeed(ranks.train, case)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.5)])
 def test_two_ranks_follow_one_with_the_whole_batch(
     stage: int, micro_batches: int, max_norm: float | None, references: _References
@@ -107,7 +107,7 @@ def _check_close(one: Outcome, two: list[Outcome]) -> None:
 # Checkpoints on another number of ranks
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("num_frozen", [0, 2])
 def test_a_checkpoint_of_two_ranks_loads_on_one(stage: int, num_frozen: int, pool: RankPool, tmp_path: Path) -> None:
     case = Case({"stage": stage} | ON_DISK | {"nvme": tmp_path / "two"}, num_frozen=num_frozen)
@@ -118,7 +118,7 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(stage: int, num_frozen: int, poo
         _check_close(Outcome(one.losses, one.norms), [Outcome(each.losses, each.norms) for each in two])
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_one_rank_loads_on_two(stage: int, pool: RankPool, tmp_path: Path) -> None:
     case = Case({"precision": "fp32"}, num_frozen=1)
     one = ranks.save(0, 1, case, str(tmp_path / "saved"))
@@ -247,7 +247,7 @@ def _records(out: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_both_ranks_killed_and_resumed(stage: int, tmp_path: Path) -> None:
     case = Case(ON_DISK | {"stage": stage, "existing": "resume"}, num_steps=14, max_norm=1.0)
     outs = {name: tmp_path / name for name in ("killed", "whole")}

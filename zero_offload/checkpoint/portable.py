@@ -29,7 +29,7 @@ from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Component, block_sizes, component_dtype, components_of
+from zero_offload.shards.shard import Component, component_dtype, components_of
 from zero_offload.shards.store import STATE_STAGING_BYTES, ChunkSource, ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
@@ -70,6 +70,8 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
                 copy.write_components(target, _copy_chunks(store, source.layout))
         keeper.adopt(copy, swap)
         keeper.commit(record)
+    with ranks.exchange.together():
+        pass  # every rank has let go of the directory: whoever opens it next does not meet a lock
 
 
 def _open_directory(path: Path, ranks: Ranks) -> RunDirectory:
@@ -180,7 +182,7 @@ class SavedCheckpoint:
             saved = self._saved_layout(section, shard)
             for component in components_of(section):
                 name = f"section {section.index} {component.value}.{entry['slot']}"
-                extent = swap.allocate(name, block_sizes(saved, component_dtype(section, component)))
+                extent = swap.allocate(name, saved.block_sizes(component_dtype(section, component)))
                 swap.restore(extent, entry["components"].get(component.value))
                 extents[section.index, component] = extent
         return extents

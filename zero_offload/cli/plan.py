@@ -24,7 +24,7 @@ BLOCKS_OF_A_COUNT = 32
 """A model known by its size alone is planned as this many equal units."""
 
 _SETTINGS = {
-    "stage": "ZeRO stage: 0 or 3",
+    "stage": "ZeRO stage: 0, 1, 2 or 3",
     "params": "tier of the parameters: device, cpu, nvme or auto",
     "grads": "tier of the gradients",
     "optimizer": "tier of the optimizer states",

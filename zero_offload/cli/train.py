@@ -94,7 +94,7 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")
     add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
     add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
-    add("--stage", "stage", "ZeRO stage: 0 or 3", type=int)
+    add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
     add("--precision", "precision", "bf16 or fp32")
     add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")
     add("--device-memory", "device_memory", "budget, for example 20GiB", metavar="SIZE")

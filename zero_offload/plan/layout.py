@@ -10,7 +10,7 @@ Pure: numbers in, frozen values out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,10 @@ class SectionLayout:
     """Elements each rank holds, padding included."""
     num_shards: int
 
+    def whole(self) -> SectionLayout:
+        """The same section cut into one shard."""
+        return replace(self, shard_numel=self.numel, num_shards=1)
+
     @property
     def numel(self) -> int:
         """Elements of the flat buffer, padding included."""
@@ -74,6 +78,10 @@ class SectionLayout:
         return tuple(
             (begin, min(begin + CHUNK_NUMEL, self.shard_numel)) for begin in range(0, self.shard_numel, CHUNK_NUMEL)
         )
+
+    def block_sizes(self, dtype: torch.dtype) -> list[int]:
+        """Bytes of each block of an array over a shard: one block per chunk."""
+        return [(end - begin) * dtype.itemsize for begin, end in self.chunks()]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from zero_offload.config import Durability, OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.partition import Partition
 from zero_offload.types import StateKind, Tier, format_bytes
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
@@ -129,33 +130,40 @@ class MemoryPlan:
 def measure_units(
     units: Iterable[UnitNumel], config: OffloadConfig, world_size: int = 1, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
-    """One rank's bytes of each unit: stage 3 divides everything, stage 0 nothing."""
-    num_shards = world_size if config.stage == 3 else 1
+    """One rank's bytes of each unit; `Partition` says what its stage divides."""
+    partition = Partition(config.stage, world_size)
     value = _VALUE_BYTES[config.numerics.compute]
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
     grad = value if world_size == num_micro_batches == 1 else 4
     return tuple(
         UnitBytes(
             name=unit.name,
-            params_bytes=_divide_up((unit.trained + unit.frozen) * value, num_shards),
-            grads_bytes=_divide_up(unit.trained * grad, num_shards),
-            optimizer_bytes=_divide_up(unit.trained * _OPTIMIZER_BYTES, num_shards),
-            frozen_bytes=_divide_up(unit.frozen * value, num_shards),
+            params_bytes=_divide_up((unit.trained + unit.frozen) * value, partition.param_shards),
+            grads_bytes=_grads_bytes(unit.trained, grad, partition),
+            optimizer_bytes=_divide_up(unit.trained * _OPTIMIZER_BYTES, partition.optimizer_shards),
+            frozen_bytes=_divide_up(unit.frozen * value, partition.param_shards),
         )
         for unit in units
     )
 
 
-def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], world_size: int) -> int:
+def _grads_bytes(numel: int, itemsize: int, partition: Partition) -> int:
+    """Where the reduction is deferred, a rank's own sums are whole, and its shard of their mean is beside them."""
+    held = _divide_up(numel * itemsize, partition.grad_shards)
+    return held + _divide_up(numel * 4, partition.optimizer_shards) * partition.defers_reduction
+
+
+def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], partition: Partition) -> int:
     """Bytes one copy of `kind` takes on the tier that `tiers` gives it."""
     params_tier, optimizer_tier = tiers[StateKind.PARAMS], tiers[StateKind.OPTIMIZER]
     if kind is StateKind.GRADS:
         return unit.grads_bytes
     if kind is StateKind.PARAMS:
-        # With both on NVMe the value inside the optimizer's extents serves the forward too.
-        return unit.frozen_bytes if params_tier is optimizer_tier is Tier.NVME else unit.params_bytes
-    if world_size == 1 and Tier.NVME not in (params_tier, optimizer_tier):
-        return unit.optimizer_bytes - (unit.params_bytes - unit.frozen_bytes)
+        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one.
+        shared = params_tier is optimizer_tier is Tier.NVME and not partition.replicates_params
+        return unit.frozen_bytes if shared else unit.params_bytes
+    if partition.param_shards == 1 and Tier.NVME not in (params_tier, optimizer_tier):
+        return unit.optimizer_bytes - _divide_up(unit.params_bytes - unit.frozen_bytes, partition.optimizer_shards)
     return unit.optimizer_bytes
 
 
@@ -164,18 +172,21 @@ def estimate_memory(
 ) -> MemoryPlan:
     """Add up what one rank needs on every tier."""
     rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
+    partition = Partition(config.stage, world_size)
     keeps_generations = config.effective_durability is not Durability.SCRATCH
     written = 0.0
     for unit, tiers in zip(units, placement.tiers, strict=True):
         for kind in PLACED_KINDS:
-            rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, world_size)
+            rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, partition)
         if tiers[StateKind.OPTIMIZER] is Tier.NVME:
             written += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
         elif keeps_generations:
             written += unit.optimizer_bytes / config.commit_every
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
-        if tiers[StateKind.PARAMS] is Tier.NVME is not tiers[StateKind.OPTIMIZER]:
+        if tiers[StateKind.PARAMS] is Tier.NVME and (
+            partition.replicates_params or tiers[StateKind.OPTIMIZER] is not Tier.NVME
+        ):
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
@@ -185,7 +196,7 @@ def estimate_memory(
 def _staging_bytes(
     units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, world_size: int
 ) -> dict[Tier, int]:
-    num_shards = world_size if config.stage == 3 else 1
+    num_shards = Partition(config.stage, world_size).param_shards
     shared = placement.budget.shared_memory
     arriving, landing, trained = [0], [0], [0]
     for unit, tiers in zip(units, placement.tiers, strict=True):

@@ -22,6 +22,7 @@ from zero_offload.plan.memory import (
     estimate_memory,
     rest_bytes,
 )
+from zero_offload.plan.partition import Partition
 from zero_offload.types import HardwareProfile, StateKind, Tier, format_bytes
 
 __all__ = ["Placement", "UnitBytes", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
@@ -104,6 +105,7 @@ class _AutoRoom:
 
     def __init__(self, config: OffloadConfig, budget: Budget, world_size: int) -> None:
         self.world_size = world_size
+        self.partition = Partition(config.stage, world_size)
         self.config = config
         self.budget = budget
         # On a CPU device the device tier is the same memory under another name.
@@ -144,7 +146,7 @@ def _assign_automatically(
     for kind in kinds:
         for unit, given in zip(units, tiers, strict=True):
             known = {each: given.get(each, room.last) for each in PLACED_KINDS}
-            costs = {tier: rest_bytes(unit, kind, known | {kind: tier}, room.world_size) for tier in room.tiers}
+            costs = {tier: rest_bytes(unit, kind, known | {kind: tier}, room.partition) for tier in room.tiers}
             given[kind] = room.take(costs)
 
 

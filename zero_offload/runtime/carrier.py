@@ -18,6 +18,7 @@ from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Region
 from zero_offload.memory.pool import RegionPool
 from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.replica import Replica
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.swap_file import Transfer
@@ -32,6 +33,9 @@ class Carrier(Protocol):
     def advance(self, unit: Unit) -> None: ...
 
     def finish(self, unit: Unit) -> None: ...
+
+    def keep(self, unit: Unit, section: Section) -> None:
+        """Launch the copy of gathered values to the section's replica, if it has one; `abandon` waits for it."""
 
     def abandon(self, unit: Unit) -> None: ...
 
@@ -50,11 +54,21 @@ class HostCarrier:
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
         transfers = self._transfers.setdefault(unit.index, [])
         for section in sections:
+            replica = section.shard.fresh_replica
+            if replica is not None:
+                transfers.append(replica.launch_fetch(section.flat.data_ptr(), urgency))
+                continue
             address = section.flat.data_ptr() + self._shard_index * section.layout.shard_nbytes
             transfers += self._store.launch_fetch(section.shard, address, urgency)
 
     def advance(self, unit: Unit) -> None:
         pass
+
+    def keep(self, unit: Unit, section: Section) -> None:
+        replica = section.shard.replica
+        if replica is not None:
+            self._transfers.setdefault(unit.index, []).append(replica.launch_save(section.flat.data_ptr()))
+            replica.fresh = True
 
     def finish(self, unit: Unit) -> None:
         for transfer in self._transfers.pop(unit.index, []):
@@ -68,11 +82,22 @@ class _Landing:
     """One unit's values on their way through a landing region; `uploads` is empty until the reads are done."""
 
     region: Region | None
-    reads: list[tuple[Section, int, list[Transfer]]] = field(default_factory=list)
+    reads: list[tuple[torch.Tensor, int, list[Transfer]]] = field(default_factory=list)
+    """What to fill on the device, from which byte of the region, once these reads are done."""
     uploads: list[Handoff] = field(default_factory=list)
 
     def arrived(self) -> bool:
         return all(transfer.done() for _, _, transfers in self.reads for transfer in transfers)
+
+
+@dataclass
+class _Keeping:
+    """Gathered values on their way to a replica: down to the host, and where it rests on disk, by way of a region."""
+
+    replica: Replica
+    download: Handoff
+    region: Region | None
+    write: Transfer | None = None
 
 
 class DeviceCarrier:
@@ -86,6 +111,7 @@ class DeviceCarrier:
         self._flying: dict[int, _Landing] = {}
         self._landed: list[_Landing] = []
         """Uploads that compute may still be waiting for; their regions are reused once they are done."""
+        self._keeping: dict[int, list[_Keeping]] = {}
 
     def ready(self) -> bool:
         self._reclaim()
@@ -96,15 +122,29 @@ class DeviceCarrier:
         self._flying[unit.index] = landing
         offset = 0
         for section in sections:
-            source = self._store.value_in_memory(section.shard)
+            target, source = self._ends(section)
             if source is not None:
-                landing.uploads.append(self._device.upload(self._target(section), source))
+                landing.uploads.append(self._device.upload(target, source))
                 continue
             landing.region = landing.region or self._lease()
             address = landing.region.address + offset
-            transfers = self._store.launch_fetch(section.shard, address, urgency)
-            landing.reads.append((section, offset, transfers))
-            offset += section.layout.shard_nbytes
+            landing.reads.append((target, offset, self._launch_reads(section, address, urgency)))
+            offset += target.nbytes
+
+    def _ends(self, section: Section) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What is to be filled on the device, and from where in host memory; None where it rests on disk."""
+        replica = section.shard.fresh_replica
+        if replica is not None:
+            return section.flat, replica.memory
+        numel = section.layout.shard_numel
+        own = section.flat[self._shard_index * numel : (self._shard_index + 1) * numel]
+        return own, self._store.value_in_memory(section.shard)
+
+    def _launch_reads(self, section: Section, address: int, urgency: Urgency) -> list[Transfer]:
+        replica = section.shard.fresh_replica
+        if replica is not None:
+            return [replica.launch_fetch(address, urgency)]
+        return self._store.launch_fetch(section.shard, address, urgency)
 
     def advance(self, unit: Unit) -> None:
         landing = self._flying.get(unit.index)
@@ -118,7 +158,20 @@ class DeviceCarrier:
             handoff.take()
         self._landed.append(landing)
 
+    def keep(self, unit: Unit, section: Section) -> None:
+        replica = section.shard.replica
+        if replica is None:
+            return
+        region = None if replica.memory is not None else self._lease()
+        target = replica.memory if region is None else region.tensor(section.flat.dtype, section.flat.numel())
+        assert target is not None
+        download = self._device.download(target, section.flat)
+        self._keeping.setdefault(unit.index, []).append(_Keeping(replica, download, region))
+        replica.fresh = True
+
     def abandon(self, unit: Unit) -> None:
+        for keeping in self._keeping.pop(unit.index, []):
+            self._end_keeping(keeping)
         landing = self._flying.pop(unit.index, None)
         if landing is None:
             return
@@ -127,35 +180,53 @@ class DeviceCarrier:
                 transfer.wait()
         self._land(landing)
 
+    def _end_keeping(self, keeping: _Keeping) -> None:
+        keeping.download.take_on_host()
+        if keeping.region is not None:
+            if keeping.write is None:
+                keeping.write = keeping.replica.launch_save(keeping.region.address)
+            keeping.write.wait()
+            self._pool.release(keeping.region)
+
     def _upload(self, landing: _Landing) -> None:
         reads, landing.reads = landing.reads, []
-        for section, offset, transfers in reads:
+        for target, offset, transfers in reads:
             for transfer in transfers:
                 transfer.wait()
             assert landing.region is not None
-            source = landing.region.tensor(section.layout.dtype, section.layout.shard_numel, offset)
-            landing.uploads.append(self._device.upload(self._target(section), source))
-
-    def _target(self, section: Section) -> torch.Tensor:
-        numel = section.layout.shard_numel
-        return section.flat[self._shard_index * numel : (self._shard_index + 1) * numel]
+            source = landing.region.tensor(target.dtype, target.numel(), offset)
+            landing.uploads.append(self._device.upload(target, source))
 
     def _lease(self) -> Region:
-        """A landing region, waiting for the oldest upload if all are in use."""
+        """A landing region, waiting for the oldest replica or upload if all are in use."""
         self._reclaim()
-        if not self._pool.available:
-            if not self._landed:
-                oldest = next(each for each in self._flying.values() if each.region is not None)
-                self._upload(oldest)
-                self._land(oldest)
-                oldest.region = None
-            else:
-                self._land(self._landed.pop(0))
+        if not self._pool.available and (oldest := self._oldest_kept()) is not None:
+            self._end_keeping(oldest)
+        elif not self._pool.available and self._landed:
+            self._land(self._landed.pop(0))
+        elif not self._pool.available:
+            flying = next(each for each in self._flying.values() if each.region is not None)
+            self._upload(flying)
+            self._land(flying)
+            flying.region = None
         return self._pool.lease()
+
+    def _oldest_kept(self) -> _Keeping | None:
+        """Taken off the list."""
+        for kept in self._keeping.values():
+            for keeping in kept:
+                if keeping.region is not None:
+                    kept.remove(keeping)
+                    return keeping
+        return None
 
     def _reclaim(self) -> None:
         while self._landed and all(handoff.ready.done() for handoff in self._landed[0].uploads):
             self._land(self._landed.pop(0))
+        for kept in self._keeping.values():
+            for keeping in kept:
+                if keeping.region is not None and keeping.write is None and keeping.download.ready.done():
+                    keeping.write = keeping.replica.launch_save(keeping.region.address)
 
     def _land(self, landing: _Landing) -> None:
         """Wait for the uploads and give the region back."""

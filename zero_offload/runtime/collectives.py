@@ -1,8 +1,8 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
-Owns the process groups: shards are gathered over `shard_group`; with stage 0 every rank has all shards and
-only gradients and flags travel, over the world. Blocking calls on the control thread; nothing else communicates
-but `CommitGroup`, which has a process group of its own because it runs on the update worker's thread.
+Owns the process groups, and counts the bytes that cross them. With stage 0 every rank has all shards, and only
+gradients and flags travel. Blocking calls on the control thread; nothing else communicates but `CommitGroup`, which
+has a process group of its own because it runs on the update worker's thread.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from zero_offload import errors
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.plan.partition import Partition
+from zero_offload.telemetry.events import Counters
 
 
 def _group_size() -> int:
@@ -28,8 +30,11 @@ class Collectives:
         self._device = device
         self.world_size = _group_size()
         self.rank = dist.get_rank() if self.world_size > 1 else 0
-        self.num_shards = self.world_size if stage == 3 else 1
-        self.shard_index = self.rank if stage == 3 else 0
+        self.partition = Partition(stage, self.world_size)
+        self.num_shards = self.partition.optimizer_shards
+        self.shard_index = self.rank if self.num_shards > 1 else 0
+        self.counters = Counters()
+        """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
     def all_gather(self, flat: torch.Tensor) -> None:
         """Fill `flat`, (numel,), of which this rank's part is in place, from all ranks."""
@@ -37,6 +42,7 @@ class Collectives:
             return
         numel = flat.numel() // self.num_shards
         mine = flat[self.shard_index * numel : (self.shard_index + 1) * numel]
+        self.counters.add("gathered", flat.nbytes)
         # Bytes, since not every backend gathers every dtype.
         dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8))
 
@@ -44,6 +50,7 @@ class Collectives:
         """Mean over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,), maybe a view."""
         if self.world_size == 1:
             return flat
+        self.counters.add("reduced", flat.nbytes)
         if self.num_shards == 1:
             dist.all_reduce(flat)
             return flat.div_(self.world_size)
@@ -58,6 +65,14 @@ class Collectives:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(total)
         return [float(value) for value in total]
+
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """For each flag, whether it is set on some rank."""
+        if self.world_size == 1:
+            return list(flags)
+        found = torch.tensor(flags, dtype=torch.int32, device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in found.tolist()]
 
     def barrier(self) -> None:
         if self.world_size > 1:

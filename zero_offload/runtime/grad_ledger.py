@@ -33,6 +33,10 @@ class SectionGrads:
     unit: Unit
     section: Section
     shard: GradShard
+    local: GradShard | None = None
+    """Several ranks: this rank's own sums of backwards that were not reduced, over the whole section."""
+    waiting: set[int] = field(default_factory=set)
+    """Parameters with a gradient in `local`."""
     params: list[nn.Parameter] = field(default_factory=list)
     sums: dict[int, GradSum] = field(default_factory=dict)
     """Per parameter that has a gradient; several ranks: the shard's under REDUCED."""
@@ -56,19 +60,30 @@ class GradLedger:
     """The gradients of one model between backward and step."""
 
     def __init__(
-        self, units: Sequence[Unit], new_shard: Callable[[Section], GradShard], collectives: Collectives
+        self,
+        units: Sequence[Unit],
+        new_shard: Callable[[Section, SectionLayout], GradShard],
+        collectives: Collectives,
     ) -> None:
         self._collectives = collectives
         self._places: dict[int, tuple[SectionGrads, int]] = {}
         self._clip_factor = 1.0
         self.sections: list[SectionGrads] = []
         for unit in units:
-            by_section = {id(s): SectionGrads(unit, s, new_shard(s)) for s in unit.sections}
+            by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
             for section, _, param in unit.placed_params():
                 grads = by_section[id(section)]
                 self._places[id(param)] = (grads, len(grads.params))
                 grads.params.append(param)
             self.sections += [grads for grads in by_section.values() if grads.layout.trainable]
+
+    def _section(
+        self, unit: Unit, section: Section, new_shard: Callable[[Section, SectionLayout], GradShard]
+    ) -> SectionGrads:
+        shard = new_shard(section, section.layout)
+        if self._collectives.world_size == 1:
+            return SectionGrads(unit, section, shard)
+        return SectionGrads(unit, section, shard, new_shard(section, section.layout.whole()))
 
     def place(self, param: nn.Parameter) -> tuple[SectionGrads, int]:
         """A parameter's section and its index there."""
@@ -143,12 +158,16 @@ class GradLedger:
             for index in list(grads.holding):
                 self._forget(grads, index)
             grads.shard.release()
+            if grads.local is not None:
+                grads.local.held = False
+                grads.local.release()
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
         if index not in grads.holding:
             return
         grads.holding.discard(index)
         grads.exposed.discard(index)
+        grads.waiting.discard(index)
         grads.sums.pop(index, None)
         if not grads.holding:
             grads.sums.clear()

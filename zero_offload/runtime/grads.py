@@ -17,11 +17,12 @@ from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
+from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
 from zero_offload.runtime.grad_staging import GradStaging
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -55,7 +56,13 @@ class GradReducer:
         self._store = store
         self._open: list[SectionGrads] = []
         """With pages, the longest unused first."""
-        self.ledger = GradLedger(units, lambda s: GradShard(store, s.shard, residency.attach), collectives)
+        self.ledger = GradLedger(units, self._new_shard, collectives)
+        self.defers = collectives.partition.defers_reduction
+        """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
+        self._deferred = False
+
+    def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
+        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach)
 
     def arrive(self, param: nn.Parameter) -> None:
         """Autograd has accumulated `param.grad`: take it."""
@@ -74,13 +81,15 @@ class GradReducer:
                 "clip once, after the last backward of a step, or drop them with optimizer.zero_grad()"
             )
         self._board.wait(grads.unit.index)
-        if self._collectives.world_size > 1:
+        if self._collectives.world_size == 1:
+            self._keep(grads, index, grad, adds=index in grads.holding)
+        elif self.defers:
+            self._keep(grads, index, grad, adds=index in grads.waiting)
+            grads.waiting.add(index)
+            self._deferred = True
+        else:
             piece = grads.layout.params[index]
             self._partial(grads)[piece.begin : piece.end].add_(grad.reshape(-1))
-        elif self._device.is_host:
-            self._keep_one(grads, index, grad.contiguous(), adds=index in grads.holding)
-        else:
-            self._staging.stage(grads, index, grad.reshape(-1), adds=index in grads.holding)
         grads.arrived.add(index)
         grads.holding.add(index)
         if len(grads.arrived) == len(grads.layout.params):
@@ -92,34 +101,62 @@ class GradReducer:
             if grads.arrived:
                 self._complete(grads)
         self._staging.drain()
+        if not self.defers:
+            self.reduce_waiting()
+
+    def reduce_waiting(self) -> None:
+        """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
+        if not self._deferred:
+            return
+        self._deferred = False
+        sections = self.ledger.sections
+        flags = [index in grads.waiting for grads in sections for index in range(len(grads.params))]
+        found = iter(self._collectives.any_rank(flags))
+        for grads in sections:
+            anywhere = {index for index in range(len(grads.params)) if next(found)}
+            if anywhere:
+                grads.holding |= anywhere
+                self._partial(grads)
+                self._complete(grads)
+        self._staging.drain()
+
+    def _keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Bring one gradient to rest on this rank."""
+        if self._device.is_host:
+            self._keep_one(grads, index, grad.contiguous(), adds=adds)
+        else:
+            self._staging.stage(grads, index, grad.reshape(-1), adds=adds)
 
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
-        shard = grads.shard
+        shard = grads.local or grads.shard
         alone = grad.nbytes == grad.untyped_storage().nbytes() >= ADOPT_BYTES
         if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
             self._store_one(grads, index, grad, adds=adds)
             return
         shard.adopt(index, grad.detach().view(-1))
-        grads.sums[index] = sum_of_squares(
-            grad.data_ptr(), grad.dtype, grad.numel(), num_threads=torch.get_num_threads()
-        )
         shard.held = True
+        if grads.local is None:
+            threads = torch.get_num_threads()
+            grads.sums[index] = sum_of_squares(grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
 
     def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Write one gradient, host, to where it rests."""
+        shard = grads.local or grads.shard
         self._keep_open(grads)
         if adds:
-            grads.shard.widen()
-        place = grads.shard.place(index)
-        grads.sums[index] = _write(adds, place.data_ptr(), place.dtype, grad)
-        grads.shard.held = True
+            shard.widen()
+        place = shard.place(index)
+        written = _write(adds, place.data_ptr(), place.dtype, grad)
+        if grads.local is None:
+            grads.sums[index] = written
+        shard.held = True
 
     def _keep_open(self, grads: SectionGrads) -> None:
         """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
         self._open = [each for each in self._open if each is not grads]
         while len(self._open) >= OPEN_GRADS:
-            self._open.pop(0).shard.close()
+            _close(self._open.pop(0))
         self._open.append(grads)
 
     def _partial(self, grads: SectionGrads) -> torch.Tensor:
@@ -136,6 +173,7 @@ class GradReducer:
         """All of this backward's gradients of a section are here."""
         grads.arrived.clear()
         if grads.partial is not None:
+            self._add_waiting(grads, grads.partial)
             reduced = self._collectives.reduce_grads(grads.partial)
             if self._device.is_host:
                 self._store_reduced(grads, reduced)
@@ -146,6 +184,23 @@ class GradReducer:
             self._rest(grads)
         else:
             self._staging.seal(grads)
+
+    def _add_waiting(self, grads: SectionGrads, partial: torch.Tensor) -> None:
+        """Add this rank's own sums to `partial`, (numel,) fp32 on the device."""
+        local = grads.local
+        if local is None or not grads.waiting:
+            return
+        for index in sorted(grads.waiting):
+            piece, grad = grads.layout.params[index], local.view(index)
+            if local.tier is Tier.NVME:
+                grad = grad.to(partial.device)  # Pages that come and go are not pinned: no asynchronous copy.
+            elif not self._device.is_host:
+                grad = self._device.upload(torch.empty_like(grad, device=partial.device), grad).take()
+            partial[piece.begin : piece.end].add_(grad)
+        grads.waiting.clear()
+        local.held = False
+        local.release()
+        local.close()
 
     def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
         array = grads.shard.widen()
@@ -160,7 +215,7 @@ class GradReducer:
             self._store_one(grads, index, grad, adds=adds)
 
     def _rest(self, grads: SectionGrads) -> None:
-        grads.shard.close()
+        _close(grads)
         self._open = [each for each in self._open if each is not grads]
 
     def _drop_partial(self, grads: SectionGrads) -> None:
@@ -175,8 +230,15 @@ class GradReducer:
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._drop_partial(grads)
+        self._deferred = False
         self.ledger.drop()
         return held
+
+
+def _close(grads: SectionGrads) -> None:
+    grads.shard.close()
+    if grads.local is not None:
+        grads.local.close()
 
 
 def _largest_grad(units: Sequence[Unit]) -> int:

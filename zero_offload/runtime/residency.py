@@ -8,7 +8,7 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zero_offload.errors import CapacityError
 from zero_offload.memory.arena import MovableBuffer
@@ -17,7 +17,7 @@ from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -75,6 +75,7 @@ class Residency:
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         self._hand_frames_on(stale)
         for unit in stale:
+            _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
                 self._carrier.abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
@@ -113,6 +114,7 @@ class Residency:
         """The unit's values were replaced where they rest: the copy on the device goes."""
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
             self._evict(unit)
+        _outdate(unit.sections)
 
     # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a
     # collective: so decisions look at pages and the schedule, never at what happens to be complete.
@@ -195,7 +197,9 @@ class Residency:
     def _finish(self, unit: Unit) -> None:
         self._carrier.finish(unit)
         for section in unit.to_read:
-            self._collectives.all_gather(section.flat)
+            if section.shard.fresh_replica is None:
+                self._collectives.all_gather(section.flat)
+                self._carrier.keep(unit, section)
         unit.to_read = ()
         unit.tracker.advance(UnitState.PRESENT)
 
@@ -205,3 +209,10 @@ class Residency:
         self._carrier.abandon(unit)
         unit.detach()
         unit.tracker.advance(UnitState.AWAY)
+
+
+def _outdate(sections: Iterable[Section]) -> None:
+    """Replicas no longer hold the newest values: the next fetch gathers them."""
+    for section in sections:
+        if section.shard.replica is not None:
+            section.shard.replica.fresh = False

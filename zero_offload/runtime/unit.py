@@ -45,8 +45,8 @@ class Unit:
         self.params: list[nn.Parameter] = []
         """Section after section, in the order of the layout."""
         self.resident = resident
-        self.updates_in_place = all(section.buffer is None for section in sections)
-        """The buffers are where the values rest: an update leaves nothing to fetch."""
+        self.updates_in_place = all(s.buffer is None and s.layout.num_shards == 1 for s in sections)
+        """The buffers are where the whole values rest: an update leaves nothing to fetch."""
         self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.updates_in_place else UnitState.AWAY)
         self.on_host = all(section.flat.device.type == "cpu" for section in sections)
         self.to_read: tuple[Section, ...] = ()
@@ -74,6 +74,11 @@ class Unit:
     def runs(self) -> bool:
         """Whether a forward or backward uses it."""
         return self.forward_uses > 0 or self.backward_uses > 0
+
+    @property
+    def readable(self) -> bool:
+        """Whether its parameters, once updated, can be read at any time without a move."""
+        return self.updates_in_place or (self.resident and self.state is UnitState.PRESENT)
 
     @property
     def num_frames(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from zero_offload.memory.arena import Region
@@ -19,6 +21,11 @@ class DiskArrays:
     def __init__(self, swap: SwapFile | None, counters: Counters) -> None:
         self._swap = swap
         self._counters = counters
+
+    def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
+        """Room for blocks of these sizes, in bytes."""
+        assert self._swap is not None
+        return self._swap.allocate(name, block_sizes)
 
     def launch_read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         assert self._swap is not None

@@ -1,6 +1,6 @@
-"""Where a shard's gradients rest between backward and update.
+"""Where gradients rest between backward and update: a shard's, or a whole section's that no rank has reduced yet.
 
-Owns one buffer per trainable shard: (shard_numel,) in the compute dtype while a step has one micro-batch on
+Owns one buffer per trainable section: (shard_numel,) in the compute dtype while a step has one micro-batch on
 one rank, fp32 from the first accumulation on (compute dtype -> fp32 is exact, so the switch changes no bit).
 On the NVMe tier the buffer's pages are attached only while backward writes it. The calls: `open`, writes to
 the array, `close`; the update takes `open_chunk`, then calls `release`; `held` is cleared by whoever consumed the
@@ -16,7 +16,6 @@ import torch
 
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.shards.shard import Shard, block_sizes
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.swap_file import Extent, Transfer
 from zero_offload.types import Tier
@@ -36,25 +35,19 @@ class GradSource(NamedTuple):
 class GradShard:
     """The gradients of one shard; `held` says whether a step's gradients are inside."""
 
-    def __init__(self, store: ShardStore, shard: Shard, attach: AttachBuffer) -> None:
+    def __init__(self, store: ShardStore, layout: SectionLayout, tier: Tier, attach: AttachBuffer) -> None:
+        """`layout` says how long the array is: a section cut into one shard has it whole."""
         self._store = store
-        self._shard = shard
+        self.layout = layout
+        self.tier = tier
         self._attach = attach
         self._array: torch.Tensor | None = None
         self._buffer: MovableBuffer | None = None
         self._extents: dict[torch.dtype, Extent] = {}
         self._adopted: dict[int, torch.Tensor] = {}
         """By the parameter's index: (numel,) `dtype`, instead of its part of the array."""
-        self.dtype = shard.layout.dtype
+        self.dtype = layout.dtype
         self.held = False
-
-    @property
-    def layout(self) -> SectionLayout:
-        return self._shard.layout
-
-    @property
-    def tier(self) -> Tier:
-        return self._shard.placement.grads
 
     @property
     def on_disk(self) -> bool:
@@ -143,7 +136,7 @@ class GradShard:
 
     def _extent(self) -> Extent:
         if self.dtype not in self._extents:
-            assert self._store.swap is not None
-            sizes = block_sizes(self.layout, self.dtype)
-            self._extents[self.dtype] = self._store.swap.allocate(f"grads {self.layout.index}", sizes)
+            name = f"grads {self.layout.index} of {self.layout.num_shards}"
+            sizes = self.layout.block_sizes(self.dtype)
+            self._extents[self.dtype] = self._store.disk.allocate(name, sizes)
         return self._extents[self.dtype]

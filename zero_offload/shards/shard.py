@@ -23,6 +23,7 @@ from enum import StrEnum
 import torch
 
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.shards.replica import Replica
 from zero_offload.storage.swap_file import Extent, Transfer
 from zero_offload.types import StateKind, Tier
 
@@ -47,11 +48,6 @@ def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
     if component is Component.VALUE:
         return layout.dtype
     return torch.int16 if component is Component.RESIDUAL else torch.float32
-
-
-def block_sizes(layout: SectionLayout, dtype: torch.dtype) -> list[int]:
-    """Bytes of each block of an array over the shard: one block per chunk."""
-    return [(end - begin) * dtype.itemsize for begin, end in layout.chunks()]
 
 
 @dataclass(frozen=True)
@@ -80,6 +76,8 @@ class Shard:
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)
     slots: tuple[dict[Component, Extent], ...] = ()
     cache: Extent | None = None
+    replica: Replica | None = None
+    """Where parameters are whole on every rank and leave the compute device."""
     current: int = 0
     """The slot of the newest values, where they rest on disk."""
     committed: int | None = None
@@ -88,6 +86,11 @@ class Shard:
     """Changed in memory since it was last written to a slot."""
     writes: list[Transfer] = field(default_factory=list)
     """Writes not yet known to be complete."""
+
+    @property
+    def fresh_replica(self) -> Replica | None:
+        """Where the section's newest values are whole on this rank, if they are."""
+        return self.replica if self.replica is not None and self.replica.fresh else None
 
     @property
     def on_disk(self) -> bool:

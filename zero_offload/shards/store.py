@@ -23,11 +23,11 @@ from zero_offload.memory.arena import Arena
 from zero_offload.memory.pool import LazyRegion
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
+from zero_offload.shards.replica import Replica
 from zero_offload.shards.shard import (
     Component,
     Shard,
     ShardPlacement,
-    block_sizes,
     component_dtype,
     components_of,
 )
@@ -90,13 +90,12 @@ class ShardStore:
 
     def _slot(self, layout: SectionLayout, slot: int) -> dict[Component, Extent]:
         return {
-            component: self._allocate(layout, f"{component.value}.{slot}", component_dtype(layout, component))
+            component: self.disk.allocate(
+                f"section {layout.index} {component.value}.{slot}",
+                layout.block_sizes(component_dtype(layout, component)),
+            )
             for component in components_of(layout)
         }
-
-    def _allocate(self, layout: SectionLayout, name: str, dtype: torch.dtype) -> Extent:
-        assert self.swap is not None
-        return self.swap.allocate(f"section {layout.index} {name}", block_sizes(layout, dtype))
 
     def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
         """Take memory for the components that rest in memory; `existing` brings those that have it already."""
@@ -111,13 +110,20 @@ class ShardStore:
                     existing[component] if component in existing else self.arena.array(dtype, layout.shard_numel)
                 )
 
+    def place_replica(self, shard: Shard) -> None:
+        """Keep the section whole on this rank too, on the tier of its parameters; before `place_memory`."""
+        layout, in_memory = shard.layout, shard.placement.value_in_memory
+        memory = self.arena.array(layout.dtype, layout.numel) if in_memory else None
+        shard.replica = Replica(layout, self.disk, memory)
+
     # Parameters for forward and backward
 
     def launch_fetch(self, shard: Shard, address: int, urgency: Urgency) -> list[Transfer]:
         """Bring this rank's values, `shard_nbytes`, to host memory at `address`."""
         value = self.value_in_memory(shard)
         if value is not None:
-            ctypes.memmove(address, value.data_ptr(), shard.layout.shard_nbytes)
+            if address != value.data_ptr():
+                ctypes.memmove(address, value.data_ptr(), shard.layout.shard_nbytes)
             return []
         shard.settle()
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
@@ -213,8 +219,11 @@ class ShardStore:
 
     def _ensure_cache(self, shard: Shard) -> None:
         """A cache belongs to no generation: it comes after the slots, which must lie alike for every placement."""
-        if shard.cache is None and shard.placement.params is Tier.NVME and Component.VALUE in shard.memory:
-            shard.cache = self._allocate(shard.layout, "cache", shard.layout.dtype)
+        on_disk = shard.placement.params is Tier.NVME and shard.replica is None
+        if shard.cache is None and on_disk and Component.VALUE in shard.memory:
+            shard.cache = self.disk.allocate(
+                f"section {shard.layout.index} cache", shard.layout.block_sizes(shard.layout.dtype)
+            )
 
     def _make_writable(self, shard: Shard) -> None:
         """A frozen shard has one slot; once that is committed, a change needs a second."""

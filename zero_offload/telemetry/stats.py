@@ -25,6 +25,8 @@ class Stats:
     read_bytes: dict[str, int]
     """Per tier."""
     written_bytes: dict[str, int]
+    communicated_bytes: dict[str, int]
+    """Of whole buffers: "gathered" from all ranks, "reduced" over them. Nothing on one rank."""
     num_departures: int
     """Uses of units that the schedule did not predict."""
     skipped_steps: int
@@ -61,6 +63,7 @@ class StatsKeeper:
             commit_s=delta.get("commit_s", 0.0),
             read_bytes={tier.value: int(delta.get(f"read.{tier.value}", 0)) for tier in Tier},
             written_bytes={tier.value: int(delta.get(f"written.{tier.value}", 0)) for tier in Tier},
+            communicated_bytes={name: int(delta.get(name, 0)) for name in ("gathered", "reduced")},
             num_departures=int(delta.get("departures", 0)),
             skipped_steps=skipped_steps,
             resident_bytes=resident_bytes,

@@ -22,7 +22,7 @@ def grad_shard(tier: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> It
         assert buffer.attach()
 
     with open_store(nn.Linear(1100, 1100), ("cpu", tier, "cpu"), path, dtype=dtype) as store:
-        yield GradShard(store, store.shards[0], attach)
+        yield GradShard(store, store.shards[0].layout, store.shards[0].placement.grads, attach)
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -85,7 +85,7 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
             attached.append(buffer)
             assert buffer.attach()
 
-        shard = GradShard(store, store.shards[0], attach)
+        shard = GradShard(store, store.shards[0].layout, store.shards[0].placement.grads, attach)
         shard.open()
         assert store.arena.free_frames == 0 and len(attached) == 1
         shard.open()

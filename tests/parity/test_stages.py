@@ -1,0 +1,187 @@
+"""What tells the ZeRO stages apart: what each rank holds, what crosses the network, when gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers import ranks
+from tests.helpers.models import build, tokens_of
+from tests.helpers.ranks import Case, Outcome, RankPool
+from zero_offload.api import runtime_of
+from zero_offload.plan.partition import STAGES
+
+MICRO_BATCHES = 3
+ACCUMULATING = Case({"precision": "fp32"}, num_steps=3, micro_batches=MICRO_BATCHES, max_norm=0.5)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+def at_stage(case: Case, stage: int, **settings: Any) -> Case:
+    return replace(case, settings=case.settings | {"stage": stage} | settings)
+
+
+# What crosses the network
+
+
+def communicate(rank: int, world_size: int, case: Case) -> tuple[dict[str, int], int, int]:
+    """Bytes of the last step; whole parameters and whole fp32 gradients of the model, padding included."""
+    model, optimizer = ranks.start(case)
+    try:
+        ranks.steps(case, (rank, world_size), model, optimizer, range(case.num_steps), Outcome())
+        owner = runtime_of(model)
+        assert owner is not None
+        sections = owner.parts.layout.sections
+        trained = sum(4 * section.numel for section in sections if section.trainable)
+        return (
+            zo.stats(model).communicated_bytes,
+            sum(section.nbytes for section in sections if section.trainable),
+            trained,
+        )
+    finally:
+        zo.close(model)
+
+
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_volumes_are_those_of_the_paper(stage: int, params: str, pool: RankPool, nvme: Path) -> None:
+    settings = {"params": params, "nvme": nvme, "device_memory": "2MiB" if params == "nvme" else None}
+    case = at_stage(ACCUMULATING, stage, **settings)
+    for found, whole_params, whole_grads in pool.succeed(communicate, replace(case, num_frozen=1)):
+        reductions = 1 if stage == 1 else MICRO_BATCHES
+        assert found["reduced"] == reductions * whole_grads
+        if stage == 3:
+            # Once after an update; with room for few units for each forward and each backward, frozen ones too.
+            least = MICRO_BATCHES if params == "nvme" else 1
+            assert least * whole_params <= found["gathered"] <= 4 * MICRO_BATCHES * whole_params
+        else:
+            assert found["gathered"] == (0 if stage == 0 else whole_params)
+
+
+# When gradients are reduced
+
+
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_sync_adds_up_and_reduces_once(stage: int, grads: str, pool: RankPool, nvme: Path) -> None:
+    """Stage 1 sums on each rank, then over ranks: `no_sync` makes the same of every stage."""
+    expected = pool.succeed(ranks.train, at_stage(ACCUMULATING, 1))
+    case = replace(at_stage(ACCUMULATING, stage, grads=grads, nvme=nvme), no_sync=True)
+    for found, each in zip(pool.succeed(ranks.train, case), expected, strict=True):
+        if stage > 0:
+            assert found == each
+        else:  # An all-reduce adds up in another order than a reduce-scatter.
+            assert found.losses == pytest.approx(each.losses, rel=1e-5)
+            assert found.norms == pytest.approx(each.norms, rel=1e-5)
+
+
+def reductions(rank: int, world_size: int, case: Case) -> int:
+    model, optimizer = ranks.start(case)
+    try:
+        ranks.steps(case, (rank, world_size), model, optimizer, range(2), Outcome())
+        return zo.stats(model).communicated_bytes["reduced"]
+    finally:
+        zo.close(model)
+
+
+def test_no_sync_saves_reductions(pool: RankPool) -> None:
+    case = at_stage(ACCUMULATING, 2)
+    synced, unsynced = (pool.succeed(reductions, replace(case, no_sync=flag)) for flag in (False, True))
+    assert synced == [MICRO_BATCHES * each for each in unsynced]
+
+
+def end_unsynced(rank: int, world_size: int, stage: int) -> tuple[float, float]:
+    """All backwards in no_sync: the step itself reduces. The norm, and that of the mean gradient."""
+    model = zo.offload(build(partial(nn.Linear, 8, 8)), zo.OffloadConfig(stage=stage, precision="fp32"))
+    try:
+        with zo.no_sync(model):
+            model(torch.full((1, 8), float(rank))).sum().backward()
+        return zo.clip_grad_norm_(model, 1e9).item(), _norm_of_mean(world_size)
+    finally:
+        zo.close(model)
+
+
+def _norm_of_mean(world_size: int) -> float:
+    mean = sum(range(world_size)) / world_size
+    return float(torch.cat([torch.full((64,), mean), torch.ones(8)]).norm())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_no_backward_reduced_the_norm_does(stage: int, pool: RankPool) -> None:
+    for norm, expected in pool.succeed(end_unsynced, stage):
+        assert norm == pytest.approx(expected, rel=1e-6)
+
+
+class Branches(nn.Module):
+    """Rank r uses branch r only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        result: torch.Tensor = self.branches[branch](x)
+        return result
+
+
+def branch_out(rank: int, world_size: int, stage: int) -> list[torch.Tensor]:
+    model = zo.offload(build(Branches), zo.OffloadConfig(stage=stage, precision="fp32"))
+    optimizer = zo.AdamW(model.parameters(), lr=0.1)
+    try:
+        with zo.no_sync(model):
+            model(torch.ones(1, 8), rank).sum().backward()
+        optimizer.step()
+        return list(ranks.read_params(model).values())
+    finally:
+        zo.close(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ranks_may_use_different_parts(stage: int, pool: RankPool) -> None:
+    """Whole parameters need no gather in forward: what some rank has used is updated on all, the rest on none."""
+    found = pool.succeed(branch_out, stage)
+    before = [param.detach() for param in build(Branches).parameters()]
+    for mine, theirs in zip(found[0], found[1], strict=True):
+        assert torch.equal(mine, theirs)
+    changed = [not torch.equal(old, new) for old, new in zip(before, found[0], strict=True)]
+    used = len(pool.processes)
+    assert changed == [True] * (2 * used) + [False] * (2 * (4 - used))
+
+
+# Where whole parameters are read
+
+
+def test_replicas_serve_eval_and_later_forwards(pool: RankPool, nvme: Path) -> None:
+    case = Case({"precision": "bf16", "stage": 2, "params": "nvme", "nvme": nvme, "device_memory": "2MiB"})
+    for gathered in pool.succeed(evaluate, case):
+        assert gathered[0] > 0 and gathered[1:] == [gathered[0]] * 3
+
+
+def evaluate(rank: int, world_size: int, case: Case) -> list[int]:
+    """Bytes gathered after each of some forwards that follow a step."""
+    model, optimizer = ranks.start(case)
+    owner = runtime_of(model)
+    assert owner is not None
+    try:
+        ranks.steps(case, (rank, world_size), model, optimizer, range(2), Outcome())
+        before, found = owner.parts.store.counters.snapshot()["gathered"], []
+        for number in range(4):
+            with torch.no_grad():
+                model(tokens_of(number, batch=1 + rank))
+            found.append(int(owner.parts.store.counters.snapshot()["gathered"] - before))
+        return found
+    finally:
+        zo.close(model)

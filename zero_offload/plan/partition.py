@@ -1,0 +1,49 @@
+"""What each ZeRO stage divides over the ranks: the only place that knows the stages apart.
+
+    stage   optimizer   gradients   parameters   elements sent and received by a rank per parameter and step
+      0     whole       whole       whole        2 n    all-reduce of the gradients of each of n backwards
+      1     divided     whole       whole        2      one reduce-scatter of gradients, one all-gather of parameters
+      2     divided     divided     whole        n + 1  the gradients of each backward
+      3     divided     divided     divided      3 n    and parameters gathered for each forward and each backward
+
+After Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (2020), sections 5
+and 7. Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How many ranks share each kind of state."""
+
+    stage: int
+    world_size: int
+
+    @property
+    def optimizer_shards(self) -> int:
+        """Shards of a section: the optimizer's states cut it, and with them everything that is cut at all."""
+        return self.world_size if self.stage >= 1 else 1
+
+    @property
+    def grad_shards(self) -> int:
+        """How many ranks hold a step's gradients, once backward is over, between them."""
+        return self.world_size if self.stage >= 2 else 1
+
+    @property
+    def param_shards(self) -> int:
+        return self.world_size if self.stage == 3 else 1
+
+    @property
+    def replicates_params(self) -> bool:
+        """Every rank keeps whole parameters, of which it updates a shard: stages 1 and 2 on several ranks."""
+        return self.param_shards < self.optimizer_shards
+
+    @property
+    def defers_reduction(self) -> bool:
+        """Gradients of several backwards are added up on each rank and reduced once, before the step."""
+        return self.grad_shards < self.optimizer_shards
