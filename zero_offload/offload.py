@@ -16,6 +16,7 @@ from enum import Enum
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
@@ -39,6 +40,7 @@ from zero_offload.plan.memory import (
     measure_units,
 )
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
+from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.probe import probe_hardware
 from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
@@ -46,6 +48,7 @@ from zero_offload.runtime.collectives import Collectives, CommitGroup
 from zero_offload.runtime.grads import OPEN_GRADS
 from zero_offload.runtime.guard import guard
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
+from zero_offload.runtime.rank_group import RankGroup, mesh_problems
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, register
@@ -61,11 +64,15 @@ IO_THREADS = 4
 UNLIMITED_FRAMES = 1 << 40
 
 
-def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units: UnitChoice | None = None) -> nn.Module:
+def offload(
+    model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | None = None, units: UnitChoice | None = None
+) -> nn.Module:
     """Offload `model` in place and return it: same object, same class, hooks only.
 
     Its floating parameters become the compute dtype, with fp32 masters from their present values. `units` names
-    what moves together (module names, classes or modules); by default the repeated blocks are found.
+    what moves together (module names, classes or modules); by default the repeated blocks are found. `mesh` names
+    the ranks that train this model, by default all: of one dimension, over which states are divided, or of two,
+    (replicate, shard), for hybrid sharding. All of its ranks call this together.
     With a generation in the directory and existing="resume", parameters and states are the generation's.
 
     Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
@@ -73,12 +80,13 @@ def offload(model: nn.Module, config: OffloadConfig, mesh: object = None, units:
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
-    collectives = Collectives(config.stage, device.torch_device)
+    group = RankGroup.of(config.stage, mesh)
+    collectives = Collectives(group, device.torch_device)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
-    exchange = CommitGroup()
+    exchange = CommitGroup(group)
     hardware = _agree(_hardware(config, device), exchange)
-    placement = place(_unit_bytes(spec, config, collectives.world_size), config, hardware, collectives.world_size)
+    placement = place(_unit_bytes(spec, config, collectives.partition), config, hardware, collectives.partition)
     cleanup = contextlib.ExitStack()
     try:
         build = Build(config, layout, placement, collectives, device, cleanup)
@@ -123,7 +131,7 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
     return replace(hardware, cpu_memory_bytes=cpu, device_memory_bytes=device, nvme_free_bytes=nvme)
 
 
-def _check_model(model: nn.Module, config: OffloadConfig, mesh: object, device: Device) -> None:
+def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | None, device: Device) -> None:
     problems = []
     if not device.is_host:
         for kind in (StateKind.GRADS, StateKind.OPTIMIZER):
@@ -133,7 +141,7 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: object, device: 
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     if mesh is not None:
-        problems.append("mesh= arrives in a later version; leave it out: all ranks form one shard group")
+        problems += mesh_problems(mesh, device.torch_device.type)
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
             problems.append(f"{name} is offloaded already; call zo.offload once per model")
@@ -150,14 +158,14 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: object, device: 
 def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
     """What `offload` would take of each tier; the model may be on meta."""
     device = compute_device()
-    world_size = Collectives(config.stage, device.torch_device).world_size
-    unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, world_size)
+    partition = RankGroup.of(config.stage).partition
+    unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, partition)
     budget = tier_budget(config, _hardware(config, device))
-    return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, world_size), config, world_size)
+    return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, partition), config, partition)
 
 
-def _unit_bytes(spec: ModelSpec, config: OffloadConfig, world_size: int) -> Sequence[UnitBytes]:
-    return measure_units([unit_numel(unit) for unit in spec.units], config, world_size)
+def _unit_bytes(spec: ModelSpec, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:
+    return measure_units([unit_numel(unit) for unit in spec.units], config, partition)
 
 
 def unit_numel(unit: UnitSpec) -> UnitNumel:

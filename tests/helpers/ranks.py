@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
@@ -53,6 +54,8 @@ class Case:
     dim: int = UNEVEN
     num_frozen: int = 0
     """How many of the first blocks are frozen."""
+    mesh: tuple[Any, ...] | DeviceMesh | None = None
+    """Ranks of the program by their place in a device mesh."""
     no_sync: bool = False
     """Reduce gradients with the last micro-batch only."""
 
@@ -163,7 +166,8 @@ def rows_of(number: int, rank: int, world_size: int) -> Tensor:
 
 def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
     model = make_model(case)
-    zo.offload(model, zo.OffloadConfig(**case.settings))
+    mesh = DeviceMesh("cpu", list(case.mesh)) if isinstance(case.mesh, tuple) else case.mesh
+    zo.offload(model, zo.OffloadConfig(**case.settings), mesh)
     return model, zo.AdamW(param_groups(model), lr=1e-2, weight_decay=0.1)
 
 

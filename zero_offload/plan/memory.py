@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from zero_offload.config import Durability, OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.plan.partition import Partition
+from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.types import StateKind, Tier, format_bytes
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
@@ -128,13 +128,12 @@ class MemoryPlan:
 
 
 def measure_units(
-    units: Iterable[UnitNumel], config: OffloadConfig, world_size: int = 1, num_micro_batches: int = 1
+    units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    partition = Partition(config.stage, world_size)
     value = _VALUE_BYTES[config.numerics.compute]
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
-    grad = value if world_size == num_micro_batches == 1 else 4
+    grad = value if partition.world_size == num_micro_batches == 1 else 4
     return tuple(
         UnitBytes(
             name=unit.name,
@@ -168,11 +167,10 @@ def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier]
 
 
 def estimate_memory(
-    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, world_size: int = 1
+    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition = ONE_RANK
 ) -> MemoryPlan:
     """Add up what one rank needs on every tier."""
     rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
-    partition = Partition(config.stage, world_size)
     keeps_generations = config.effective_durability is not Durability.SCRATCH
     written = 0.0
     for unit, tiers in zip(units, placement.tiers, strict=True):
@@ -190,13 +188,11 @@ def estimate_memory(
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
-    return MemoryPlan(rest, _staging_bytes(units, placement, config, world_size), int(written), placement.budget)
+    return MemoryPlan(rest, _staging_bytes(units, placement, partition), int(written), placement.budget)
 
 
-def _staging_bytes(
-    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, world_size: int
-) -> dict[Tier, int]:
-    num_shards = Partition(config.stage, world_size).param_shards
+def _staging_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> dict[Tier, int]:
+    num_shards = partition.param_shards
     shared = placement.budget.shared_memory
     arriving, landing, trained = [0], [0], [0]
     for unit, tiers in zip(units, placement.tiers, strict=True):

@@ -23,20 +23,22 @@ class Partition:
 
     stage: int
     world_size: int
+    num_replicas: int = 1
+    """Groups of ranks that each divide the states among themselves (hybrid sharding) and hold the same."""
 
     @property
     def optimizer_shards(self) -> int:
         """Shards of a section: the optimizer's states cut it, and with them everything that is cut at all."""
-        return self.world_size if self.stage >= 1 else 1
+        return self.world_size // self.num_replicas if self.stage >= 1 else 1
 
     @property
     def grad_shards(self) -> int:
         """How many ranks hold a step's gradients, once backward is over, between them."""
-        return self.world_size if self.stage >= 2 else 1
+        return self.optimizer_shards if self.stage >= 2 else 1
 
     @property
     def param_shards(self) -> int:
-        return self.world_size if self.stage == 3 else 1
+        return self.optimizer_shards if self.stage == 3 else 1
 
     @property
     def replicates_params(self) -> bool:
@@ -47,3 +49,7 @@ class Partition:
     def defers_reduction(self) -> bool:
         """Gradients of several backwards are added up on each rank and reduced once, before the step."""
         return self.grad_shards < self.optimizer_shards
+
+
+ONE_RANK = Partition(0, 1)
+"""Nothing to divide: every stage is the same."""

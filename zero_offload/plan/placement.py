@@ -22,7 +22,7 @@ from zero_offload.plan.memory import (
     estimate_memory,
     rest_bytes,
 )
-from zero_offload.plan.partition import Partition
+from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.types import HardwareProfile, StateKind, Tier, format_bytes
 
 __all__ = ["Placement", "UnitBytes", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
@@ -34,14 +34,14 @@ UnitTiers = dict[StateKind, Tier]
 
 
 def place(
-    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, world_size: int = 1
+    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition = ONE_RANK
 ) -> Placement:
     """Place every unit; CapacityError says what is missing and names settings that would fit."""
     budget = tier_budget(config, hardware)
-    placement = assign_tiers(units, config, budget, world_size)
-    plan = estimate_memory(units, placement, config, world_size)
+    placement = assign_tiers(units, config, budget, partition)
+    plan = estimate_memory(units, placement, config, partition)
     if not plan.fits:
-        ways = ways_to_fit(units, config, hardware, world_size)
+        ways = ways_to_fit(units, config, hardware, partition)
         raise CapacityError("\n".join([*plan.reasons, *ways]))
     return placement
 
@@ -58,7 +58,9 @@ def tier_budget(config: OffloadConfig, hardware: HardwareProfile) -> Budget:
     return Budget(limits[Tier.DEVICE], limits[Tier.CPU], limits[Tier.NVME], shared)
 
 
-def assign_tiers(units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, world_size: int = 1) -> Placement:
+def assign_tiers(
+    units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, partition: Partition = ONE_RANK
+) -> Placement:
     """A tier for every unit and kind, whether or not the total fits."""
     tiers: list[UnitTiers] = [{} for _ in units]
     automatic = []
@@ -70,7 +72,7 @@ def assign_tiers(units: Sequence[UnitBytes], config: OffloadConfig, budget: Budg
         for unit_tiers, tier in zip(tiers, _deal([_weight(unit, kind) for unit in units], request), strict=True):
             unit_tiers[kind] = tier
     if automatic:
-        _assign_automatically(units, tiers, automatic, _AutoRoom(config, budget, world_size))
+        _assign_automatically(units, tiers, automatic, _AutoRoom(config, budget, partition))
     return Placement(tuple(tiers), budget)
 
 
@@ -103,9 +105,8 @@ def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]
 class _AutoRoom:
     """Bytes "auto" may still take of each memory tier, fastest tier first."""
 
-    def __init__(self, config: OffloadConfig, budget: Budget, world_size: int) -> None:
-        self.world_size = world_size
-        self.partition = Partition(config.stage, world_size)
+    def __init__(self, config: OffloadConfig, budget: Budget, partition: Partition) -> None:
+        self.partition = partition
         self.config = config
         self.budget = budget
         # On a CPU device the device tier is the same memory under another name.
@@ -140,7 +141,7 @@ def _assign_automatically(
     # Buffers in flight are largest when everything rests on the last tier: reserve those, and what the
     # user has placed, before dealing out the rest.
     worst = [{kind: given.get(kind, room.last) for kind in PLACED_KINDS} for given in tiers]
-    bound = estimate_memory(units, Placement(tuple(worst), room.budget), room.config, room.world_size)
+    bound = estimate_memory(units, Placement(tuple(worst), room.budget), room.config, room.partition)
     placed_only = {(tier, kind): 0 if kind in kinds else nbytes for (tier, kind), nbytes in bound.rest_bytes.items()}
     room.reserve(replace(bound, rest_bytes=placed_only))
     for kind in kinds:
@@ -164,25 +165,28 @@ _WAYS_MAX = 2
 
 
 def ways_to_fit(
-    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, world_size: int
+    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
 ) -> list[str]:
     """Changes of settings under which the same model fits."""
     ways = []
     for changes in _CHANGES:
         trial, machine = _with_changes(config, changes, hardware)
-        plan = _try(units, trial, machine, world_size)
+        plan = _try(units, trial, machine, partition)
         if plan.fits:
             ways.append(f"would fit: {_describe(changes, plan, config)}")
     for factor in _RANK_FACTORS if config.stage == 3 else ():
-        if _try([_divide(unit, factor) for unit in units], config, hardware, world_size * factor).fits:
-            ways.append(f"would fit: {world_size * factor} ranks, each with this much memory and disk")
+        more = replace(partition, world_size=partition.world_size * factor)
+        if _try([_divide(unit, factor) for unit in units], config, hardware, more).fits:
+            ways.append(f"would fit: {more.world_size} ranks, each with this much memory and disk")
             break
     return ways[:_WAYS_MAX] or ["nothing else fits this machine: use a smaller model or more memory"]
 
 
-def _try(units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, world_size: int) -> MemoryPlan:
-    placement = assign_tiers(units, config, tier_budget(config, hardware), world_size)
-    return estimate_memory(units, placement, config, world_size)
+def _try(
+    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
+) -> MemoryPlan:
+    placement = assign_tiers(units, config, tier_budget(config, hardware), partition)
+    return estimate_memory(units, placement, config, partition)
 
 
 def _with_changes(

@@ -32,6 +32,7 @@ import zero_offload as zo
 from zero_offload.config import Existing
 from zero_offload.errors import CheckpointError, NonFiniteError, ZeroOffloadError
 from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget
 from zero_offload.probe import probe_hardware
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
@@ -295,10 +296,11 @@ def _lr_factor(step: int, warmup: int, steps: int) -> float:
 def _planned_bytes(config: TrainConfig, num_ranks: int) -> dict[str, int]:
     """Bytes of one rank that the plan gives each tier."""
     units = [UnitNumel(name, numel) for name, numel in unit_numels(config.gpt())]
-    unit_bytes = measure_units(units, config.offload, num_ranks, config.accumulate)
+    partition = Partition(config.offload.stage, num_ranks)
+    unit_bytes = measure_units(units, config.offload, partition, config.accumulate)
     budget = tier_budget(config.offload, probe_hardware(config.offload.nvme_dirs))
-    placement = assign_tiers(unit_bytes, config.offload, budget, num_ranks)
-    plan = estimate_memory(unit_bytes, placement, config.offload, num_ranks)
+    placement = assign_tiers(unit_bytes, config.offload, budget, partition)
+    plan = estimate_memory(unit_bytes, placement, config.offload, partition)
     return {tier.value: plan.used_bytes(tier) for tier in Tier}
 
 

@@ -1,6 +1,6 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
-Owns the process groups, and counts the bytes that cross them. With stage 0 every rank has all shards, and only
+Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
 gradients and flags travel. Blocking calls on the control thread; nothing else communicates but `CommitGroup`, which
 has a process group of its own because it runs on the update worker's thread.
 """
@@ -15,24 +15,21 @@ import torch.distributed as dist
 
 from zero_offload import errors
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.plan.partition import Partition
+from zero_offload.runtime.rank_group import RankGroup
 from zero_offload.telemetry.events import Counters
-
-
-def _group_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class Collectives:
     """Gathers parameters and reduces gradients."""
 
-    def __init__(self, stage: int, device: torch.device) -> None:
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
         self._device = device
-        self.world_size = _group_size()
-        self.rank = dist.get_rank() if self.world_size > 1 else 0
-        self.partition = Partition(stage, self.world_size)
+        self._group = group
+        self.partition = group.partition
+        self.rank = group.rank
+        self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
-        self.shard_index = self.rank if self.num_shards > 1 else 0
+        self.shard_index = group.shard_index
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
@@ -44,7 +41,7 @@ class Collectives:
         mine = flat[self.shard_index * numel : (self.shard_index + 1) * numel]
         self.counters.add("gathered", flat.nbytes)
         # Bytes, since not every backend gathers every dtype.
-        dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8))
+        dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
 
     def reduce_grads(self, flat: torch.Tensor) -> torch.Tensor:
         """Mean over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,), maybe a view."""
@@ -52,10 +49,12 @@ class Collectives:
             return flat
         self.counters.add("reduced", flat.nbytes)
         if self.num_shards == 1:
-            dist.all_reduce(flat)
+            dist.all_reduce(flat, group=self._group.everyone)
             return flat.div_(self.world_size)
         shard = torch.empty(flat.numel() // self.num_shards, dtype=flat.dtype, device=flat.device)
-        dist.reduce_scatter_tensor(shard, flat)
+        dist.reduce_scatter_tensor(shard, flat, group=self._group.sharers)
+        if self.partition.num_replicas > 1:
+            dist.all_reduce(shard, group=self._group.twins)
         return shard.div_(self.world_size)
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
@@ -63,7 +62,7 @@ class Collectives:
         if self.num_shards == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._group.sharers)
         return [float(value) for value in total]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
@@ -71,26 +70,25 @@ class Collectives:
         if self.world_size == 1:
             return list(flags)
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
         return [bool(flag) for flag in found.tolist()]
-
-    def barrier(self) -> None:
-        if self.world_size > 1:
-            dist.barrier()
 
 
 class CommitGroup:
     """Agreements of ranks about files, on a process group of their own."""
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if _group_size() > 1 else None
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group.control_group()
+        ascending = sorted(group.members)
+        self._order = [ascending.index(member) for member in group.members]
+        """torch's number of each of our ranks."""
 
     def agree(self, text: str) -> str:
         """Rank 0's text, on every rank."""
         if self._group is None:
             return text
         holder = [text]
-        dist.broadcast_object_list(holder, src=0, group=self._group)
+        dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
         return holder[0]
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
@@ -105,9 +103,9 @@ class CommitGroup:
         if self._group is None:
             return [digest]
         mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(_group_size())]
+        every = [torch.empty_like(mine) for _ in self._order]
         dist.all_gather(every, mine, group=self._group)
-        return [bytes(each.tolist()).decode() for each in every]
+        return [bytes(every[number].tolist()).decode() for number in self._order]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -124,13 +122,13 @@ class CommitGroup:
             failure = error
         if self._group is None:
             return
-        found: list[tuple[str, str] | None] = [None] * _group_size()
+        found: list[tuple[str, str] | None] = [None] * len(self._order)
         mine = None if failure is None else (type(failure).__name__, str(failure))
         dist.all_gather_object(found, mine, group=self._group)
         if failure is not None:
             raise failure
-        for rank, theirs in enumerate(found):
-            if theirs is not None:
+        for rank, number in enumerate(self._order):
+            if (theirs := found[number]) is not None:
                 raise _error_class(theirs[0])(f"rank {rank}: {theirs[1]}")
 
 

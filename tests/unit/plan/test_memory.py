@@ -15,6 +15,7 @@ from zero_offload.plan.memory import (
     estimate_memory,
     measure_units,
 )
+from zero_offload.plan.partition import Partition
 from zero_offload.types import GIB, MIB, StateKind, Tier
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
@@ -27,9 +28,10 @@ def estimate(
     tiers: tuple[str, str, str], budget: Budget = ROOMY, world_size: int = 1, frozen: int = 0, **settings: Any
 ) -> MemoryPlan:
     config = OffloadConfig(**({"nvme": "x"} | settings))
-    units = measure_units([UnitNumel("a", N, frozen), UnitNumel("b", 2 * N)], config, world_size)
+    partition = Partition(config.stage, world_size)
+    units = measure_units([UnitNumel("a", N, frozen), UnitNumel("b", 2 * N)], config, partition)
     placed = {kind: Tier(tier) for kind, tier in zip(PLACED_KINDS, tiers, strict=True)}
-    return estimate_memory(units, Placement((placed, placed), budget), config, world_size)
+    return estimate_memory(units, Placement((placed, placed), budget), config, partition)
 
 
 def used(plan: MemoryPlan) -> dict[tuple[str, str], int]:

@@ -1,0 +1,79 @@
+"""The ranks that train one model: all of them, or those of a device mesh; and their process groups.
+
+A mesh has one dimension, over which the states are divided (with stage 0: over which they are whole), or two,
+(replicate, shard): hybrid sharding. Ranks are numbered by their place in the mesh; so the first ones are the shards
+of the first replica. Communicates only to make groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_offload.plan.partition import Partition
+
+Group = dist.ProcessGroup | None
+"""None is every rank of the program."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Where this rank stands, and with whom it shares what."""
+
+    partition: Partition
+    rank: int
+    members: tuple[int, ...]
+    """The program's ranks, by their number here."""
+    everyone: Group = None
+    sharers: Group = None
+    """The ranks that hold the other shards of this rank's copy."""
+    twins: Group = None
+    """The ranks that hold the same shard."""
+
+    @property
+    def shard_index(self) -> int:
+        return self.rank % self.partition.optimizer_shards
+
+    @classmethod
+    def of(cls, stage: int, mesh: DeviceMesh | None = None) -> RankGroup:
+        """The group that `mesh`, checked by `mesh_problems`, describes; without one, all ranks."""
+        if mesh is None:
+            alone = not (dist.is_available() and dist.is_initialized())
+            world_size, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
+            return cls(Partition(stage, world_size), rank, tuple(range(world_size)))
+        members = tuple(int(rank) for rank in mesh.mesh.flatten())
+        everyone = None if len(members) == dist.get_world_size() else _new_group(members)
+        place = members.index(dist.get_rank())
+        if mesh.ndim == 1:
+            return cls(Partition(stage, len(members)), place, members, everyone, everyone)
+        partition = Partition(stage, len(members), mesh.size(0))
+        return cls(partition, place, members, everyone, mesh.get_group(1), mesh.get_group(0))
+
+    def control_group(self) -> Group:
+        """A group of its own over gloo, for agreements from another thread; None when this rank is alone."""
+        return _new_group(self.members, "gloo") if len(self.members) > 1 else None
+
+
+def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
+    # Only the members call: ranks outside of the mesh know nothing of this model.
+    group: Group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+    return group
+
+
+def mesh_problems(mesh: object, device_type: str) -> Iterator[str]:
+    """What keeps `mesh` from being used."""
+    if not isinstance(mesh, DeviceMesh):
+        yield f"mesh is a {type(mesh).__name__}; use torch.distributed.device_mesh.init_device_mesh"
+        return
+    if mesh.ndim > 2:
+        yield f"mesh has {mesh.ndim} dimensions; give the one or two, (replicate, shard), over which data is parallel"
+    if mesh.device_type != device_type:
+        yield f"mesh is of {mesh.device_type}, but the model computes on {device_type}; make the mesh for {device_type}"
+    if any((mesh.mesh.diff(dim=dim) < 0).any() for dim in range(mesh.ndim)):
+        # torch numbers the ranks of a group in ascending order, whatever order they are given in.
+        yield f"mesh {mesh.mesh.tolist()} has ranks that do not ascend along a dimension; sort them"
+    if mesh.get_coordinate() is None:
+        yield f"rank {dist.get_rank()} is not in the mesh; call zo.offload on the ranks of the mesh only"
