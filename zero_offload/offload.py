@@ -31,6 +31,7 @@ from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.memory import (
+    GRADS_IN_FLIGHT,
     UNITS_IN_FLIGHT,
     MemoryPlan,
     Placement,
@@ -45,7 +46,6 @@ from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.probe import probe_hardware
 from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.collectives import Collectives, CommitGroup
-from zero_offload.runtime.grads import OPEN_GRADS
 from zero_offload.runtime.guard import guard
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
 from zero_offload.runtime.rank_group import RankGroup, mesh_problems
@@ -317,7 +317,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
     if build.collectives.world_size > 1 or grads_on_disk:
         # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
-        buffers = OPEN_GRADS * (1 + (build.collectives.world_size > 1 and grads_on_disk))
+        buffers = GRADS_IN_FLIGHT * (1 + (build.collectives.world_size > 1 and grads_on_disk))
         grads = buffers * max(num_frames(section.numel * 4) for section in build.layout.sections)
     unlimited = config.device_memory is None and config.cpu_memory is None
     host = grads + (units if device.is_host else 0)

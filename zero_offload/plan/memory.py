@@ -28,6 +28,8 @@ PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
+GRADS_IN_FLIGHT = 2
+"""Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 _CHUNK_BYTES = CHUNK_NUMEL * (12 + 4)  # optimizer extents and a fp32 gradient
@@ -188,12 +190,14 @@ def estimate_memory(
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
-    return MemoryPlan(rest, _staging_bytes(units, placement, partition), int(written), placement.budget)
+    return MemoryPlan(rest, _staging_bytes(units, placement, config, partition), int(written), placement.budget)
 
 
-def _staging_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> dict[Tier, int]:
+def _staging_bytes(
+    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
+) -> dict[Tier, int]:
     num_shards = partition.param_shards
-    shared = placement.budget.shared_memory
+    shared, value_bytes = placement.budget.shared_memory, _VALUE_BYTES[config.numerics.compute]
     arriving, landing, trained = [0], [0], [0]
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
@@ -202,10 +206,11 @@ def _staging_bytes(units: Sequence[UnitBytes], placement: Placement, partition: 
             arriving.append(unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
-        trained.append((unit.params_bytes - unit.frozen_bytes) * num_shards)
+        numel = (unit.params_bytes - unit.frozen_bytes) * num_shards // value_bytes
+        # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
+        trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     return {
-        # The last term: backward makes a unit's gradient whole before it moves to its tier.
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * _CHUNK_BYTES * updates_on_nvme,
         Tier.NVME: 0,

@@ -18,6 +18,7 @@ from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
 from zero_offload.runtime.grad_staging import GradStaging
@@ -27,9 +28,6 @@ from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.types import MIB, Tier
-
-OPEN_GRADS = 2
-"""Gradient buffers of the NVMe tier that have pages at once: the one backward fills, and one it leaves."""
 
 ADOPT_BYTES = 32 * MIB
 """From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
@@ -155,7 +153,7 @@ class GradReducer:
     def _keep_open(self, grads: SectionGrads) -> None:
         """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
         self._open = [each for each in self._open if each is not grads]
-        while len(self._open) >= OPEN_GRADS:
+        while len(self._open) >= GRADS_IN_FLIGHT:
             _close(self._open.pop(0))
         self._open.append(grads)
 

@@ -100,15 +100,22 @@ class ShardStore:
     def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
         """Take memory for the components that rest in memory; `existing` brings those that have it already."""
         place, layout = shard.placement, shard.layout
-        for component in components_of(layout):
-            rests = place.optimizer is not Tier.NVME and layout.trainable
-            if component is Component.VALUE:
-                rests = rests or place.value_in_memory
-            if rests:
-                dtype = component_dtype(layout, component)
-                shard.memory[component] = (
-                    existing[component] if component in existing else self.arena.array(dtype, layout.shard_numel)
-                )
+        shard.memory.update(existing)
+        optimizer_rests = place.optimizer is not Tier.NVME and layout.trainable
+        dtypes = {
+            component: component_dtype(layout, component)
+            for component in components_of(layout)
+            if optimizer_rests or (component is Component.VALUE and place.value_in_memory)
+        }
+        # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
+        missing = [component for component in dtypes if component not in existing]
+        if not missing:
+            return
+        region = self.arena.allocate(sum(dtypes[each].itemsize for each in missing) * layout.shard_numel)
+        offset = 0
+        for component in missing:
+            shard.memory[component] = region.tensor(dtypes[component], layout.shard_numel, offset)
+            offset += shard.memory[component].nbytes
 
     def place_replica(self, shard: Shard) -> None:
         """Keep the section whole on this rank too, on the tier of its parameters; before `place_memory`."""

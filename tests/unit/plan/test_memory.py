@@ -7,6 +7,7 @@ import pytest
 from zero_offload.config import OffloadConfig
 from zero_offload.plan.memory import (
     CHUNKS_IN_FLIGHT,
+    GRADS_IN_FLIGHT,
     PLACED_KINDS,
     Budget,
     MemoryPlan,
@@ -138,7 +139,29 @@ def test_staging_on_a_gpu_passes_through_cpu_memory() -> None:
 
 def test_whole_units_are_gathered_from_all_ranks() -> None:
     plan = estimate(("device", "device", "device"), budget=GPU, world_size=4)
-    assert plan.staging_bytes[Tier.DEVICE] == 2 * 3 * N + 2 * 2 * N
+    # Both units in flight, and the gradients of the largest in fp32, two at a time.
+    assert plan.staging_bytes[Tier.DEVICE] == 2 * 3 * N + GRADS_IN_FLIGHT * 4 * 2 * N
+
+
+def test_stages_divide_one_kind_of_state_after_another() -> None:
+    """Four ranks; of 12 bytes of optimizer states, 2 are a view of the whole parameters while those are in memory."""
+    expected = {
+        0: (2, 4, 10),
+        1: (2, 4 + 4 / 4, 12 / 4 - 2 / 4),
+        2: (2, 4 / 4, 12 / 4 - 2 / 4),
+        3: (2 / 4, 4 / 4, 12 / 4),
+    }
+    for stage, (params, grads, optimizer) in expected.items():
+        found = used(estimate(("cpu", "cpu", "cpu"), world_size=4, stage=stage, durability="scratch"))
+        assert found["cpu", "params"] == params * 3 * N
+        assert found["cpu", "grads"] == grads * 3 * N
+        assert found["cpu", "optimizer"] == optimizer * 3 * N
+
+
+def test_whole_parameters_on_nvme_are_a_file_of_their_own() -> None:
+    plan = estimate(("nvme", "cpu", "nvme"), world_size=4, stage=2, durability="scratch")
+    assert used(plan)["nvme", "params"] == 2 * 3 * N and used(plan)["nvme", "optimizer"] == 12 * 3 * N / 4
+    assert plan.nvme_written_bytes_per_step == (12 / 4 + 2) * 3 * N
 
 
 def test_it_fits_or_says_what_is_missing() -> None:
