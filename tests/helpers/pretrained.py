@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build
-from tests.helpers.ranks import Case, Outcome, read_params, steps
+from tests.helpers.ranks import Case, Outcome, steps
 from tests.helpers.reference import param_groups
 
 OURS, THEIRS = 0, 1
@@ -64,15 +64,24 @@ def _start(case: Case) -> tuple[nn.Module, zo.AdamW]:
     return model, zo.AdamW(param_groups(model), lr=1e-2, weight_decay=0.1)
 
 
+def _read(model: nn.Module) -> dict[str, Tensor]:
+    """Values by name, one parameter at a time: the model would not fit the device."""
+    found = {}
+    for param in model.parameters():
+        with zo.gathered([param]) as values:
+            found |= {name: value.detach().clone() for name, value in values.items()}
+    return found
+
+
 def load(rank: int, world_size: int, case: Case, path: str) -> tuple[Outcome, dict[str, Tensor]]:
     """Load a folder and train; the parameters as loaded come too."""
     model, optimizer = _start(case)
     try:
         zo.load_pretrained(model, path)
-        loaded = read_params(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
+        loaded = _read(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
         out = Outcome()
         steps(case, (rank, world_size), model, optimizer, range(case.num_steps), out)
-        out.params = read_params(model)
+        out.params = _read(model)
         return out, loaded
     finally:
         zo.close(model)
@@ -83,11 +92,31 @@ def export(rank: int, world_size: int, case: Case, path: str, arguments: dict[st
     model, optimizer = _start(case)
     try:
         steps(case, (rank, world_size), model, optimizer, range(2), Outcome())
-        params = read_params(model)
         zo.export_pretrained(model, path, **arguments)
+        params = _read(model)
         steps(case, (rank, world_size), model, optimizer, range(2, 4), Outcome())
         return params
     finally:
+        zo.close(model)
+
+
+def fail_to_write(rank: int, world_size: int, case: Case, path: str) -> None:
+    """Export to a drive that fails in the middle."""
+    from zero_offload.checkpoint.hf_export import FolderWriter
+
+    model, _ = _start(case)
+    left, original = iter(range(5)), FolderWriter.write
+
+    def write(self: FolderWriter, name: str, begin: int, values: Tensor) -> None:
+        if next(left, None) is None:
+            raise zo.StorageError("the drive is gone")
+        original(self, name, begin, values)
+
+    FolderWriter.write = write  # type: ignore[method-assign]
+    try:
+        zo.export_pretrained(model, path)
+    finally:
+        FolderWriter.write = original  # type: ignore[method-assign]
         zo.close(model)
 
 

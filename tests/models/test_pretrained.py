@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import abandon, drain, engine_of, open_model, small_disk, train
+from tests.helpers.disk import abandon, drain, engine_of, open_model, runtime, small_disk, train
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pretrained import OURS, THEIRS, Everything, read_folder, weights_of, write_weights
 from tests.helpers.reference import param_groups, read_masters
@@ -166,13 +166,29 @@ def test_what_is_loaded_is_what_the_same_model_offloaded_would_hold(config: zo.O
     zo.close(model)
 
 
-def test_a_backward_through_replaced_weights_raises(tmp_path: Path) -> None:
-    write_weights(tmp_path / "in", _theirs())
-    model = _offloaded(zo.OffloadConfig())
+def test_a_backward_through_replaced_weights_raises(config: zo.OffloadConfig, tmp_path: Path) -> None:
+    """Without buffers, whose own change would raise."""
+    make = partial(TinyLM, WIDE)
+    write_weights(tmp_path / "in", build(make, THEIRS))
+    model = _offloaded(config, make)
     loss = model(tokens_of(0))
     zo.load_pretrained(model, tmp_path / "in")
     with pytest.raises(RuntimeError, match="modified by an inplace"):
         loss.backward()
+    zo.close(model)
+
+
+def test_shards_of_several_chunks(config: zo.OffloadConfig, tmp_path: Path) -> None:
+    make = partial(TinyLM, 400, 2)
+    theirs = build(make, THEIRS)
+    write_weights(tmp_path / "in", theirs)
+    model = _offloaded(config, make)
+    assert max(len(shard.layout.chunks()) for shard in runtime(model).parts.store.shards) == 2
+    zo.load_pretrained(model, tmp_path / "in")
+    _same(read_masters(model), weights_of(theirs))
+    zo.export_pretrained(model, tmp_path / "out", dtype="fp32")
+    _same(read_folder(tmp_path / "out"), weights_of(theirs))
+    zo.close(model)
 
 
 # What does not fit
