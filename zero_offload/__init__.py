@@ -32,6 +32,7 @@ from zero_offload.errors import (
 from zero_offload.gathered import gathered
 from zero_offload.offload import offload
 from zero_offload.optim.adamw import AdamW
+from zero_offload.pretrained import export_pretrained, load_pretrained
 from zero_offload.telemetry.stats import Stats
 
 __version__ = "0.1.0"
@@ -53,8 +54,10 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "commit",
+    "export_pretrained",
     "gathered",
     "load_checkpoint",
+    "load_pretrained",
     "no_sync",
     "offload",
     "plan",

@@ -5,6 +5,7 @@ Reads copy out, writes replace whole shards through `ShardStore.write_components
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -16,6 +17,9 @@ from zero_offload.shards.store import ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
 """fill(begin, end, out): write the values of shard elements [begin, end) into `out`, (end - begin,)."""
+
+ReadElements = Callable[[int, int], torch.Tensor]
+"""read(begin, end) -> (end - begin,), any dtype, host: elements of one parameter."""
 
 
 def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
@@ -29,8 +33,16 @@ def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
     return master
 
 
+READ_NUMEL = 1 << 18
+"""Elements asked of a reader at once: enough for a disk's full rate, few beside the chunk they go to."""
+
+
 class ComponentSource:
-    """Feeds `write_components`: values from `fill`, moments from `moments` or zero."""
+    """Feeds `write_components`: values from `fill`, moments from `moments` or zero.
+
+    What a call returns is valid until the next: buffers are used again, since chunks that come and go would leave
+    holes of several times their size in the heap.
+    """
 
     def __init__(self, shard: Shard, fill: FillMaster, moments: Mapping[Component, torch.Tensor] | None = None) -> None:
         """`moments` maps EXP_AVG and EXP_AVG_SQ to (shard_numel,) fp32."""
@@ -38,40 +50,55 @@ class ComponentSource:
         self._fill = fill
         self._moments = moments or {}
         self._range = (-1, -1)
-        self._half = torch.empty(0)
-        self._residual = torch.empty(0)
+        self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
-        layout = self._shard.layout
+        layout, numel = self._shard.layout, end - begin
         if component in (Component.EXP_AVG, Component.EXP_AVG_SQ):
             moments = self._moments.get(component)
-            return torch.zeros(end - begin) if moments is None else moments[begin:end]
+            return torch.zeros(1).expand(numel) if moments is None else moments[begin:end]
         if not layout.trainable or layout.dtype == torch.float32:
             return self._filled(begin, end, layout.dtype)
+        half = self._buffer(layout.dtype, numel)
+        residual = self._buffer(component_dtype(layout, Component.RESIDUAL), numel)
         if self._range != (begin, end):
-            master = self._filled(begin, end, torch.float32)
-            self._half = torch.empty(end - begin, dtype=layout.dtype)
-            self._residual = torch.empty(end - begin, dtype=component_dtype(layout, Component.RESIDUAL))
-            split_master(master, self._half, self._residual)
+            split_master(self._filled(begin, end, torch.float32), half, residual)
             self._range = (begin, end)
-        return self._half if component is Component.VALUE else self._residual
+        return half if component is Component.VALUE else residual
 
     def _filled(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.zeros(end - begin, dtype=dtype)
+        out = self._buffer(dtype, end - begin).zero_()
         self._fill(begin, end, out)
         return out
+
+    def _buffer(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """(numel,), host; master, half and residual each have a dtype of their own."""
+        if self._buffers.get(dtype, torch.empty(0)).numel() < numel:
+            self._buffers[dtype] = torch.empty(numel, dtype=dtype)
+        return self._buffers[dtype][:numel]
 
 
 def fill_from_params(shard: Shard, shard_index: int, params: Mapping[ParamSlice, torch.Tensor]) -> FillMaster:
     """A `FillMaster` that takes values from tensors of the parameters' shapes."""
+    readers = {piece: functools.partial(_elements, tensor) for piece, tensor in params.items()}
+    return fill_from_readers(shard, shard_index, readers)
+
+
+def _elements(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[begin:end]
+
+
+def fill_from_readers(shard: Shard, shard_index: int, readers: Mapping[ParamSlice, ReadElements]) -> FillMaster:
+    """A `FillMaster` that asks for the elements of each parameter that lie in the shard, and for no others."""
     offset = shard_index * shard.layout.shard_numel
 
     def fill(begin: int, end: int, out: torch.Tensor) -> None:
-        for piece, tensor in params.items():
+        for piece, read in readers.items():
             low, high = max(piece.begin, begin + offset), min(piece.end, end + offset)
-            if low < high:
-                source = tensor.detach().reshape(-1)[low - piece.begin : high - piece.begin]
-                out[low - begin - offset : high - begin - offset].copy_(source)
+            for first in range(low, high, READ_NUMEL):
+                last = min(first + READ_NUMEL, high)
+                source = read(first - piece.begin, last - piece.begin)
+                out[first - begin - offset : last - begin - offset].copy_(source)
 
     return fill
 

@@ -1,0 +1,82 @@
+"""Loading and exporting a model of ten units takes the memory of about one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zero_offload as zo
+from tests.helpers.models import TinyLM
+from tests.helpers.pretrained import write_weights
+from zero_offload.memory.pages import trim_heap
+from zero_offload.types import MIB
+
+DIM, NUM_BLOCKS = 768, 10
+UNIT_BYTES = 8 * DIM * DIM * 4
+"""Of a block in fp32, norms and biases aside: 18 MiB. The model takes 180."""
+UNITS_MAX = 2.5
+"""Staging of a chunk (12 MiB), its values, and holes in the heap."""
+
+
+def _peak_bytes() -> int:
+    """The most this process has had resident since `_forget_peak`."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
+
+
+def _forget_peak() -> int:
+    """Forget it; returns what is resident now."""
+    trim_heap()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _peak_bytes()
+
+
+def _config(nvme: Path, precision: str) -> zo.OffloadConfig:
+    nvme.mkdir()
+    return zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=nvme, precision=precision)
+
+
+def measure(folder: str, precision: str) -> None:
+    """The subprocess: prints what each call took, in bytes, as JSON."""
+    torch.set_num_threads(2)
+    root = Path(folder)
+    small = zo.offload(TinyLM(), _config(root / "warm", precision))
+    zo.export_pretrained(small, root / "small")
+    zo.load_pretrained(small, root / "small")
+    model = TinyLM(DIM, NUM_BLOCKS)
+    write_weights(root / "in", model)
+    zo.offload(model, _config(root / "run", precision))
+    taken = {}
+    for name, call in (
+        ("load", lambda: zo.load_pretrained(model, root / "in")),
+        ("export", lambda: zo.export_pretrained(model, root / "out")),
+        ("masters", lambda: zo.export_pretrained(model, root / "masters", "50MB", "fp32")),
+        ("state_dict", lambda: model.state_dict()),
+    ):
+        before = _forget_peak()
+        call()
+        taken[name] = _peak_bytes() - before
+    zo.close(model)
+    print(json.dumps(taken))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_unit_is_enough(precision: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "tests.models.test_pretrained_memory", str(tmp_path), precision]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert result.returncode == 0, result.stderr
+    taken = json.loads(result.stdout)
+    # What holds the whole model is seen to.
+    assert taken.pop("state_dict") > UNIT_BYTES * NUM_BLOCKS / (1 if precision == "fp32" else 2)
+    assert max(taken.values()) < UNITS_MAX * UNIT_BYTES, {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1], sys.argv[2])

@@ -1,0 +1,156 @@
+"""Safetensors files by hand: what the library writes we read in ranges, and nothing damaged is believed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zero_offload as zo
+from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, SINGLE_NAME, open_weights, shard_name
+
+
+def _values(dtype: torch.dtype) -> torch.Tensor:
+    """(3, 5, 2) of any dtype, all elements different where it has so many."""
+    return torch.arange(30).reshape(3, 5, 2).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_every_dtype_and_range(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = _values(dtype)
+    save_file({"other": torch.ones(7), "values": values, "none": torch.empty(0, 3)}, tmp_path / SINGLE_NAME)
+    with open_weights(tmp_path) as tensors:
+        stored = tensors["values"]
+        assert (stored.dtype, stored.shape, stored.numel) == (dtype, (3, 5, 2), 30)
+        for begin, end in ((0, 30), (0, 1), (29, 30), (3, 17), (4, 4)):
+            raw = stored.read(begin, end).view(torch.uint8)
+            assert torch.equal(raw, values.flatten()[begin:end].view(torch.uint8))
+        assert tensors["none"].read(0, 0).numel() == 0
+
+
+def _write_shards(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {f"t{i}": torch.randn(4, 3) for i in range(3)}
+    names = [shard_name(i, 2) for i in (1, 2)]
+    save_file({name: tensors[name] for name in ("t0", "t2")}, folder / names[0])
+    save_file({"t1": tensors["t1"]}, folder / names[1])
+    weight_map = {"t0": names[0], "t1": names[1], "t2": names[0]}
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {"total_size": 144}, "weight_map": weight_map}))
+    return tensors
+
+
+def test_a_folder_with_an_index(tmp_path: Path) -> None:
+    expected = _write_shards(tmp_path)
+    with open_weights(tmp_path) as tensors:
+        assert set(tensors) == set(expected)
+        assert all(torch.equal(tensors[name].read(0, 12).view(4, 3), expected[name]) for name in expected)
+
+
+def test_one_file_by_its_path(tmp_path: Path) -> None:
+    _write_shards(tmp_path)
+    with open_weights(tmp_path / shard_name(2, 2)) as tensors:
+        assert list(tensors) == ["t1"]
+
+
+def test_a_scalar(tmp_path: Path) -> None:
+    save_file({"scalar": torch.tensor(2.5)}, tmp_path / SINGLE_NAME)
+    with open_weights(tmp_path) as tensors:
+        assert tensors["scalar"].shape == () and tensors["scalar"].read(0, 1).item() == 2.5
+
+
+def _fails(path: Path, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words), open_weights(path):
+        pass
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    _fails(tmp_path / "absent", zo.CheckpointError, "does not exist.*Name a folder")
+    _fails(tmp_path, zo.CheckpointError, f"holds neither {SINGLE_NAME} nor")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    _fails(tmp_path, zo.CheckpointError, "but pytorch_model.bin .pickled weights are not loaded")
+
+
+def test_a_shard_is_missing(tmp_path: Path) -> None:
+    _write_shards(tmp_path)
+    (tmp_path / shard_name(2, 2)).unlink()
+    _fails(tmp_path, zo.CheckpointError, "lacks 1 of the 2 files.*model-00002-of-00002")
+
+
+def test_a_shard_without_its_tensor(tmp_path: Path) -> None:
+    _write_shards(tmp_path)
+    save_file({"t9": torch.ones(1)}, tmp_path / shard_name(2, 2))
+    _fails(tmp_path, zo.CheckpointError, "puts 't1' in model-00002.*does not have it")
+
+
+@pytest.mark.parametrize("file", ["../t.safetensors", "/etc/passwd", "a/b.safetensors", 3])
+def test_an_index_that_leads_elsewhere(file: Any, tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": file}}))
+    _fails(tmp_path, zo.IntegrityError, "no name of a file beside it")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(text)
+    _fails(tmp_path, zo.IntegrityError, "no readable weight_map")
+
+
+Header = dict[str, Any]
+
+
+def _with_header(change: Callable[[Header], Any]) -> bytes:
+    header: Header = {"t": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    text = json.dumps(change(header) or header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(16)
+
+
+DAMAGE: dict[str, bytes] = {
+    "empty": b"",
+    "five bytes": b"\0" * 5,
+    "header too long": (1 << 40).to_bytes(8, "little") + b"{}",
+    "no json": (4).to_bytes(8, "little") + b"oops",
+    "no object": _with_header(lambda header: [1]),
+    "no entry": _with_header(lambda header: {"t": 3}),
+    "no dtype": _with_header(lambda header: header["t"].pop("dtype") and None),
+    "one offset": _with_header(lambda header: header["t"].update(data_offsets=[0])),
+    "past the end": _with_header(lambda header: header["t"].update(data_offsets=[16, 32])),
+    "backwards": _with_header(lambda header: header["t"].update(data_offsets=[16, 0])),
+    "before the data": _with_header(lambda header: header["t"].update(data_offsets=[-16, 0])),
+    "text as offset": _with_header(lambda header: header["t"].update(data_offsets=["0", "16"])),
+    "true as offset": _with_header(lambda header: header["t"].update(data_offsets=[False, 16])),
+    "another size": _with_header(lambda header: header["t"].update(shape=[2, 3])),
+    "negative shape": _with_header(lambda header: header["t"].update(shape=[-2, -2])),
+    "a fraction": _with_header(lambda header: header["t"].update(shape=[2.0, 2])),
+    "cut short": _with_header(lambda header: None)[:-1],
+}
+
+
+@pytest.mark.parametrize("raw", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_refused(raw: bytes, tmp_path: Path) -> None:
+    (tmp_path / SINGLE_NAME).write_bytes(raw)
+    _fails(tmp_path, zo.IntegrityError, "no safetensors file, or damaged: .*get it again")
+
+
+def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / SINGLE_NAME).write_bytes(_with_header(lambda header: None))
+    with open_weights(tmp_path) as tensors:
+        assert torch.equal(tensors["t"].read(0, 4), torch.zeros(4))
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    raw = _with_header(lambda header: None)
+    (tmp_path / SINGLE_NAME).write_bytes(raw)
+    with open_weights(tmp_path) as tensors:
+        (tmp_path / SINGLE_NAME).write_bytes(raw[:-8])
+        with pytest.raises(zo.StorageError, match=f"ends at offset {len(raw) - 8}"):
+            tensors["t"].read(0, 4)
+
+
+def test_an_unknown_dtype_is_listed_but_not_read(tmp_path: Path) -> None:
+    raw = _with_header(lambda header: header["t"].update(dtype="F4", data_offsets=[0, 2]))
+    (tmp_path / SINGLE_NAME).write_bytes(raw)
+    with open_weights(tmp_path) as tensors:
+        assert tensors["t"].dtype is None and tensors["t"].dtype_name == "F4"

@@ -1,0 +1,229 @@
+"""Writes Hugging Face folders of safetensors files piece by piece: no tensor needs to be in memory whole.
+
+Owns which tensor goes into which file and where, and a folder that appears under its name only when it is complete:
+until then everything is in a directory beside it, removed when something fails. Where each byte lies is known before
+the first is written, so pieces may come in any order. The calls: `plan_files`, `check_target`, then inside
+`new_folder` a `FolderWriter`: `write` until every element has been written, `finish`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, LENGTH_NBYTES, shard_name
+from zero_offload.errors import ConfigError, StorageError
+from zero_offload.types import format_bytes
+
+HEADER_ALIGN = 8
+"""The data begins at a multiple of it, so that readers may map tensors of any dtype."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor to be written."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """One file: its tensors in the order of their bytes."""
+
+    name: str
+    entries: tuple[TensorEntry, ...]
+
+    @property
+    def data_nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    def header(self) -> bytes:
+        """The file up to its data."""
+        words: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for entry in self.entries:
+            words[entry.name] = {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, offset + entry.nbytes],
+            }
+            offset += entry.nbytes
+        text = json.dumps(words, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % HEADER_ALIGN)
+        return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+
+
+def plan_files(entries: Sequence[TensorEntry], nbytes_max: int) -> tuple[FilePlan, ...]:
+    """Fill files in order, up to `nbytes_max` of data each; a larger tensor gets one of its own.
+
+    Raises ConfigError for a dtype that the format does not have.
+    """
+    foreign = [f"{entry.name} is {entry.dtype}" for entry in entries if entry.dtype not in _NAMES]
+    if foreign:
+        raise ConfigError(
+            f"safetensors files have no place for {len(foreign)} of {len(entries)} tensors: {', '.join(foreign[:10])}; "
+            "convert these buffers first, or register them with persistent=False"
+        )
+    groups: list[list[TensorEntry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if groups[-1] and filled + entry.nbytes > nbytes_max:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += entry.nbytes
+    # The widest first: then each lies at a multiple of its width.
+    ordered = [tuple(sorted(group, key=lambda entry: -entry.dtype.itemsize)) for group in groups]
+    return tuple(FilePlan(shard_name(i, len(ordered)), group) for i, group in enumerate(ordered, 1))
+
+
+def check_target(path: Path) -> None:
+    """Raise ConfigError when there is something at `path` already."""
+    if path.is_dir():
+        found = sorted(entry.name for entry in path.iterdir())
+        if found:
+            raise ConfigError(
+                f"{path} is not empty: it holds {', '.join(found[:3])}{', ...' * (len(found) > 3)} ({len(found)} "
+                "entries). Export to another path, or remove that directory first"
+            )
+    elif path.exists():
+        raise ConfigError(f"{path} is a file; name a directory that does not exist, or an empty one")
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A directory beside `path` to fill; at the end it becomes `path`, or, after an exception, is removed.
+
+    Raises StorageError when it cannot be made or renamed.
+    """
+    target = path.resolve()
+    partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        _fail("making", partial, error)
+    try:
+        yield partial
+        _publish(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _publish(partial: Path, target: Path) -> None:
+    try:
+        _sync(partial)
+        os.rename(partial, target)  # over an empty directory too
+    except OSError as error:
+        _fail("naming", target, error)
+    with contextlib.suppress(OSError):
+        _sync(target.parent)  # it is there; only a power cut within seconds could still undo it
+
+
+def _sync(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _fail(doing: str, path: Path, error: OSError) -> NoReturn:
+    raise StorageError(
+        f"{doing} {path} failed: {error.strerror}; nothing of the export is left. "
+        "Free space or name another path, and export again"
+    ) from error
+
+
+class FolderWriter:
+    """The files of a plan, open for writing in an existing directory."""
+
+    def __init__(self, folder: Path, plans: Sequence[FilePlan]) -> None:
+        """Makes every file at its full size. Raises StorageError when the disk is too small for them."""
+        self._folder = folder
+        self._plans = tuple(plans)
+        self._fds: dict[str, int] = {}
+        self._places: dict[str, tuple[str, int, TensorEntry]] = {}
+        """Tensor -> file, offset of its first byte there, and what it is."""
+        self._missing_nbytes = sum(plan.data_nbytes for plan in plans)
+
+    def __enter__(self) -> FolderWriter:
+        try:
+            for plan in self._plans:
+                self._create(plan)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def _create(self, plan: FilePlan) -> None:
+        path, header = self._folder / plan.name, plan.header()
+        offset = len(header)
+        try:
+            fd = self._fds[plan.name] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            # A disk that is too small says so now, not after hours of writing.
+            os.posix_fallocate(fd, 0, offset + plan.data_nbytes)
+        except OSError as error:
+            size = format_bytes(offset + plan.data_nbytes)
+            _fail(f"reserving {size} for", path, error)
+        self._write(plan.name, header, 0)
+        for entry in plan.entries:
+            self._places[entry.name] = (plan.name, offset, entry)
+            offset += entry.nbytes
+
+    def write(self, name: str, begin: int, values: torch.Tensor) -> None:
+        """Elements of tensor `name` from `begin` on, in row-major order: (n,) of its dtype, host."""
+        file, offset, entry = self._places[name]
+        assert values.dtype == entry.dtype and begin * entry.dtype.itemsize + values.nbytes <= entry.nbytes
+        raw = values.detach().contiguous().view(torch.uint8).numpy().data
+        self._write(file, raw, offset + begin * entry.dtype.itemsize)
+        self._missing_nbytes -= values.nbytes
+
+    def _write(self, file: str, data: bytes | memoryview, offset: int) -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                count = os.pwrite(self._fds[file], left, offset)
+                left, offset = left[count:], offset + count
+        except OSError as error:
+            _fail(f"writing at offset {offset} of", self._folder / file, error)
+
+    def finish(self) -> None:
+        """Everything is written: flush it, and write the index if there are several files."""
+        assert self._missing_nbytes == 0, f"{self._missing_nbytes} bytes were never written"
+        try:
+            for fd in self._fds.values():
+                os.fsync(fd)
+            if len(self._plans) > 1:
+                (self._folder / INDEX_NAME).write_text(self._index())
+        except OSError as error:
+            _fail("finishing", self._folder, error)
+
+    def _index(self) -> str:
+        weight_map = {entry.name: plan.name for plan in self._plans for entry in plan.entries}
+        total_nbytes = sum(plan.data_nbytes for plan in self._plans)
+        words = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        return json.dumps(words, indent=2) + "\n"

@@ -1,0 +1,203 @@
+"""Safetensors files in the layout of Hugging Face folders, read in ranges.
+
+Owns the words of the format (names of dtypes, header, names of files) and reading. A file is 8 bytes with the length
+of the header, a JSON header (name -> dtype, shape, range of bytes), and the tensors' bytes. A folder has one file
+`model.safetensors`, or shards and an index that says which file a tensor is in. Sizes and ranges are checked before
+a byte is believed; nothing is executed, and no file is mapped: a range is read into memory of its own, so that what a
+caller holds is all there is. The calls: `open_weights`, then `StoredTensor.read` as often as wanted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_offload.errors import CheckpointError, IntegrityError, StorageError
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+LENGTH_NBYTES = 8
+HEADER_NBYTES_MAX = 100_000_000
+"""What the format allows."""
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+def shard_name(number: int, count: int) -> str:
+    """Of file `number`, from 1 on, of `count`."""
+    return SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in an open file."""
+
+    path: Path
+    fd: int
+    dtype_name: str
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """None for a dtype that torch, or this module, does not have."""
+        return DTYPES.get(self.dtype_name)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def read(self, begin: int, end: int) -> torch.Tensor:
+        """Elements [begin, end) in row-major order: (end - begin,) of the file's dtype, host. Raises StorageError."""
+        assert self.dtype is not None
+        out = torch.empty(end - begin, dtype=self.dtype)
+        if end > begin:
+            _read_fully(self, out.view(torch.uint8).numpy().data, begin * self.dtype.itemsize)
+        return out
+
+
+def _read_fully(tensor: StoredTensor, target: memoryview, begin: int) -> None:
+    done = 0
+    while done < len(target):
+        offset = tensor.offset + begin + done
+        try:
+            count = os.preadv(tensor.fd, [target[done:]], offset)
+        except OSError as error:
+            raise StorageError(f"reading {tensor.path} at offset {offset} failed: {error.strerror}") from error
+        if count == 0:
+            raise StorageError(f"{tensor.path} ends at offset {offset}: it has become shorter while it was read")
+        done += count
+
+
+@contextlib.contextmanager
+def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
+    """The tensors of a folder, or of one `.safetensors` file, by the names in the files; readable inside.
+
+    Raises CheckpointError when a file is missing, IntegrityError when one is damaged.
+    """
+    listed = _files_of(path)
+    with contextlib.ExitStack() as cleanup:
+        files = {name: _open(file, cleanup) for name, file in listed.files.items()}
+        lost = [name for name, file in listed.weight_map.items() if name not in files[file]]
+        if lost:
+            raise CheckpointError(
+                f"{path / INDEX_NAME} puts {lost[0]!r} in {listed.weight_map[lost[0]]}, which does not have it "
+                f"({len(lost)} such names); get the folder again"
+            )
+        tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
+        yield tensors | {name: files[file][name] for name, file in listed.weight_map.items()}
+
+
+@dataclass(frozen=True)
+class _Listed:
+    files: dict[str, Path]
+    weight_map: dict[str, str]
+    """Name of a tensor -> key of `files`; empty where there is no index."""
+
+
+def _files_of(path: Path) -> _Listed:
+    if path.is_file():
+        return _Listed({path.name: path}, {})
+    if (path / SINGLE_NAME).is_file():
+        return _Listed({SINGLE_NAME: path / SINGLE_NAME}, {})
+    if not (path / INDEX_NAME).is_file():
+        raise CheckpointError(
+            f"{path} {'holds' if path.is_dir() else 'does not exist: there is'} neither {SINGLE_NAME} nor {INDEX_NAME}"
+            f"{_what_else(path)}. Name a folder that has one of them, or a single .safetensors file"
+        )
+    weight_map = _read_index(path / INDEX_NAME)
+    names = list(dict.fromkeys(weight_map.values()))
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{path} lacks {len(missing)} of the {len(names)} files that {INDEX_NAME} names: "
+            f"{', '.join(missing[:10])}; get them, or copy the folder again"
+        )
+    return _Listed({name: path / name for name in names}, weight_map)
+
+
+def _what_else(path: Path) -> str:
+    """The weights that a folder has instead."""
+    if not path.is_dir():
+        return ""
+    found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".safetensors", ".bin", ".pt", ".pth"))
+    return f", but {', '.join(found[:3])} (pickled weights are not loaded)" if found else ""
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        entries = {str(name): file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{path} is no index: it has no readable weight_map; get the folder again") from error
+    for file in entries.values():
+        # A name only: an index must not lead out of its folder.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise IntegrityError(f"{path} names {file!r}, which is no name of a file beside it")
+    return entries
+
+
+def _open(path: Path, cleanup: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"{path} cannot be opened: {error.strerror}") from error
+    cleanup.callback(os.close, fd)
+    try:
+        return _tensors_of(path, fd)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{path} is no safetensors file, or damaged: {error}; get it again") from error
+
+
+def _tensors_of(path: Path, fd: int) -> dict[str, StoredTensor]:
+    """Raises ValueError and its like for anything that the format does not allow."""
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(os.pread(fd, LENGTH_NBYTES, 0), "little")
+    begin = LENGTH_NBYTES + length
+    if size < LENGTH_NBYTES or length > HEADER_NBYTES_MAX or begin > size:
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header = json.loads(os.pread(fd, length, LENGTH_NBYTES))
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        low, high = entry["data_offsets"]
+        tensor = StoredTensor(path, fd, str(entry["dtype"]), tuple(entry["shape"]), begin + low)
+        _check(tensor, entry, size - begin, name)
+        tensors[name] = tensor
+    return tensors
+
+
+def _check(tensor: StoredTensor, entry: dict[str, Any], data_nbytes: int, name: str) -> None:
+    low, high = entry["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*tensor.shape, low, high)):
+        raise ValueError(f"{name} has shape {entry['shape']} and bytes {entry['data_offsets']}")
+    if not low <= high <= data_nbytes:
+        raise ValueError(f"{name} lies in bytes {low} to {high}, but there are {data_nbytes}: the file is cut short")
+    if tensor.dtype is not None and high - low != tensor.numel * tensor.dtype.itemsize:
+        raise ValueError(f"{name} is {tensor.dtype_name} of shape {entry['shape']} in {high - low} bytes")

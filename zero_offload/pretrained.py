@@ -1,0 +1,318 @@
+"""`load_pretrained()` and `export_pretrained()`: weights from and to local Hugging Face folders, streamed.
+
+Owns the way between a model's names and its shards. Neither ever holds the model: values pass chunk by chunk, from the
+files into this rank's shards (each rank reads what it holds), and from the shards, or with several ranks unit by unit
+from the compute device, into the files, which rank 0 writes. Formats and files are `checkpoint/hf_*`'s. The calls
+of a load: check everything, write every section, forget the copies on the device. Of an export: plan the files, make
+them beside the target, fill them, rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zero_offload.api import runtime_of
+from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
+from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
+from zero_offload.checkpoint.hf_match import Wanted, match
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers
+from zero_offload.errors import ConfigError
+from zero_offload.kernels.master import join_master
+from zero_offload.memory.pages import trim_heap
+from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
+from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.shard import Component, components_of
+from zero_offload.types import parse_bytes
+
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CONFIGS = ("config", "generation_config")
+"""Attributes of a model that, where they have a `save_pretrained`, are written beside the weights."""
+
+
+def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> None:
+    """Replace the weights of an offloaded model by those of a local folder of safetensors. Every rank must call.
+
+    `path` holds `model.safetensors`, or `model.safetensors.index.json` and its shards, or is one such file; fp32, bf16
+    and fp16 become fp32 masters. Buffers in the files are loaded too; a tied parameter is there under any of its names.
+    `prefix` is put before the names in the files: "model." for the files of a base model.
+
+    Call it after `zo.offload` and before the first step: it starts a training, with moments of zero; gradients that no
+    step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes weights and keeps
+    moments). Where existing="resume" has found a generation, its weights stay and a warning says so.
+
+    Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
+    damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again.
+    """
+    owner = _owner_of_whole(model, "zo.load_pretrained")
+    if owner.resume_pending:
+        warnings.warn(
+            f"the generation of step {owner.step_count} is resumed, so {path} is not loaded. Write "
+            "'if zo.resume(model, optimizer) is None: zo.load_pretrained(...)' to say so",
+            stacklevel=2,
+        )
+        return
+    _check_untrained(owner)
+    exchange = owner.parts.ranks.exchange
+    owner.worker.drain()
+    with contextlib.ExitStack() as files:
+        with exchange.together():
+            stored = files.enter_context(open_weights(Path(path)))
+            params, buffers = _match(model, stored, prefix, Path(path))
+        owner.grads.drop()
+        with exchange.together():
+            _write_params(owner, params)
+            _write_buffers(buffers)
+    torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
+    for unit in owner.parts.units:
+        owner.parts.residency.forget(unit)
+
+
+def export_pretrained(
+    model: nn.Module, path: str | Path, max_shard_size: int | str = "5GB", dtype: str | None = None
+) -> None:
+    """Write the weights of an offloaded model as a Hugging Face folder of safetensors. Every rank must call.
+
+    One file, or several of at most `max_shard_size` and their index. `dtype` is "fp32", "bf16" or "fp16" for floating
+    parameters, rounded from the fp32 masters; None is the compute dtype: what forward uses. A tied parameter is written
+    once, under its first name; persistent buffers as they are. A `model.config` with `save_pretrained` is saved too.
+
+    `path` must not exist or be empty, and gets its name when everything is written; after an error nothing is left.
+    Raises ConfigError (also for another dtype than the compute dtype when masters are spread over ranks), StorageError.
+    """
+    owner = _owner_of_whole(model, "zo.export_pretrained")
+    target = _export_dtype(owner, dtype)
+    entries = _entries(model, owner, target)
+    plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
+    exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
+    owner.worker.drain()
+    with contextlib.ExitStack() as files:
+        writer = None
+        with exchange.together():
+            if is_writer:
+                check_target(Path(path))
+                folder = files.enter_context(new_folder(Path(path)))
+                writer = files.enter_context(FolderWriter(folder, plans))
+                _save_configs(model, folder)
+        for unit in owner.parts.units:
+            with _brought(owner, unit), exchange.together():
+                if writer is not None:
+                    _write_unit(owner, unit, entries.params, writer)
+                    trim_heap()
+        with exchange.together():
+            if writer is not None:
+                for entry, buffer in entries.buffers.items():
+                    writer.write(entry.name, 0, buffer.detach().reshape(-1).cpu())
+                writer.finish()
+            files.close()
+    owner.parts.store.staging.drop()
+
+
+def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
+    """The runtime of a model, all of whose parameters are its own."""
+    owner = runtime_of(model)
+    if owner is None:
+        raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
+    owner.session.check_process()
+    offloaded = {id(param) for unit in owner.parts.units for param in unit.params}
+    given = {id(param) for param in model.parameters()}
+    if offloaded != given:
+        raise ConfigError(
+            f"{call} takes the whole model that was given to zo.offload: {len(offloaded - given)} of its "
+            f"{len(offloaded)} parameters are not in this {type(model).__name__}, {len(given - offloaded)} here were "
+            "never offloaded with it"
+        )
+    return owner
+
+
+# Load
+
+
+def _check_untrained(owner: OffloadedModel) -> None:
+    num_steps = max([owner.step_count, *owner.param_steps.values()])
+    if num_steps > 0:
+        raise ConfigError(
+            f"zo.load_pretrained starts a training, but this one has made {num_steps} steps: its moments belong to "
+            'other weights. Load right after zo.offload; with zo.gathered(model, mode="write") weights change and '
+            "moments stay; zo.load_checkpoint replaces both"
+        )
+
+
+ParamSources = dict[ParamSlice, StoredTensor]
+BufferSources = list[tuple[torch.Tensor, StoredTensor]]
+
+
+def _match(
+    model: nn.Module, stored: Mapping[str, StoredTensor], prefix: str, path: Path
+) -> tuple[dict[int, StoredTensor], BufferSources]:
+    """What each parameter (by id) and each buffer is read from."""
+    params, buffers = _named_params(model), _named_buffers(model)
+    wanted = [
+        Wanted(each.names, tuple(each.tensor.shape), each.tensor.dtype, each.optional) for each in params + buffers
+    ]
+    found = match(wanted, stored, prefix, path)
+    of_param = {id(each.tensor): source for each, source in zip(params, found, strict=False) if source is not None}
+    rest = zip(buffers, found[len(params) :], strict=True)
+    return of_param, [(each.tensor, source) for each, source in rest if source is not None]
+
+
+def _write_params(owner: OffloadedModel, sources: Mapping[int, StoredTensor]) -> None:
+    """Every section of this rank, chunk by chunk; moments become zero."""
+    store, index = owner.parts.store, owner.parts.collectives.shard_index
+    for unit in owner.parts.units:
+        readers: dict[int, dict[ParamSlice, StoredTensor]] = {}
+        for section, piece, param in unit.placed_params():
+            readers.setdefault(section.layout.index, {})[piece] = sources[id(param)]
+        for section in unit.sections:
+            read = {piece: source.read for piece, source in readers[section.layout.index].items()}
+            fill = fill_from_readers(section.shard, index, read)
+            store.write_components(section.shard, ComponentSource(section.shard, fill))
+            trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
+    store.staging.drop()
+
+
+@torch.no_grad()
+def _write_buffers(sources: BufferSources) -> None:
+    for buffer, source in sources:
+        buffer.copy_(source.read(0, source.numel).view(source.shape))
+
+
+# Export
+
+
+def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype:
+    compute: torch.dtype = getattr(torch, owner.parts.config.compute_dtype_name)
+    if name is None:
+        return compute
+    if name not in EXPORT_DTYPES:
+        raise ConfigError(f"dtype={name!r} is none of {', '.join(EXPORT_DTYPES)}; None is the compute dtype")
+    target, num_shards = EXPORT_DTYPES[name], owner.parts.collectives.num_shards
+    halved = any(Component.RESIDUAL in components_of(section) for section in owner.parts.layout.sections)
+    if target != compute and halved and num_shards > 1:
+        raise ConfigError(
+            f"dtype={name!r} needs the fp32 masters, which are spread over {num_shards} ranks. Export in the compute "
+            "dtype (dtype=None); or zo.save_checkpoint here, and on one rank zo.load_checkpoint and export"
+        )
+    return target
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """What is written: parameters by their place in the layout, and buffers."""
+
+    params: dict[ParamSlice, TensorEntry]
+    buffers: dict[TensorEntry, torch.Tensor]
+
+
+def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype) -> _Entries:
+    names = {id(each.tensor): each.names[0] for each in _named_params(model)}
+    params = {}
+    for unit in owner.parts.units:
+        for section, piece, param in unit.placed_params():
+            dtype = target if section.layout.dtype.is_floating_point else section.layout.dtype
+            params[piece] = TensorEntry(names[id(param)], dtype, piece.spec.shape)
+    buffers = {
+        TensorEntry(each.names[0], each.tensor.dtype, tuple(each.tensor.shape)): each.tensor
+        for each in _named_buffers(model)
+        if not each.optional
+    }
+    return _Entries(params, buffers)
+
+
+def _save_configs(model: nn.Module, folder: Path) -> None:
+    for attribute in CONFIGS:
+        save = getattr(getattr(model, attribute, None), "save_pretrained", None)
+        if callable(save):
+            save(folder)
+
+
+@contextlib.contextmanager
+def _brought(owner: OffloadedModel, unit: Unit) -> Iterator[None]:
+    """Where a unit is spread over ranks, it is gathered on each, and stays. Collective."""
+    if owner.parts.collectives.num_shards == 1:
+        yield
+        return
+    unit.gathered_uses += 1
+    try:
+        owner.parts.residency.bring(unit)
+        yield
+    finally:
+        unit.gathered_uses -= 1
+        unit.close()
+
+
+def _write_unit(
+    owner: OffloadedModel, unit: Unit, entries: Mapping[ParamSlice, TensorEntry], writer: FolderWriter
+) -> None:
+    whole = owner.parts.collectives.num_shards == 1
+    for section in unit.sections:
+        pieces = section.layout.params
+        target = entries[pieces[0]].dtype
+        for begin, values in _rested(owner, section, target) if whole else _gathered(section):
+            for piece in pieces:
+                low, high = max(piece.begin, begin), min(piece.end, begin + values.numel())
+                if low < high:
+                    part = values[low - begin : high - begin].to(target)
+                    writer.write(entries[piece].name, low - piece.begin, part)
+
+
+def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
+    """A section from where it rests, chunk by chunk: (first element, values on the host, valid until the next)."""
+    store, shard, layout = owner.parts.store, section.shard, section.layout
+    joined = target != layout.dtype and Component.RESIDUAL in components_of(layout)
+    for row, (begin, end) in enumerate(layout.chunks()):
+        values = store.read_chunk(shard, Component.VALUE, row)
+        if joined:
+            half, values = values.clone(), torch.empty(end - begin)
+            join_master(half, store.read_chunk(shard, Component.RESIDUAL, row), values)
+        yield begin, values
+
+
+def _gathered(section: Section) -> Iterator[tuple[int, torch.Tensor]]:
+    """The same from the compute device, where the whole section is."""
+    for begin in range(0, section.layout.numel, CHUNK_NUMEL):
+        yield begin, section.flat[begin : begin + CHUNK_NUMEL].detach().cpu()
+
+
+# Names
+
+
+@dataclass(frozen=True)
+class _Named:
+    """A tensor of the model under all its names; `optional` ones belong to no state dict."""
+
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    optional: bool
+
+
+def _named_params(model: nn.Module) -> list[_Named]:
+    return _group([(name, param, True) for name, param in model.named_parameters(remove_duplicate=False)])
+
+
+def _named_buffers(model: nn.Module) -> list[_Named]:
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            persistent = name not in module._non_persistent_buffers_set
+            found.append((f"{path}.{name}" if path else name, buffer, persistent))
+    # The name that a state dict has comes first.
+    return _group(sorted(found, key=lambda each: not each[2]))
+
+
+def _group(found: Sequence[tuple[str, torch.Tensor, bool]]) -> list[_Named]:
+    names: dict[int, list[str]] = {}
+    persistent: dict[int, bool] = {}
+    tensors = {}
+    for name, tensor, persists in found:
+        names.setdefault(id(tensor), []).append(name)
+        persistent[id(tensor)] = persistent.get(id(tensor), False) or persists
+        tensors[id(tensor)] = tensor
+    return [_Named(tensors[key], tuple(texts), not persistent[key]) for key, texts in names.items()]
