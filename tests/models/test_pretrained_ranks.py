@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return write_weights(tmp_path / "in", build(lambda: Everything(UNEVEN), THEIRS))
 
 
-@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("stage", [3, 1, 0])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("settings", [IN_MEMORY, ON_DISK], ids=["memory", "disk"])
 def test_two_ranks_load(
@@ -73,7 +73,7 @@ def test_what_does_not_fit_reaches_every_rank(pool: RankPool, folder: Path, tmp_
     pool.succeed(pretrained.load, _case(tmp_path, IN_MEMORY, "fp32"), str(folder))
 
 
-@pytest.mark.parametrize("stage", [3, 0])
+@pytest.mark.parametrize("stage", [3, 1, 0])
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", None), ("bf16", None), ("fp32", "fp16"), ("bf16", "bf16")])
 @pytest.mark.parametrize("settings", [IN_MEMORY, ON_DISK], ids=["memory", "disk"])
 def test_two_ranks_export(
