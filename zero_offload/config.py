@@ -42,6 +42,13 @@ class Existing(StrEnum):
     DISCARD = "discard"
 
 
+class GradReduction(StrEnum):
+    """What the gradients of several ranks become."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
 class UpdateOverlap(StrEnum):
     """What the optimizer's update runs behind."""
 
@@ -52,7 +59,10 @@ class UpdateOverlap(StrEnum):
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of the forward and backward (`compute`), of gradient sums (`reduce`) and of `states`."""
+    """Dtypes of the forward and backward (`compute`), in which gradients cross the network (`reduce`), of `states`.
+
+    Gradients of several backwards are added in fp32 whatever `reduce` is.
+    """
 
     compute: str = "bf16"
     reduce: str = "fp32"
@@ -83,6 +93,8 @@ class OffloadConfig:
     commit_every: int = 1
     """Optimizer steps between two generations."""
     update_overlap: str = "auto"
+    grad_reduction: str = "mean"
+    """Gradients of several ranks become their "mean" or their "sum"."""
 
     def __post_init__(self) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -104,6 +116,11 @@ class OffloadConfig:
     def compute_dtype_name(self) -> str:
         """The compute dtype's name in torch: "float32" or "bfloat16"."""
         return _TORCH_NAMES[self.numerics.compute]
+
+    @property
+    def reduce_dtype_name(self) -> str:
+        """The same of the dtype in which gradients are reduced."""
+        return _TORCH_NAMES[self.numerics.reduce]
 
     @property
     def effective_durability(self) -> Durability:
@@ -265,9 +282,10 @@ def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
         yield "precision 'fp16' arrives in a later version; use 'bf16' or 'fp32'"
     elif precision.compute not in tuple(_TORCH_NAMES):
         yield f"precision {precision.compute!r} is unknown; use 'bf16' or 'fp32'"
-    for name in ("reduce", "states"):
-        if (dtype := getattr(precision, name)) != "fp32":
-            yield f"Precision({name}={dtype!r}) arrives in a later version; use {name}='fp32'"
+    if precision.reduce not in tuple(_TORCH_NAMES):
+        yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32' or 'bf16'"
+    if precision.states != "fp32":
+        yield f"Precision(states={precision.states!r}) arrives in a later version; use states='fp32'"
 
 
 def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -280,7 +298,11 @@ def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
-    choices: dict[str, type[Enum]] = {"existing": Existing, "durability": Durability}
+    choices: dict[str, type[Enum]] = {
+        "existing": Existing,
+        "durability": Durability,
+        "grad_reduction": GradReduction,
+    }
     for name, enum in choices.items():
         names = [member.value for member in enum]
         if (value := settings[name]) not in names:
@@ -321,7 +343,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shares = {_plain(tier): float(share) for tier, share in request.items() if share}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
-    for name in ("existing", "durability", "update_overlap"):
+    for name in ("existing", "durability", "update_overlap", "grad_reduction"):
         values[name] = _plain(settings[name])
     for name in _BUDGETS:
         if (size := settings[name]) is not None:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
 from zero_offload.checkpoint.values import ComponentSource, fill_from_params
-from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.config import Durability, Existing, GradReduction, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
@@ -81,7 +81,8 @@ def offload(
     device = compute_device()
     _check_model(model, config, mesh, device)
     group = RankGroup.of(config.stage, mesh)
-    collectives = Collectives(group, device.torch_device)
+    reduce_dtype = getattr(torch, config.reduce_dtype_name)
+    collectives = Collectives(group, device.torch_device, GradReduction(config.grad_reduction), reduce_dtype)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
     exchange = CommitGroup(group)

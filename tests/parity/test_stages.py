@@ -125,6 +125,26 @@ def test_what_no_backward_reduced_the_norm_does(stage: int, pool: RankPool) -> N
         assert norm == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_sum_is_the_mean_times_the_ranks(stage: int, pool: RankPool) -> None:
+    case = at_stage(replace(ACCUMULATING, num_steps=1, max_norm=1e9), stage)
+    mean, total = (pool.succeed(ranks.train, at_stage(case, stage, grad_reduction=each)) for each in ("mean", "sum"))
+    for small, large in zip(mean, total, strict=True):
+        assert large.norms == pytest.approx([len(pool.processes) * norm for norm in small.norms], rel=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_may_cross_in_bf16(stage: int, pool: RankPool) -> None:
+    """Half the bytes; the norm is off by what rounding to 8 bits can do, and not exact."""
+    precise = at_stage(replace(ACCUMULATING, num_steps=1, max_norm=1e9), stage, precision=zo.Precision("fp32"))
+    rounded = at_stage(precise, stage, precision=zo.Precision("fp32", reduce="bf16"))
+    for one, two in zip(pool.succeed(ranks.train, precise), pool.succeed(ranks.train, rounded), strict=True):
+        assert one.losses == two.losses and one.norms != two.norms
+        assert two.norms == pytest.approx(one.norms, rel=2**-8)
+    whole, half = (pool.succeed(reductions, case)[0] for case in (precise, rounded))
+    assert whole == 2 * half
+
+
 class Branches(nn.Module):
     """Rank r uses branch r only."""
 

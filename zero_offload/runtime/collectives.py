@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zero_offload import errors
+from zero_offload.config import GradReduction
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.rank_group import RankGroup
 from zero_offload.telemetry.events import Counters
@@ -22,7 +23,16 @@ from zero_offload.telemetry.events import Counters
 class Collectives:
     """Gathers parameters and reduces gradients."""
 
-    def __init__(self, group: RankGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        device: torch.device,
+        grad_reduction: GradReduction = GradReduction.MEAN,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`reduce_dtype` is what gradients are rounded to before they cross the network."""
+        self._divisor = group.partition.world_size if grad_reduction is GradReduction.MEAN else 1
+        self._reduce_dtype = reduce_dtype
         self._device = device
         self._group = group
         self.partition = group.partition
@@ -44,18 +54,19 @@ class Collectives:
         dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
 
     def reduce_grads(self, flat: torch.Tensor) -> torch.Tensor:
-        """Mean over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,), maybe a view."""
+        """Mean (or sum) over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,) fp32."""
         if self.world_size == 1:
             return flat
-        self.counters.add("reduced", flat.nbytes)
+        sent = flat.to(self._reduce_dtype)
+        self.counters.add("reduced", sent.nbytes)
         if self.num_shards == 1:
-            dist.all_reduce(flat, group=self._group.everyone)
-            return flat.div_(self.world_size)
-        shard = torch.empty(flat.numel() // self.num_shards, dtype=flat.dtype, device=flat.device)
-        dist.reduce_scatter_tensor(shard, flat, group=self._group.sharers)
+            dist.all_reduce(sent, group=self._group.everyone)
+            return sent.float().div_(self._divisor)
+        shard = torch.empty(sent.numel() // self.num_shards, dtype=sent.dtype, device=sent.device)
+        dist.reduce_scatter_tensor(shard, sent, group=self._group.sharers)
         if self.partition.num_replicas > 1:
             dist.all_reduce(shard, group=self._group.twins)
-        return shard.div_(self.world_size)
+        return shard.float().div_(self._divisor)
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards."""
