@@ -98,10 +98,15 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         repeated = {kind for kind, count in counts.items() if count > 1}
     for name, child in children.items():
         path = f"{prefix}{name}"
-        if type(child) in repeated:
+        if type(child) in repeated and _has_forward(child):
             yield path
         else:
             yield from _repeated_blocks(child, f"{path}.")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called: a list of modules cannot, so no hook of it ever runs."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
@@ -166,7 +171,19 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
     unit_of = {name: i for i, unit in enumerate(units) for p in unit.params for name in (p.name, *p.aliases)}
     needed: dict[str, dict[int, None]] = {}
     for name, index in unit_of.items():
-        point = _anchor_of(name, anchors)
-        needed.setdefault(name.rpartition(".")[0] if point is None else point, {})[index] = None
+        anchor = _anchor_of(name, anchors)
+        point = name.rpartition(".")[0] if anchor is None else _called(root, anchor, name)
+        needed.setdefault(point, {})[index] = None
     order = [name for name, _ in root.named_modules() if name in needed]
     return tuple(HookPoint(name, tuple(sorted(needed[name]))) for name in order)
+
+
+def _called(root: nn.Module, anchor: str, param_name: str) -> str:
+    """The unit module itself, or, if that is a list, the outermost module on the way to the parameter that is called."""
+    path = anchor
+    while not _has_forward(root.get_submodule(path)):
+        below = param_name.removeprefix(f"{path}.") if path else param_name
+        if "." not in below:
+            break
+        path = f"{path}.{below.partition('.')[0]}".removeprefix(".")
+    return path

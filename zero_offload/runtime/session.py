@@ -8,14 +8,14 @@ forward starts from a clean state. Never moves bytes: it asks `Residency` for un
 A node of the graph reads a parameter only after unpacking it. While the model's forward runs, saved tensors
 pass through `pack` and `unpack`, so unpacking a view of a unit's buffer fetches that unit first. What is
 recomputed inside backward (torch.utils.checkpoint) is saved elsewhere, but its forward passes the hooks again.
-A unit's backward ends when the gradients of its inputs are complete, or with the whole backward.
+A unit's backward ends when the gradient of an input is complete, or with the whole backward.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -51,25 +51,32 @@ class Scope:
 
 
 class InputsWatch:
-    """A tensor hook of `count` tensors: runs `then` in every backward that completes all their gradients.
+    """A tensor hook of a forward's inputs: runs `then` in every backward, when that forward's own is over.
+
+    It is over as soon as one input's gradient is complete, since autograd runs nodes in the reverse order of their
+    making: the forward's are younger than all of its inputs. Others may have far to go, such as an encoder's output
+    that every block of a decoder takes.
 
     torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in: every forward
     would stay in memory until Python's garbage collector has found it, one module at a time.
     """
 
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count = count
+    def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
         self._backward = -1
-        self._missing = 0
 
     def __call__(self, grad: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._backward, self._missing = backward, self._count
-        self._missing -= 1
-        if self._missing == 0:
+            self._backward = backward
             self._then()
+
+
+def _tensors_in(inputs: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the inputs, in containers, and in the attributes of other objects, such as dataclasses."""
+    for leaf in tree_leaves(list(inputs)):
+        values = [leaf] if isinstance(leaf, Tensor) else tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+        yield from (value for value in values if isinstance(value, Tensor))
 
 
 def in_backward() -> bool:
@@ -196,12 +203,12 @@ class Session:
     # Backward
 
     def _watch_inputs(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
-        """Learn when the backward through this forward is over: when its inputs' gradients are complete."""
-        # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
-        tensors = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.grad_fn is not None]
-        watch = InputsWatch(len(tensors), partial(self._leave_backward, units))
-        for tensor in tensors:
-            tensor.register_hook(watch)
+        """Learn when the backward through this forward is over: when the gradient of an input is complete."""
+        watch = InputsWatch(partial(self._leave_backward, units))
+        for tensor in _tensors_in(inputs):
+            # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(watch)
 
     def _leave_backward(self, units: tuple[Unit, ...]) -> None:
         for unit in units:
