@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import nn
 
 from zero_offload.errors import ConfigError
@@ -73,6 +75,8 @@ class ModelSpec:
         specs = _param_specs(root)
         if not specs:
             raise ConfigError("the model has no parameter to offload")
+        if problems := [*_scripted(root), *_overlaps(root)]:
+            raise ConfigError("\n".join(problems))
         owner = {name: _anchor_of(name, anchors) for name in specs}
         groups: dict[str, list[str]] = {}
         for name in specs:
@@ -148,6 +152,32 @@ def _param_specs(root: nn.Module) -> dict[str, ParamSpec]:
     }
 
 
+def _scripted(root: nn.Module) -> Iterator[str]:
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(recurse=False), None) is not None:
+            yield (
+                f"{name or 'the model'} is a {type(module).__name__}, whose code saves parameters where no hook sees "
+                "it; offload the module that it was made from, and use torch.compile"
+            )
+
+
+def _overlaps(root: nn.Module) -> Iterator[str]:
+    """Different parameters in the same memory, of which one is trained: apart, they would no longer be one."""
+    placed = [
+        (param.untyped_storage().data_ptr(), param.storage_offset() * param.itemsize, name, param)
+        for name, param in root.named_parameters()
+        if type(param) is nn.Parameter and param.device.type != "meta" and param.numel() > 0
+    ]
+    placed.sort(key=lambda entry: entry[:2])
+    for (storage, begin, name, param), (other_storage, other_begin, other_name, other) in pairwise(placed):
+        overlap = storage == other_storage and other_begin < begin + param.nbytes
+        if overlap and (param.requires_grad or other.requires_grad):
+            yield (
+                f"{name} and {other_name} are two parameters in the same memory; tie them by assigning the parameter, "
+                f"not its data, or give one a copy of its own"
+            )
+
+
 def _anchor_of(param_name: str, anchors: Sequence[str]) -> str | None:
     """The innermost unit module that holds the parameter, or None for a leftover."""
     inside = [a for a in anchors if a == "" or param_name.startswith(f"{a}.")]
@@ -179,7 +209,7 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
 
 
 def _called(root: nn.Module, anchor: str, param_name: str) -> str:
-    """The unit module itself, or, if that is a list, the outermost module on the way to the parameter that is called."""
+    """The unit module itself; if that is a list, the outermost module in it that is called and has the parameter."""
     path = anchor
     while not _has_forward(root.get_submodule(path)):
         below = param_name.removeprefix(f"{path}.") if path else param_name
