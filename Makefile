@@ -51,7 +51,7 @@ $(READY): constraints.txt pyproject.toml setup.py
 ifneq ($(TORCH_INDEX),)
 	$(BIN)/pip install -q -c constraints.txt --index-url $(TORCH_INDEX) torch
 endif
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[dev,hf]'
 	touch $@
 
 $(NATIVE): $(CSRC) setup.py | $(READY)

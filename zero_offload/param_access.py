@@ -172,6 +172,9 @@ class ParamAccess:
             )
 
     def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if param.grad is not None:
+                return param.grad  # on its way from autograd to us: a hook of the user's looks at it
         place = self.place(param)
         if not place.section.layout.trainable or not self._grads.held(param):
             return None
@@ -189,6 +192,8 @@ class ParamAccess:
             raise ZeroOffloadError(
                 f"the gradient of {self.describe(param)} cannot be assigned; only None, which drops it"
             )
+        with torch._C.DisableTorchFunctionSubclass():
+            param.grad = None
         if self.place(param).section.layout.trainable:
             self._grads.forget(param)
 

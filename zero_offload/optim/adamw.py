@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as torch_adamw
 
-from zero_offload.errors import CheckpointError, ConfigError
+from zero_offload.errors import CheckpointError, ConfigError, ZeroOffloadError
 from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
 from zero_offload.shards.registry import AdamWHyper, Owner, owner_of
 
@@ -78,6 +78,11 @@ class AdamW(torch.optim.Optimizer):
                     by_owner.setdefault(id(owner), (owner, {}))[1][param] = hyper
                 elif param.grad is not None:
                     self._update_ordinary(param, hyper, group["amsgrad"])
+        if by_owner and torch._C._current_graph_task_id() != -1:
+            raise ZeroOffloadError(
+                "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
+                "gradients are taken off memory as they come, which is what stepping in hooks is for"
+            )
         groups = [group_record(group) for group in self.param_groups] if by_owner else []
         for owner, hypers in by_owner.values():
             owner.update(hypers, groups)

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import nn
 
 from zero_offload.errors import ConfigError
@@ -73,6 +75,8 @@ class ModelSpec:
         specs = _param_specs(root)
         if not specs:
             raise ConfigError("the model has no parameter to offload")
+        if problems := [*_scripted(root), *_overlaps(root)]:
+            raise ConfigError("\n".join(problems))
         owner = {name: _anchor_of(name, anchors) for name in specs}
         groups: dict[str, list[str]] = {}
         for name in specs:
@@ -98,10 +102,15 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         repeated = {kind for kind, count in counts.items() if count > 1}
     for name, child in children.items():
         path = f"{prefix}{name}"
-        if type(child) in repeated:
+        if type(child) in repeated and _has_forward(child):
             yield path
         else:
             yield from _repeated_blocks(child, f"{path}.")
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether the module can be called: a list of modules cannot, so no hook of it ever runs."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
@@ -143,6 +152,32 @@ def _param_specs(root: nn.Module) -> dict[str, ParamSpec]:
     }
 
 
+def _scripted(root: nn.Module) -> Iterator[str]:
+    for name, module in root.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and next(module.parameters(recurse=False), None) is not None:
+            yield (
+                f"{name or 'the model'} is a {type(module).__name__}, whose code saves parameters where no hook sees "
+                "it; offload the module that it was made from, and use torch.compile"
+            )
+
+
+def _overlaps(root: nn.Module) -> Iterator[str]:
+    """Different parameters in the same memory, of which one is trained: apart, they would no longer be one."""
+    placed = [
+        (param.untyped_storage().data_ptr(), param.storage_offset() * param.itemsize, name, param)
+        for name, param in root.named_parameters()
+        if type(param) is nn.Parameter and param.device.type != "meta" and param.numel() > 0
+    ]
+    placed.sort(key=lambda entry: entry[:2])
+    for (storage, begin, name, param), (other_storage, other_begin, other_name, other) in pairwise(placed):
+        overlap = storage == other_storage and other_begin < begin + param.nbytes
+        if overlap and (param.requires_grad or other.requires_grad):
+            yield (
+                f"{name} and {other_name} are two parameters in the same memory; tie them by assigning the parameter, "
+                f"not its data, or give one a copy of its own"
+            )
+
+
 def _anchor_of(param_name: str, anchors: Sequence[str]) -> str | None:
     """The innermost unit module that holds the parameter, or None for a leftover."""
     inside = [a for a in anchors if a == "" or param_name.startswith(f"{a}.")]
@@ -166,7 +201,19 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
     unit_of = {name: i for i, unit in enumerate(units) for p in unit.params for name in (p.name, *p.aliases)}
     needed: dict[str, dict[int, None]] = {}
     for name, index in unit_of.items():
-        point = _anchor_of(name, anchors)
-        needed.setdefault(name.rpartition(".")[0] if point is None else point, {})[index] = None
+        anchor = _anchor_of(name, anchors)
+        point = name.rpartition(".")[0] if anchor is None else _called(root, anchor, name)
+        needed.setdefault(point, {})[index] = None
     order = [name for name, _ in root.named_modules() if name in needed]
     return tuple(HookPoint(name, tuple(sorted(needed[name]))) for name in order)
+
+
+def _called(root: nn.Module, anchor: str, param_name: str) -> str:
+    """The unit module itself; if that is a list, the outermost module in it that is called and has the parameter."""
+    path = anchor
+    while not _has_forward(root.get_submodule(path)):
+        below = param_name.removeprefix(f"{path}.") if path else param_name
+        if "." not in below:
+            break
+        path = f"{path}.{below.partition('.')[0]}".removeprefix(".")
+    return path

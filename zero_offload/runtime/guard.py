@@ -14,7 +14,8 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.shards.registry import owner_of
@@ -64,6 +65,18 @@ def _special() -> dict[Any, Callable[..., Any]]:
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
     }
+
+
+@functools.cache
+def _takes_leaves() -> frozenset[Any]:
+    """Functions that need to know where in the graph a parameter is, not what it holds."""
+    return frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+
+
+def _as_edges(values: Any) -> Any:
+    """Parameters at rest replaced by their places in the graph."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tree_map_only(GuardedParameter, get_gradient_edge, values)
 
 
 def _get_grad(param: nn.Parameter, *_: Any) -> Tensor | None:
@@ -130,6 +143,8 @@ class GuardedParameter(nn.Parameter):
         special = _special().get(func)
         if special is not None:
             return special(*args, **kwargs)
+        if func in _takes_leaves():
+            return func(*_as_edges(args), **_as_edges(kwargs))
         return _touch_and_call(func, args, kwargs)
 
     __deepcopy__ = refuse_copy

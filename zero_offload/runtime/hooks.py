@@ -30,13 +30,17 @@ def install_hooks(
     grad_ready: GradReady,
 ) -> list[RemovableHandle]:
     """Hook `root` and the modules named in `points`, and every trainable parameter; the handles undo it."""
-    handles = [root.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True)]
+    handles = []
+    if compute is not torch.float32:
+        # With fp32 nothing is cast: a float64 input stays what it is, as on the plain model.
+        handles.append(root.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True))
     for name in dict.fromkeys(("", *points)):
         units = tuple(points.get(name, ()))
         module = root.get_submodule(name)
         before = functools.partial(_before, session, units)
         after = functools.partial(_after, session)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after, always_call=True))
     for param in root.parameters():
         if param.requires_grad:
@@ -63,7 +67,10 @@ class _WeakCall:
 
     def __call__(self, param: nn.Parameter) -> None:
         method = self._method()
-        if method is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            # A hook of the user's may have taken it.
+            arrived = param.grad is not None
+        if method is not None and arrived:
             method(param)
 
 
@@ -86,5 +93,5 @@ def _before(
     session.enter(units, (args, kwargs))
 
 
-def _after(session: Session, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    session.exit()
+def _after(session: Session, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return session.exit(output)

@@ -6,40 +6,34 @@ forward starts from a clean state. Never moves bytes: it asks `Residency` for un
 
 [Note: when a unit is needed in backward]
 A node of the graph reads a parameter only after unpacking it. While the model's forward runs, saved tensors
-pass through `pack` and `unpack`, so unpacking a view of a unit's buffer fetches that unit first. What is
+pass through `SavedTensors`, so unpacking a view of a unit's buffer fetches that unit first. What is
 recomputed inside backward (torch.utils.checkpoint) is saved elsewhere, but its forward passes the hooks again.
-A unit's backward ends when the gradients of its inputs are complete, or with the whole backward.
+A unit's backward ends when the gradient of an input is complete, or with the whole backward.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
 from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.saved import SavedTensors
 from zero_offload.runtime.unit import Unit
-
-
-class Saved(NamedTuple):
-    """A tensor that autograd saved, the version it had, and the unit whose buffer it views."""
-
-    tensor: Tensor
-    version: int
-    unit: Unit | None
 
 
 @dataclass
@@ -47,29 +41,40 @@ class Scope:
     """One running forward of a hooked module."""
 
     units: tuple[Unit, ...]
+    caller: FrameType
+    """Runs as long as this forward does."""
     touched: list[Unit] = field(default_factory=list)
+    saving: saved_tensors_hooks | None = None
+    """Entered because it began under hooks of the user."""
 
 
 class InputsWatch:
-    """A tensor hook of `count` tensors: runs `then` in every backward that completes all their gradients.
+    """A tensor hook of a forward's inputs: runs `then` in every backward, when that forward's own is over.
+
+    It is over as soon as one input's gradient is complete, since autograd runs nodes in the reverse order of their
+    making: the forward's are younger than all of its inputs. Others may have far to go, such as an encoder's output
+    that every block of a decoder takes.
 
     torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in: every forward
     would stay in memory until Python's garbage collector has found it, one module at a time.
     """
 
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
-        self._count = count
+    def __init__(self, then: Callable[[], None]) -> None:
         self._then = then
         self._backward = -1
-        self._missing = 0
 
     def __call__(self, grad: Tensor) -> None:
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:
-            self._backward, self._missing = backward, self._count
-        self._missing -= 1
-        if self._missing == 0:
+            self._backward = backward
             self._then()
+
+
+def _tensors_in(inputs: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the inputs, in containers, and in the attributes of other objects, such as dataclasses."""
+    for leaf in tree_leaves(list(inputs)):
+        values = [leaf] if isinstance(leaf, Tensor) else tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+        yield from (value for value in values if isinstance(value, Tensor))
 
 
 def in_backward() -> bool:
@@ -77,10 +82,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _recomputed_later() -> bool:
-    """Whether this forward runs under torch.utils.checkpoint, which saves nothing and runs it again in backward."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+def _runs(frame: FrameType) -> bool:
+    """Whether a frame is one of our callers."""
+    caller: FrameType | None = sys._getframe()
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is not None
 
 
 class Session:
@@ -91,13 +98,11 @@ class Session:
         self._residency = residency
         self._grads = grads
         self._stack: list[Scope] = []
-        self._saving: saved_tensors_hooks | None = None
         self._backward_runs = False
         self._pid = os.getpid()
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        # A view shares its base's storage object, whether memory is under it or not.
-        self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
+        self._saved = SavedTensors(units, self._use_in_backward)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -122,39 +127,62 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if any(scope.units is units for scope in self._stack):
-            # No module runs inside itself: an earlier forward was left without its hooks, as Ctrl-C does.
+        if any(scope.units is units and not _runs(scope.caller) for scope in self._stack):
+            # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
         if not self._stack:
             self._begin()
-        self._stack.append(Scope(units))
+        self._stack.append(Scope(units, sys._getframe(2)))
+        self._stack[-1].saving = self._saved.hooks()
         for unit in units:
             self._use(unit)
         if units:
             self._watch_inputs(units, inputs)
 
-    def exit(self) -> None:
-        """That forward ended, with a result or an exception."""
+    def exit(self, output: Any = None) -> Any:
+        """That forward ended, with a result or an exception; returns what replaces the result, or None."""
         if in_backward() or not self._stack:
-            return
+            return None
         scope = self._stack.pop()
+        if scope.saving is not None:
+            scope.saving.__exit__(None, None, None)
+        replaced = self._keep_views(output)
+        changed: list[str] = []
         for unit in (*scope.units, *scope.touched):
             unit.forward_uses = max(unit.forward_uses - 1, 0)
+            if unit.forward_uses == 0:
+                changed += unit.changed()
             unit.close()
+        if changed:
+            raise _changed_in_forward(changed)
+        return replaced
+
+    def _keep_views(self, output: Any) -> Any:
+        """Views of parameters among the results outlive this forward: they keep their unit, or become copies."""
+        views = [x for x in _tensors_in([output]) if not isinstance(x, nn.Parameter) and self._leaves(x)]
+        if not views:
+            return None
         if not self._stack:
-            self._stop_saving()
+            ids = set(map(id, views))
+            return tree_map_only(Tensor, lambda x: x.clone() if id(x) in ids else x, output)
+        for unit in filter(None, map(self._saved.unit_of, views)):
+            unit.forward_uses += 1
+            self._stack[-1].touched.append(unit)
+        return None
+
+    def _leaves(self, tensor: Tensor) -> bool:
+        """Whether the tensor is a view of a buffer that may go."""
+        unit = self._saved.unit_of(tensor)
+        return unit is not None and not unit.resident
 
     def _abandon(self) -> None:
-        self._stack.clear()
-        self._stop_saving()
+        while self._stack:
+            saving = self._stack.pop().saving
+            if saving is not None:
+                saving.__exit__(None, None, None)
         for unit in self._units:
             unit.forward_uses = 0
             unit.close()
-
-    def _stop_saving(self) -> None:
-        if self._saving is not None:
-            self._saving.__exit__(None, None, None)
-            self._saving = None
 
     def touch(self, unit: Unit) -> None:
         """An operation needs a unit's parameters outside of its modules; valid while `active`."""
@@ -175,11 +203,7 @@ class Session:
         self.check_process()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
-        grad = torch.is_grad_enabled()
-        self._residency.begin_cycle("grad" if grad else "no_grad")
-        if grad and not _recomputed_later():
-            self._saving = saved_tensors_hooks(self._pack, self._unpack)
-            self._saving.__enter__()
+        self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
 
     def _recover(self) -> None:
         broken = self._backward_runs
@@ -196,12 +220,12 @@ class Session:
     # Backward
 
     def _watch_inputs(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
-        """Learn when the backward through this forward is over: when its inputs' gradients are complete."""
-        # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
-        tensors = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.grad_fn is not None]
-        watch = InputsWatch(len(tensors), partial(self._leave_backward, units))
-        for tensor in tensors:
-            tensor.register_hook(watch)
+        """Learn when the backward through this forward is over: when the gradient of an input is complete."""
+        watch = InputsWatch(partial(self._leave_backward, units))
+        for tensor in _tensors_in(inputs):
+            # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
+            if tensor.grad_fn is not None:
+                tensor.register_hook(watch)
 
     def _leave_backward(self, units: tuple[Unit, ...]) -> None:
         for unit in units:
@@ -240,26 +264,10 @@ class Session:
             unit.close()
         self._grads.finish_backward()
 
-    # Saved tensors
 
-    def _pack(self, tensor: Tensor) -> Saved:
-        # Detached: a node that saved its own output would hold itself in memory through it.
-        return Saved(tensor.detach(), tensor._version, self._unit_of(tensor))
-
-    def _unpack(self, saved: Saved) -> Tensor:
-        # Autograd leaves this check to whoever packs.
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {tuple(saved.tensor.shape)} is at version "
-                f"{saved.tensor._version}, backward expected version {saved.version}. An optimizer step "
-                "between a forward and its backward does this too"
-            )
-        if saved.unit is not None:
-            self._use_in_backward(saved.unit)
-        return saved.tensor
-
-    def _unit_of(self, tensor: Tensor) -> Unit | None:
-        if tensor.layout is not torch.strided:
-            return None
-        return self._unit_of_storage.get(tensor.untyped_storage()._cdata)
+def _changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
+        "lost when the parameter leaves memory. Change it between steps, in "
+        "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy"
+    )

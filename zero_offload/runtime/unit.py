@@ -55,6 +55,8 @@ class Unit:
         """Forwards (of its modules, or around a touch) that are running now."""
         self.backward_uses = 0
         """Backwards through those modules that have begun and not ended."""
+        self._versions: list[int] = []
+        """Of the parameters, when they were opened."""
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
 
@@ -113,8 +115,20 @@ class Unit:
     def open(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
         unguard(self.params)
+        self._versions = [param._version for param in self.params]
+
+    def changed(self) -> list[str]:
+        """Names of parameters that were changed since `open`, where what is changed here is lost."""
+        names = []
+        # Without versions it was never opened: there was no room for it.
+        for (section, piece, param), version in zip(self.placed_params(), self._versions, strict=False):
+            elsewhere = param.untyped_storage()._cdata != section.flat.untyped_storage()._cdata
+            if elsewhere or (param._version != version and not self.updates_in_place):
+                names.append(piece.spec.name)
+        return names
 
     def close(self) -> None:
         """Guard the parameters again, unless someone still uses them."""
         if not self.in_use:
             guard(self.params)
+            self._versions = []

@@ -91,3 +91,16 @@ def test_errors_name_everything() -> None:
     assert "'nope'" in str(error.value) and "LSTM" in str(error.value)
     with pytest.raises(ConfigError, match="no parameter"):
         ModelSpec.from_module(nn.ReLU())
+
+
+def test_a_list_of_lists_is_looked_into() -> None:
+    """Nobody calls a list, so a hook on one would never run."""
+    model = nn.ModuleList(nn.ModuleList([Block(4), Block(4)]) for _ in range(2))
+    assert find_units(model) == ("0.0", "0.1", "1.0", "1.1")
+
+
+def test_a_list_named_as_a_unit_is_hooked_at_its_modules() -> None:
+    spec = ModelSpec.from_module(TinyLM(8, 2), ["blocks"])
+    assert [unit.name for unit in spec.units] == ["(small)", "blocks"]
+    points = {point.module: point.units for point in spec.hook_points}
+    assert points["blocks.0"] == points["blocks.1"] == (1,) and "blocks" not in points

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,17 +95,67 @@ def test_recomputed_units_are_let_go_of(reentrant: bool, nvme: Path) -> None:
     assert in_use(owner) == []
 
 
-def test_a_watch_fires_once_per_backward_when_all_are_there() -> None:
+def test_a_watch_fires_once_per_backward_at_the_first_gradient() -> None:
     fired: list[int] = []
     a, b = torch.ones(2, requires_grad=True) * 1, torch.ones(2, requires_grad=True) * 1
-    watch = InputsWatch(2, lambda: fired.append(1))
+    watch = InputsWatch(lambda: fired.append(1))
     a.register_hook(watch)
     b.register_hook(watch)
-    a.sum().backward(retain_graph=True)
-    assert fired == []
-    for expected in (1, 2):
-        (a.sum() + b.sum()).backward(retain_graph=True)
+    for expected, loss in enumerate((a.sum(), a.sum() + b.sum(), b.sum()), start=1):
+        loss.backward(retain_graph=True)
         assert len(fired) == expected
+
+
+class Attending(Block):
+    """Takes what all blocks take, in an object that says nothing of the tensors in it."""
+
+    def forward(self, x: torch.Tensor, context: SimpleNamespace) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x + context.memory)
+
+
+class SharesAnInput(TinyLM):
+    """One tensor with a gradient goes into all blocks, as an encoder's output into a decoder."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, 3, Attending)
+        self.encoder = nn.Linear(WIDE, WIDE)
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        context = SimpleNamespace(memory=self.encoder(x))
+        for block in self.blocks:
+            x = block(x, context)
+        return x
+
+
+class OnlyObjects(TinyLM):
+    """Blocks whose one input is an object."""
+
+    class Block(Block):
+        def forward(self, state: SimpleNamespace) -> SimpleNamespace:  # type: ignore[override]
+            return SimpleNamespace(x=super().forward(state.x))
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, 3, self.Block)
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        state = SimpleNamespace(x=x)
+        for block in self.blocks:
+            state = block(state)
+        return state.x
+
+
+@pytest.mark.parametrize("make", [SharesAnInput, OnlyObjects])
+def test_backward_lets_go_of_a_block_before_the_next(make: type[TinyLM], nvme: Path) -> None:
+    model, owner = offloaded(nvme, make)
+    seen: list[list[str]] = []
+    for block in model.blocks:
+        block.down.weight.register_hook(lambda grad: seen.append(in_use(owner)))
+    model(tokens_of(0)).backward()
+    assert [[name for name in names if "blocks" in name] for names in seen] == [
+        ["blocks.2"],
+        ["blocks.1"],
+        ["blocks.0"],
+    ]
 
 
 @pytest.mark.parametrize(("tier", "trims"), [("nvme", True), ("cpu", False)])
