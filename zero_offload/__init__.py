@@ -6,6 +6,7 @@ ZeRO partitioning with parameters, gradients and optimizer states on device, CPU
 Everything else is a plain PyTorch loop; README.md shows it.
 """
 
+from zero_offload import nn as nn
 from zero_offload.api import (
     Resumed,
     clip_grad_norm_,

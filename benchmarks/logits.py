@@ -1,0 +1,198 @@
+"""The head of a language model and its loss: whole logits against chunks of them, one weight against tiles.
+
+Vocabulary 50257, width 768, bf16, forward and backward. Every system is a process of its own that steps in turns with
+the others. Its memory is its peak RSS during the steps less what it had before it built anything: weights, gradients
+and logits. The systems on disk have parameters, gradients and optimizer states there and make their update, too.
+
+    python benchmarks/logits.py [--quick] [--nvme DIR] [--json FILE] [--threads N]
+
+The bars: the chunked loss takes <= 0.5x the memory and, as it makes the logits twice (four products for three),
+<= 4/3x the time of plain torch. A head of 8 tiles on disk takes <= 0.75x the memory of one that is there in one piece
+if there are few tokens; what is the same for both (logits, chunks of the update) is in these figures. With many tokens
+it saves nothing, since whole logits outweigh the weight and are put together by a copy: <= 1.25x plain torch in RAM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zero_offload as zo
+from zero_offload.types import MIB
+
+VOCAB, WIDTH, TILES = 50257, 768, 8
+LONG, SHORT = 2048, 64
+"""Tokens: with many, logits are what takes memory; with few, the weight is."""
+REACH_MEMORY, REACH_TIME, REACH_TILES, REACH_TILES_LONG = 0.5, 4 / 3, 0.75, 1.25
+SYSTEMS: dict[str, int] = {"plain": LONG, "chunked": LONG, "tiles on disk, long": LONG}
+SYSTEMS |= {"linear on disk": SHORT, "tiles on disk": SHORT}
+
+
+class Head(nn.Module):
+    """hidden (tokens, width), targets (tokens,) -> the loss of whole logits."""
+
+    def __init__(self, tiled: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = zo.nn.TiledLinear(WIDTH, VOCAB, False, tiles=TILES) if tiled else nn.Linear(WIDTH, VOCAB, False)
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(hidden)).float(), targets)
+
+
+class ChunkedHead(Head):
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return zo.nn.chunked_cross_entropy(self.norm(hidden), self.head.weight, targets)
+
+
+def build(system: str, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
+    """A model and its update."""
+    model = (ChunkedHead if system == "chunked" else Head)(tiled="tiles" in system)
+    if "disk" not in system:
+        model.bfloat16()
+        return model, model.zero_grad
+    away = {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}
+    # Room for a weight in one piece; tiles make do with a quarter.
+    budget = 24 * MIB if "tiles" in system else 96 * MIB
+    zo.offload(model, zo.OffloadConfig(**away, nvme=directory / system, device_memory=budget, durability="scratch"))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-4)
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, update
+
+
+def status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def serve(system: str, directory: Path, num_threads: int) -> None:
+    """A worker's life: a step per line of input, answered with its seconds and the peak so far."""
+    torch.set_num_threads(num_threads)
+    # The first call of a kernel loads its library, which is no one's memory in particular.
+    small = nn.Linear(64, 64, dtype=torch.bfloat16)
+    F.cross_entropy(small(torch.zeros(64, 64).bfloat16()).float(), torch.zeros(64, dtype=torch.int64)).backward()
+    at_start = status_bytes("VmRSS")
+    model, update = build(system, directory)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(SYSTEMS[system], WIDTH, generator=generator).bfloat16().requires_grad_()
+    targets = torch.randint(VOCAB, (SYSTEMS[system],), generator=generator)
+    gc.collect()
+    # From here on the peak counts: the model was built in fp32.
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        model(hidden, targets).backward()
+        update()
+        hidden.grad = None
+        print(json.dumps([time.perf_counter() - start, status_bytes("VmHWM") - at_start]), flush=True)
+
+
+class Worker:
+    """The other end of `serve`."""
+
+    def __init__(self, system: str, directory: Path, num_threads: int) -> None:
+        command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
+        self._child = subprocess.Popen(
+            [*command, "--threads", str(num_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self) -> tuple[float, int]:
+        """Seconds, and the bytes at the peak of all steps so far."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        answer = self._child.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a worker ended early with exit code {self._child.wait()}; its error is above")
+        seconds, peak_bytes = json.loads(answer)
+        return seconds, peak_bytes
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
+
+
+def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Median seconds of a step and peak MiB, per system."""
+    workers = {system: Worker(system, directory, num_threads) for system in SYSTEMS}
+    samples: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS}
+    try:
+        for round_index in range(1 + num_rounds):
+            for system, worker in workers.items():
+                sample = worker.step()
+                if round_index:  # the first step fills pools and pages in the libraries
+                    samples[system].append(sample)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    seconds = {system: statistics.median(s for s, _ in taken) for system, taken in samples.items()}
+    return seconds, {system: taken[-1][1] / MIB for system, taken in samples.items()}
+
+
+def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[dict[str, Any]]:
+    plain = "plain torch: nn.Linear, F.cross_entropy"
+    return [
+        _row("peak, chunked loss", peak["chunked"], "MiB", plain, peak["plain"], REACH_MEMORY),
+        _row("time, chunked loss", seconds["chunked"], "s", plain, seconds["plain"], REACH_TIME),
+        _row(
+            f"peak, {TILES} tiles on disk", peak["tiles on disk, long"], "MiB", plain, peak["plain"], REACH_TILES_LONG
+        ),
+        _row(
+            f"peak, {TILES} tiles on disk, {SHORT} tokens",
+            peak["tiles on disk"],
+            "MiB",
+            "nn.Linear on disk",
+            peak["linear on disk"],
+            REACH_TILES,
+        ),
+    ]
+
+
+def _row(name: str, ours: float, unit: str, against: str, theirs: float, reach: float) -> dict[str, Any]:
+    row = {"name": name, "ours": ours, "unit": unit, "against": against, "theirs": theirs}
+    return row | {"ratio": ours / theirs, "reach": reach, "ok": ours / theirs <= reach}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within three minutes")
+    parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        serve(args.worker, args.nvme, args.threads)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="logits_", dir=args.nvme or Path.cwd()) as directory:
+        rows = compare(*measure(Path(directory), 3 if args.quick else 10, args.threads))
+    for row in rows:
+        verdict = f"{row['ratio']:.2f} (reach {row['reach']:.2f}) {'ok' if row['ok'] else 'MISSED'}"
+        figures = f"{row['ours']:9.3f} {row['unit']:<4} / {row['theirs']:9.3f} = {verdict}"
+        print(f"{row['name']:<32} {figures}  [{row['against']}]")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
