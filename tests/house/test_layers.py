@@ -18,7 +18,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shards",),
     ("runtime", "optim", "checkpoint"),
     ("offload", "offloaded_model", "param_access", "step"),
-    ("__init__", "__main__", "api", "gathered", "pretrained", "cli", "recipes", "integrations", "nn", "telemetry.report"),
+    (
+        "__init__",
+        "__main__",
+        "api",
+        "gathered",
+        "pretrained",
+        "cli",
+        "recipes",
+        "integrations",
+        "nn",
+        "telemetry.report",
+    ),
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 FAMILIES = (0, 5, 6)  # files of these layers may import each other: words, the tying object, faces
