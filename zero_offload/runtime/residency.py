@@ -45,6 +45,11 @@ class Residency:
         self._carrier = carrier
         self._budget = budget
         self.schedule = FetchSchedule()
+        self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
+
+    def _advance(self, unit: Unit, to: UnitState) -> None:
+        self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
+        unit.tracker.advance(to)
 
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
@@ -60,6 +65,9 @@ class Residency:
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
+        if unit.state is UnitState.PRESENT and not self._board.pending(unit.index):
+            self._board.check()
+            return
         with self._store.counters.timed("stall_s"):
             self._board.wait(unit.index)
             if unit.state is UnitState.AWAY:
@@ -82,7 +90,7 @@ class Residency:
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
                 if unit.state is not UnitState.AWAITING:
-                    unit.tracker.advance(UnitState.AWAITING)
+                    self._advance(unit, UnitState.AWAITING)
                 self._offer(unit)
         for unit in stale:
             if unit.state is UnitState.AWAY:
@@ -121,6 +129,8 @@ class Residency:
 
     def _look_ahead(self) -> None:
         """Attach units in the order of the schedule as far as the budget goes; launch what can be read."""
+        if self._num_absent == 0:
+            return
         for index in self.schedule.upcoming():
             unit = self._units[index]
             if unit.state is UnitState.AWAY:
@@ -176,7 +186,7 @@ class Residency:
         attached = unit.attach()
         assert attached
         unit.to_read = unit.sections
-        unit.tracker.advance(UnitState.AWAITING)
+        self._advance(unit, UnitState.AWAITING)
         self._offer(unit)
 
     def _offer(self, unit: Unit) -> None:
@@ -189,9 +199,9 @@ class Residency:
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
         """The unit's update is over: its values are here, or their fetch is launched."""
         if not unit.to_read:
-            unit.tracker.advance(UnitState.PRESENT)
+            self._advance(unit, UnitState.PRESENT)
             return
-        unit.tracker.advance(UnitState.FETCHING)
+        self._advance(unit, UnitState.FETCHING)
         self._carrier.launch(unit, unit.to_read, urgency)
 
     def _finish(self, unit: Unit) -> None:
@@ -201,14 +211,14 @@ class Residency:
                 self._collectives.all_gather(section.flat)
                 self._carrier.keep(unit, section)
         unit.to_read = ()
-        unit.tracker.advance(UnitState.PRESENT)
+        self._advance(unit, UnitState.PRESENT)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
             self._board.wait(unit.index)
         self._carrier.abandon(unit)
         unit.detach()
-        unit.tracker.advance(UnitState.AWAY)
+        self._advance(unit, UnitState.AWAY)
 
 
 def _outdate(sections: Iterable[Section]) -> None:

@@ -70,9 +70,25 @@ class InputsWatch:
             self._then()
 
 
+_PLAIN = (int, float, str, type(None))
+
+
 def _tensors_in(inputs: Iterable[Any]) -> Iterator[Tensor]:
     """Tensors among the inputs, in containers, and in the attributes of other objects, such as dataclasses."""
-    for leaf in tree_leaves(list(inputs)):
+    for value in inputs:
+        # What nearly all inputs are, without torch's walk over trees, which takes longer than a hook may.
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors_in(value)
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
+        elif not isinstance(value, _PLAIN):
+            yield from _tensors_of(value)
+
+
+def _tensors_of(thing: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(thing):
         values = [leaf] if isinstance(leaf, Tensor) else tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
         yield from (value for value in values if isinstance(value, Tensor))
 
