@@ -14,6 +14,7 @@ from typing import Any
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget, ways_to_fit
 from zero_offload.probe import probe_hardware
 from zero_offload.types import HardwareProfile, Tier
@@ -63,11 +64,12 @@ def run(args: argparse.Namespace) -> int:
     if min(args.ranks, args.accumulate) < 1:
         raise ConfigError(f"--ranks {args.ranks} --accumulate {args.accumulate}: both must be 1 or more")
     numels = find_units(args.model)
-    units = measure_units(numels, config, args.ranks, args.accumulate)
+    partition = Partition(config.stage, args.ranks)
+    units = measure_units(numels, config, partition, args.accumulate)
     hardware = _hardware_of_one_rank(config, args.ranks)
-    placement = assign_tiers(units, config, tier_budget(config, hardware), args.ranks)
-    plan = estimate_memory(units, placement, config, args.ranks)
-    ways = [] if plan.fits else ways_to_fit(units, config, hardware, args.ranks)
+    placement = assign_tiers(units, config, tier_budget(config, hardware), partition)
+    plan = estimate_memory(units, placement, config, partition)
+    ways = [] if plan.fits else ways_to_fit(units, config, hardware, partition)
     num_parameters = sum(unit.trained for unit in numels)
     if args.json:
         print(json.dumps(_as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}, indent=2))
