@@ -152,6 +152,8 @@ class GradReducer:
 
     def _keep_open(self, grads: SectionGrads) -> None:
         """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
+        if grads.shard.tier is not Tier.NVME:
+            return
         self._open = [each for each in self._open if each is not grads]
         while len(self._open) >= GRADS_IN_FLIGHT:
             _close(self._open.pop(0))

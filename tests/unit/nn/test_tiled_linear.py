@@ -163,6 +163,10 @@ class InBlock(nn.Module):
         self.norm = nn.LayerNorm(NUM_IN)
         self.up = TiledLinear(NUM_IN, NUM_IN, tiles=2)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.up(self.norm(x))
+        return result
+
 
 def test_tiles_are_units() -> None:
     model = nn.Sequential(nn.LayerNorm(NUM_IN), TiledLinear(NUM_IN, NUM_OUT, tiles=3, in_tiles=2))
