@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _rows import row, show, write
 from torch import Tensor, nn
 
 import zero_offload as zo
@@ -151,12 +152,10 @@ def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[st
 def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[dict[str, Any]]:
     plain = "plain torch: nn.Linear, F.cross_entropy"
     return [
-        _row("peak, chunked loss", peak["chunked"], "MiB", plain, peak["plain"], REACH_MEMORY),
-        _row("time, chunked loss", seconds["chunked"], "s", plain, seconds["plain"], REACH_TIME),
-        _row(
-            f"peak, {TILES} tiles on disk", peak["tiles on disk, long"], "MiB", plain, peak["plain"], REACH_TILES_LONG
-        ),
-        _row(
+        row("peak, chunked loss", peak["chunked"], "MiB", plain, peak["plain"], REACH_MEMORY),
+        row("time, chunked loss", seconds["chunked"], "s", plain, seconds["plain"], REACH_TIME),
+        row(f"peak, {TILES} tiles on disk", peak["tiles on disk, long"], "MiB", plain, peak["plain"], REACH_TILES_LONG),
+        row(
             f"peak, {TILES} tiles on disk, {SHORT} tokens",
             peak["tiles on disk"],
             "MiB",
@@ -165,11 +164,6 @@ def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[dict[str,
             REACH_TILES,
         ),
     ]
-
-
-def _row(name: str, ours: float, unit: str, against: str, theirs: float, reach: float) -> dict[str, Any]:
-    row = {"name": name, "ours": ours, "unit": unit, "against": against, "theirs": theirs}
-    return row | {"ratio": ours / theirs, "reach": reach, "ok": ours / theirs <= reach}
 
 
 def main() -> int:
@@ -185,12 +179,8 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="logits_", dir=args.nvme or Path.cwd()) as directory:
         rows = compare(*measure(Path(directory), 3 if args.quick else 10, args.threads))
-    for row in rows:
-        verdict = f"{row['ratio']:.2f} (reach {row['reach']:.2f}) {'ok' if row['ok'] else 'MISSED'}"
-        figures = f"{row['ours']:9.3f} {row['unit']:<4} / {row['theirs']:9.3f} = {verdict}"
-        print(f"{row['name']:<32} {figures}  [{row['against']}]")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    write(rows, args.json)
     return 0
 
 

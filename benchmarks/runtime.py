@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from _rows import row, show, write
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -130,11 +131,6 @@ def import_s(num_rounds: int) -> float:
     return statistics.median(times)
 
 
-def _row(name: str, ours: float, unit: str, against: str, theirs: float, reach: float) -> dict[str, Any]:
-    row = {"name": name, "ours": ours, "unit": unit, "against": against, "theirs": theirs}
-    return row | {"ratio": ours / theirs, "reach": reach, "ok": ours / theirs <= reach}
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
@@ -143,17 +139,13 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     step_s = ranks_s(8 if args.quick else 20)
     rows = [
-        _row("hooks per unit and step", hooks_us(300), "us", "1 us", 1.0, REACH_HOOKS_US),
-        _row("2 ranks, stage 3", step_s["ours"], "s", "FSDP2", step_s["fsdp"], REACH_FSDP),
-        _row("2 ranks, stage 3", step_s["ours"], "s", "FSDP2, CPU offload", step_s["fsdp_offload"], REACH_FSDP_OFFLOAD),
-        _row("import", import_s(5), "s", "1 s", 1.0, REACH_IMPORT_S),
+        row("hooks per unit and step", hooks_us(300), "us", "1 us", 1.0, REACH_HOOKS_US),
+        row("2 ranks, stage 3", step_s["ours"], "s", "FSDP2", step_s["fsdp"], REACH_FSDP),
+        row("2 ranks, stage 3", step_s["ours"], "s", "FSDP2, CPU offload", step_s["fsdp_offload"], REACH_FSDP_OFFLOAD),
+        row("import", import_s(5), "s", "1 s", 1.0, REACH_IMPORT_S),
     ]
-    for row in rows:
-        verdict = f"{row['ratio']:.2f} (reach {row['reach']}) {'ok' if row['ok'] else 'MISSED'}"
-        figures = f"{row['ours']:9.3f} {row['unit']:<3} / {row['theirs']:9.3f} = {verdict}"
-        print(f"{row['name']:<26} {figures}  [{row['against']}]")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    write(rows, args.json)
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from _rows import row, write
 
 import zero_offload as zo
 from zero_offload.plan.partition import STAGES
@@ -84,16 +85,11 @@ def compare(world_size: int, stage: int, found: dict[str, int]) -> list[dict[str
     )
     planned = found["planned"] + found["in_flight"]
     where = f"stage {stage}, {world_size} ranks"
-    rows = [_row(f"memory, {where}", found["held"] / MIB, "MiB", "plan", planned / MIB)]
+    rows = [row(f"memory, {where}", found["held"] / MIB, "MiB", "plan", planned / MIB, REACH)]
     if world_size > 1:
         sent, theirs = 2 * gathered + 4 * reduced, 2 * expected[0] + 4 * expected[1]
-        rows.append(_row(f"traffic, {where}", sent, "B/param", "ZeRO paper", theirs))
+        rows.append(row(f"traffic, {where}", sent, "B/param", "ZeRO paper", theirs, REACH))
     return rows
-
-
-def _row(name: str, ours: float, unit: str, against: str, theirs: float) -> dict[str, Any]:
-    row = {"name": name, "ours": ours, "unit": unit, "against": against, "theirs": theirs}
-    return row | {"ratio": ours / theirs, "reach": REACH, "ok": ours / theirs <= REACH}
 
 
 def main() -> int:
@@ -105,15 +101,14 @@ def main() -> int:
     print("| stage | ranks | planned MiB, rest + flight | held MiB | gathered, paper | ours | reduced, paper | ours |")
     print("|---|---|---|---|---|---|---|---|")
     rows = [
-        row
+        each
         for world_size in ((1, 2) if args.quick else (1, 2, 4))
         for stage in STAGES
-        for row in compare(world_size, stage, measure(world_size, stage))
+        for each in compare(world_size, stage, measure(world_size, stage))
     ]
-    missed = [row["name"] for row in rows if not row["ok"]]
+    missed = [each["name"] for each in rows if not each["ok"]]
     print(f"within {REACH}x of plan and paper: {len(rows) - len(missed)} of {len(rows)}", *missed, sep="\n  ")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(rows, args.json)
     return 0
 
 

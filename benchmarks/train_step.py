@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from _rows import row, show, write
 
 from zero_offload.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss, num_parameters, unit_numels
 from zero_offload.types import GIB, MIB, format_bytes
@@ -267,8 +268,8 @@ def compare(results: Results) -> list[dict[str, Any]]:
     limit_s = max(step_s["plain"], disk_s)
     against = "max(plain torch, bytes / disk rates)"
     return [
-        _row("step, everything on disk", step_s["nvme"], "s", against, limit_s, REACH_NVME),
-        _row("step, everything in CPU memory", step_s["cpu"], "s", "plain torch", step_s["plain"], REACH_CPU),
+        row("step, everything on disk", step_s["nvme"], "s", against, limit_s, REACH_NVME),
+        row("step, everything in CPU memory", step_s["cpu"], "s", "plain torch", step_s["plain"], REACH_CPU),
         _rss_row("nvme", results, bytes_per_parameter=2),  # only bf16 gradients are held
         _rss_row("cpu", results, bytes_per_parameter=2 + 12),
     ]
@@ -280,12 +281,7 @@ def _rss_row(system: str, results: Results, bytes_per_parameter: int) -> dict[st
     peak = max(sample.peak_rss_bytes for sample in results.samples[system])
     ours = peak - results.plain_work_rss_bytes - in_flight
     against = "byte table; ours is less plain's own work, 3 units and 64 MiB"
-    return _row(f"peak RSS, {system}", ours / MIB, "MiB", against, table / MIB, REACH_RSS)
-
-
-def _row(name: str, ours: float, unit: str, against: str, theirs: float, reach: float) -> dict[str, Any]:
-    row = {"name": name, "ours": ours, "unit": unit, "against": against, "theirs": theirs}
-    return row | {"ratio": ours / theirs, "reach": reach, "ok": ours / theirs <= reach}
+    return row(f"peak RSS, {system}", ours / MIB, "MiB", against, table / MIB, REACH_RSS)
 
 
 def main() -> int:
@@ -303,12 +299,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="train_step_", dir=parent) as directory:
         results = measure(Path(directory), 4 if args.quick else 10, 4, args.threads)
     rows = compare(results)
-    for row in rows:
-        verdict = f"{row['ratio']:.2f} (reach {row['reach']}) {'ok' if row['ok'] else 'MISSED'}"
-        figures = f"{row['ours']:9.3f} {row['unit']:<4} / {row['theirs']:9.3f} = {verdict}"
-        print(f"{row['name']:<32} {figures}  [{row['against']}]")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show(rows)
+    write(rows, args.json)
     return 0
 
 
