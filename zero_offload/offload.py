@@ -393,3 +393,4 @@ def _move_in(
                 for piece, param in members.items():
                     param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
                     unit.params.append(param)
+        unit.seal()

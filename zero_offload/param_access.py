@@ -83,10 +83,12 @@ class ParamAccess:
     def touch(self, params: list[nn.Parameter], func: object) -> None:
         """Let an operation read parameters: always inside a forward or backward; outside if they are here."""
         self._session.check_process()
-        for unit in {self.place(param).unit.index: self.place(param).unit for param in params}.values():
-            if self._session.active:
-                self._session.touch(unit)
-            elif unit.readable and not _writes(func):
+        units = list({self.place(param).unit.index: self.place(param).unit for param in params}.values())
+        if self._session.active:
+            self._session.touch(units)
+            return
+        for unit in units:
+            if unit.readable and not _writes(func):
                 self._board.wait(unit.index)
             else:
                 raise ZeroOffloadError(

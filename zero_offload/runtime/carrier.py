@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from zero_offload.device import Device, Handoff
+from zero_offload.device import Device, Event, Handoff
 from zero_offload.memory.arena import Region
 from zero_offload.memory.pool import RegionPool
 from zero_offload.runtime.unit import Section, Unit
@@ -84,7 +84,7 @@ class _Landing:
     region: Region | None
     reads: list[tuple[torch.Tensor, int, list[Transfer]]] = field(default_factory=list)
     """What to fill on the device, from which byte of the region, once these reads are done."""
-    uploads: list[Handoff] = field(default_factory=list)
+    uploads: list[Event] = field(default_factory=list)
 
     def arrived(self) -> bool:
         return all(transfer.done() for _, _, transfers in self.reads for transfer in transfers)
@@ -124,7 +124,7 @@ class DeviceCarrier:
         for section in sections:
             target, source = self._ends(section)
             if source is not None:
-                landing.uploads.append(self._device.upload(target, source))
+                landing.uploads.append(self._device.upload(target, source).ready)
                 continue
             landing.region = landing.region or self._lease()
             address = landing.region.address + offset
@@ -154,8 +154,8 @@ class DeviceCarrier:
     def finish(self, unit: Unit) -> None:
         landing = self._flying.pop(unit.index)
         self._upload(landing)
-        for handoff in landing.uploads:
-            handoff.take()
+        for upload in landing.uploads:
+            upload.wait()
         self._landed.append(landing)
 
     def keep(self, unit: Unit, section: Section) -> None:
@@ -195,7 +195,7 @@ class DeviceCarrier:
                 transfer.wait()
             assert landing.region is not None
             source = landing.region.tensor(target.dtype, target.numel(), offset)
-            landing.uploads.append(self._device.upload(target, source))
+            landing.uploads.append(self._device.upload(target, source).ready)
 
     def _lease(self) -> Region:
         """A landing region, waiting for the oldest replica or upload if all are in use."""
@@ -221,7 +221,7 @@ class DeviceCarrier:
         return None
 
     def _reclaim(self) -> None:
-        while self._landed and all(handoff.ready.done() for handoff in self._landed[0].uploads):
+        while self._landed and all(upload.done() for upload in self._landed[0].uploads):
             self._land(self._landed.pop(0))
         for kept in self._keeping.values():
             for keeping in kept:
@@ -230,7 +230,7 @@ class DeviceCarrier:
 
     def _land(self, landing: _Landing) -> None:
         """Wait for the uploads and give the region back."""
-        for handoff in landing.uploads:
-            handoff.take_on_host()
+        for upload in landing.uploads:
+            upload.synchronize()
         if landing.region is not None:
             self._pool.release(landing.region)

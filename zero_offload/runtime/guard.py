@@ -160,16 +160,17 @@ class GuardedParameter(nn.Parameter):
 
 def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
-    guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+    # Those that are in use as well: their units must not go while another one comes.
+    params = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)]
     written = {id(leaf) for leaf in tree_leaves(kwargs.get("out"))}
     by_owner: dict[int, list[nn.Parameter]] = {}
-    for param in guarded:
+    for param in params:
         by_owner.setdefault(id(owner_of(param)), []).append(param)
-    for params in by_owner.values():
-        owner = owner_of(params[0])
+    for owned in by_owner.values():
+        owner = owner_of(owned[0])
         if owner is not None:
             # What is written through out= is changed like the target of copy_.
-            owner.access.touch(params, Tensor.copy_ if written & set(map(id, params)) else func)
+            owner.access.touch(owned, Tensor.copy_ if written & set(map(id, owned)) else func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

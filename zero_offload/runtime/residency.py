@@ -17,6 +17,7 @@ from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
@@ -46,6 +47,7 @@ class Residency:
         self._budget = budget
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
+        self._loans = Loans(units, collectives.world_size)
 
     def _advance(self, unit: Unit, to: UnitState) -> None:
         self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
@@ -54,6 +56,7 @@ class Residency:
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
         self._store.counters.add("departures", self.schedule.num_departures)
+        self._loans.forget()
         self.schedule.begin_cycle(kind)
         self._look_ahead()
 
@@ -81,6 +84,7 @@ class Residency:
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
+        self._loans.find(stale)
         self._hand_frames_on(stale)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
@@ -98,9 +102,14 @@ class Residency:
                     break
                 self._reserve(unit)
 
+    def refresh_kept(self) -> None:
+        """The update is launched: views that others hold show the new values when this returns."""
+        for unit in self._loans.kept:
+            self.bring(unit)
+
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
-        evictable = set(self._evictable())
+        evictable = set(self._evictable())  # those with views are kept, as `begin_update` has found
         holders = deque(unit for unit in stale if unit.index in evictable)
         missing = 0
         for unit in stale:
@@ -121,8 +130,11 @@ class Residency:
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
+            self._loans.find([unit])
             self._evict(unit)
         _outdate(unit.sections)
+        if unit.kept:
+            self.bring(unit)
 
     # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a
     # collective: so decisions look at pages and the schedule, never at what happens to be complete.
@@ -151,22 +163,36 @@ class Residency:
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
         while unit.num_frames > self._budget.free_frames:
-            victim = self.schedule.victim(self._evictable(), self.schedule.next_use(unit.index))
+            victim = self._victim(self.schedule.next_use(unit.index))
             if victim is None:
                 return False
-            self._evict(self._units[victim])
+            self._evict(victim)
         return True
+
+    def _victim(self, later_than: int = -1) -> Unit | None:
+        """Of the units that nobody uses, nor holds a view of, the one whose next use is the furthest."""
+        while (index := self.schedule.victim(self._evictable(), later_than)) is not None:
+            if not self._loans.keeps(self._units[index]):
+                return self._units[index]
+        return None
+
+    def _last_resort(self) -> Unit | None:
+        """When all that is here is in use or on its way: what has not arrived, or is between two uses."""
+        arriving = (UnitState.FETCHING, UnitState.AWAITING)
+        victim = self.schedule.victim(u.index for u in self._units if u.state in arriving and u.may_be_evicted)
+        if victim is None and self._collectives.world_size == 1:
+            # With several ranks a unit must go on all of them, and who holds views is this rank's affair.
+            victim = self.schedule.victim(u.index for u in self._units if u.state is UnitState.PRESENT and u.may_pass)
+        return None if victim is None else self._units[victim]
 
     def _make_room(self, num_frames: int, name: str) -> None:
         """Free frames for a use that cannot wait, whatever comes next."""
         while num_frames > self._budget.free_frames:
-            victim = self.schedule.victim(self._evictable())
-            if victim is None:
-                arriving = (UnitState.FETCHING, UnitState.AWAITING)
-                victim = self.schedule.victim(u.index for u in self._units if u.state in arriving and not u.resident)
+            victim = self._victim() or self._last_resort()
             if victim is not None:
-                self._evict(self._units[victim])
-            elif not self._budget.raise_limit(num_frames - self._budget.free_frames):
+                victim.break_off()
+                self._evict(victim)
+            elif not self._loans.release() and not self._budget.raise_limit(num_frames - self._budget.free_frames):
                 raise self._no_room(num_frames, name)
 
     def _no_room(self, num_frames: int, name: str) -> CapacityError:
@@ -175,11 +201,12 @@ class Residency:
             f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
             f"{format_bytes(self._budget.frame_limit * FRAME)} only "
             f"{format_bytes(self._budget.free_frames * FRAME)} are free while these units are in use: "
-            f"{', '.join(used) or 'none'}. Raise device_memory, or name smaller units with units="
+            f"{', '.join(used) or 'none'}{self._loans.describe()}. Raise device_memory, or name smaller units with "
+            "units="
         )
 
     def _evictable(self) -> list[int]:
-        return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and not u.resident]
+        return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and u.may_be_evicted]
 
     def _reserve(self, unit: Unit) -> None:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""

@@ -22,12 +22,36 @@ Unpack = Callable[[Any], Tensor]
 SavingHooks = tuple[Pack, Unpack]
 
 
-class Saved(NamedTuple):
+class Saved:
     """A tensor that autograd saved, the version it had, and the unit whose buffer it views."""
 
-    tensor: Tensor
-    version: int
-    unit: Unit | None
+    __slots__ = ("kept", "_version", "unit")
+
+    def __init__(self, tensor: Tensor, unit: Unit | None) -> None:
+        # Detached: a node that saved its own output would hold itself in memory through it.
+        self.kept = tensor.detach()
+        self._version = tensor._version
+        self.unit = unit
+        if unit is not None:
+            unit.saved_views += 1
+
+    def __del__(self) -> None:
+        if self.unit is not None:
+            self.unit.saved_views -= 1
+
+    def check_version(self) -> None:
+        """Autograd leaves this to whoever packs."""
+        if self.kept._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a tensor of shape {tuple(self.kept.shape)} is at version "
+                f"{self.kept._version}, backward expected version {self._version}. An optimizer step "
+                "between a forward and its backward does this too"
+            )
+
+    def give(self) -> Tensor:
+        # One more tensor on the buffer, for as long as the node needs it: so the unit is seen to be in use.
+        return self.kept if self.unit is None else self.kept.detach()
 
 
 class SavedByUser(NamedTuple):
@@ -86,22 +110,14 @@ class SavedTensors:
         unit = self.unit_of(tensor)
         if unit is None and users is not None:
             return SavedByUser(users[0](tensor), users[1])
-        # Detached: a node that saved its own output would hold itself in memory through it.
-        return Saved(tensor.detach(), tensor._version, unit)
+        return Saved(tensor, unit)
 
     def _unpack(self, saved: Saved | SavedByUser) -> Tensor:
         if isinstance(saved, SavedByUser):
             return saved.unpack(saved.packed)
-        # Autograd leaves this check to whoever packs.
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {tuple(saved.tensor.shape)} is at version "
-                f"{saved.tensor._version}, backward expected version {saved.version}. An optimizer step "
-                "between a forward and its backward does this too"
-            )
+        saved.check_version()
         if saved.unit is not None:
             self._use(saved.unit)
             if torch.is_grad_enabled():
                 self._save_in_backward()
-        return saved.tensor
+        return saved.give()

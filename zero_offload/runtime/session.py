@@ -200,19 +200,28 @@ class Session:
             unit.forward_uses = 0
             unit.close()
 
-    def touch(self, unit: Unit) -> None:
-        """An operation needs a unit's parameters outside of its modules; valid while `active`."""
-        if in_backward():
-            self._use_in_backward(unit)
-        elif unit.forward_uses == 0:
-            self._stack[-1].touched.append(unit)
-            self._use(unit)
+    def touch(self, units: Sequence[Unit]) -> None:
+        """An operation needs parameters of these units outside of their modules; valid while `active`."""
+        passing = [unit for unit in units if unit.passing or not unit.runs]
+        for unit in units:
+            unit.passing = False  # none of them goes while another one comes
+        for unit in units:
+            if in_backward():
+                self._use_in_backward(unit)
+            elif unit.forward_uses == 0:
+                self._stack[-1].touched.append(unit)
+                self._use(unit)
+        for unit in passing:
+            # In backward it may be part of a forward that is recomputed, which saves without asking us.
+            unit.passing = not in_backward()
 
     def _use(self, unit: Unit) -> None:
         unit.forward_uses += 1
+        unit.passing = False
         if unit.forward_uses == 1:
             self._residency.acquire(unit)
             unit.open()
+            unit.watch()
 
     def _begin(self) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
@@ -256,6 +265,8 @@ class Session:
             unit.backward_uses += 1
         else:
             self._use_in_backward(unit)
+        # What is saved in a recomputed forward passes no hook of ours, so nobody asks for it.
+        unit.passing = False
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()
@@ -264,6 +275,7 @@ class Session:
             unit.backward_uses = 1
             self._residency.acquire(unit)
             unit.open()
+            unit.passing = unit.forward_uses == 0
 
     def note_backward(self) -> None:
         """Called on every sign of a backward: makes sure that its end is noticed."""
