@@ -62,6 +62,7 @@ class ParamAccess:
         }
         self._walking = False
         self._last: tuple[Section, Component, torch.Tensor] | None = None
+        self._copies: dict[int, torch.Tensor] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
 
     def place(self, param: nn.Parameter) -> Place:
@@ -103,10 +104,12 @@ class ParamAccess:
         self._need_whole("model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walking, self._last = True, None
         self._writes.clear()
+        self._copies.clear()
 
     def end_walk(self) -> None:
         """Write what was copied in, section by section."""
         self._walking, self._last = False, None
+        self._copies.clear()
         sections = {id(place.section): place for place in self._places.values()}
         for key, values in self._writes.items():
             self.write_section(sections[key].section, values, {})
@@ -118,8 +121,10 @@ class ParamAccess:
         return self._walking
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's value, a copy, host."""
-        return self._read(self.place(param), Component.VALUE)
+        """The parameter's value, a copy, host; one for all of its names."""
+        if id(param) not in self._copies:
+            self._copies[id(param)] = self._read(self.place(param), Component.VALUE)
+        return self._copies[id(param)].detach()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""

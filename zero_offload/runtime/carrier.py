@@ -84,10 +84,21 @@ class _Landing:
     region: Region | None
     reads: list[tuple[torch.Tensor, int, list[Transfer]]] = field(default_factory=list)
     """What to fill on the device, from which byte of the region, once these reads are done."""
-    uploads: list[Event] = field(default_factory=list)
+    uploads: list[Handoff] = field(default_factory=list)
 
     def arrived(self) -> bool:
         return all(transfer.done() for _, _, transfers in self.reads for transfer in transfers)
+
+    def landed(self) -> _Landed:
+        return _Landed(self.region, [handoff.ready for handoff in self.uploads])
+
+
+@dataclass
+class _Landed:
+    """All uploads of a landing are launched."""
+
+    region: Region | None
+    uploads: list[Event]
 
 
 @dataclass
@@ -109,7 +120,7 @@ class DeviceCarrier:
         self._pool = pool
         self._shard_index = shard_index
         self._flying: dict[int, _Landing] = {}
-        self._landed: list[_Landing] = []
+        self._landed: list[_Landed] = []
         """Uploads that compute may still be waiting for; their regions are reused once they are done."""
         self._keeping: dict[int, list[_Keeping]] = {}
 
@@ -124,7 +135,7 @@ class DeviceCarrier:
         for section in sections:
             target, source = self._ends(section)
             if source is not None:
-                landing.uploads.append(self._device.upload(target, source).ready)
+                landing.uploads.append(self._device.upload(target, source))
                 continue
             landing.region = landing.region or self._lease()
             address = landing.region.address + offset
@@ -154,9 +165,10 @@ class DeviceCarrier:
     def finish(self, unit: Unit) -> None:
         landing = self._flying.pop(unit.index)
         self._upload(landing)
-        for upload in landing.uploads:
-            upload.wait()
-        self._landed.append(landing)
+        for handoff in landing.uploads:
+            handoff.take()
+        # Without the tensors: whoever holds one of a unit's keeps it here.
+        self._landed.append(landing.landed())
 
     def keep(self, unit: Unit, section: Section) -> None:
         replica = section.shard.replica
@@ -178,7 +190,7 @@ class DeviceCarrier:
         for _, _, transfers in landing.reads:
             for transfer in transfers:
                 transfer.wait()
-        self._land(landing)
+        self._land(landing.landed())
 
     def _end_keeping(self, keeping: _Keeping) -> None:
         keeping.download.take_on_host()
@@ -195,7 +207,7 @@ class DeviceCarrier:
                 transfer.wait()
             assert landing.region is not None
             source = landing.region.tensor(target.dtype, target.numel(), offset)
-            landing.uploads.append(self._device.upload(target, source).ready)
+            landing.uploads.append(self._device.upload(target, source))
 
     def _lease(self) -> Region:
         """A landing region, waiting for the oldest replica or upload if all are in use."""
@@ -207,7 +219,7 @@ class DeviceCarrier:
         elif not self._pool.available:
             flying = next(each for each in self._flying.values() if each.region is not None)
             self._upload(flying)
-            self._land(flying)
+            self._land(flying.landed())
             flying.region = None
         return self._pool.lease()
 
@@ -228,7 +240,7 @@ class DeviceCarrier:
                 if keeping.region is not None and keeping.write is None and keeping.download.ready.done():
                     keeping.write = keeping.replica.launch_save(keeping.region.address)
 
-    def _land(self, landing: _Landing) -> None:
+    def _land(self, landing: _Landed) -> None:
         """Wait for the uploads and give the region back."""
         for upload in landing.uploads:
             upload.synchronize()

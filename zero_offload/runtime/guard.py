@@ -55,6 +55,7 @@ def _harmless() -> frozenset[Any]:
 def _special() -> dict[Any, Callable[..., Any]]:
     """Functions that the owner answers itself."""
     grad: Any = Tensor.grad
+    data: Any = Tensor.data
     requires_grad: Any = Tensor.requires_grad
     return {
         grad.__get__: _get_grad,
@@ -64,6 +65,8 @@ def _special() -> dict[Any, Callable[..., Any]]:
         Tensor.requires_grad_: _call_requires_grad_,
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
+        data.__set__: _set_data,
+        **{convert: functools.partial(_convert, convert) for convert in _CONVERSIONS},
     }
 
 
@@ -116,6 +119,24 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         owner.access.copy_in(cast(nn.Parameter, target), source)
         return target
     return cast(Tensor, _touch_and_call(Tensor.copy_, (target, source, non_blocking), {}))
+
+
+_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
+
+
+def _convert(convert: Callable[..., Tensor], param: nn.Parameter, *args: Any, **kwargs: Any) -> Tensor:
+    """What a parameter is already, as in `model.to("cpu")`, needs no data."""
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty(0, dtype=param.dtype, device=param.device)
+    if convert(like, *args, **kwargs) is like:
+        return param
+    return cast(Tensor, _touch_and_call(convert, (param, *args), kwargs))
+
+
+def _set_data(param: nn.Parameter, values: Tensor) -> None:
+    """`model.to("cpu")` assigns what it got from the parameter."""
+    if values is not param:
+        _touch_and_call(cast(Any, Tensor.data).__set__, (param, values), {})
 
 
 def refuse_copy(self: object, *_: Any) -> NoReturn:

@@ -78,13 +78,15 @@ class SavedTensors:
     def __init__(self, units: Sequence[Unit], use: Callable[[Unit], None]) -> None:
         """`use` brings a unit that a backward is about to read."""
         self._use = use
+        self._needed = not all(unit.updates_in_place for unit in units)
+        """Where no parameter ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
     def hooks(self) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
         hooks = _saving_hooks()
-        if not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
+        if not self._needed or not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
             return None
         entered = saved_tensors_hooks(partial(self._pack, hooks), self._unpack)
         entered.__enter__()

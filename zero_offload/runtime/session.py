@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -98,9 +99,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _runs(frame: FrameType) -> bool:
-    """Whether a frame is one of our callers."""
-    caller: FrameType | None = sys._getframe()
+def _runs(frame: FrameType, thread: int) -> bool:
+    """Whether a frame is among those of a thread."""
+    caller = sys._current_frames().get(thread)
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is not None
@@ -114,6 +115,8 @@ class Session:
         self._residency = residency
         self._grads = grads
         self._stack: list[Scope] = []
+        self._thread = 0
+        """Runs the forwards on the stack."""
         self._backward_runs = False
         self._pid = os.getpid()
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
@@ -143,11 +146,18 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if any(scope.units is units and not _runs(scope.caller) for scope in self._stack):
+        thread = threading.get_ident()
+        if any((scope.units is units or thread != self._thread) and not self._goes_on(scope) for scope in self._stack):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
         if not self._stack:
             self._begin()
+            self._thread = thread
+        elif thread != self._thread:
+            raise ZeroOffloadError(
+                "a forward of this model runs in another thread; one that starts now could take its parameters out of "
+                "memory. Run one forward at a time"
+            )
         self._stack.append(Scope(units, sys._getframe(2)))
         self._stack[-1].saving = self._saved.hooks()
         for unit in units:
@@ -159,6 +169,8 @@ class Session:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
         if in_backward() or not self._stack:
             return None
+        if threading.get_ident() != self._thread:
+            return None
         scope = self._stack.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
@@ -168,6 +180,8 @@ class Session:
             unit.forward_uses = max(unit.forward_uses - 1, 0)
             if unit.forward_uses == 0:
                 changed += unit.changed()
+            else:
+                unit.passing = not any(unit in each.units for each in self._stack)
             unit.close()
         if changed:
             raise _changed_in_forward(changed)
@@ -190,6 +204,9 @@ class Session:
         """Whether the tensor is a view of a buffer that may go."""
         unit = self._saved.unit_of(tensor)
         return unit is not None and not unit.resident
+
+    def _goes_on(self, scope: Scope) -> bool:
+        return _runs(scope.caller, self._thread)
 
     def _abandon(self) -> None:
         while self._stack:

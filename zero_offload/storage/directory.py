@@ -118,7 +118,7 @@ class RunDirectory:
         """Create the directory if need be, check that it is private and lock it."""
         path = Path(path).absolute()
         _make_private(path)
-        return cls._lock_with(partial(_open_lock, "lock", os.O_CREAT, _take_lock), path)
+        return cls._lock_with(partial(_open_lock, "write", os.O_CREAT, _take_lock), path)
 
     @classmethod
     def join(cls, path: str | Path) -> RunDirectory:
