@@ -48,6 +48,7 @@ def _harmless() -> frozenset[Any]:
         if method is not None:
             found.add(method)
     found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference))
+    found.add(torch._has_compatible_shallow_copy_type)
     return frozenset(found)
 
 

@@ -163,19 +163,19 @@ class Unit:
 
     def changed(self) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
-        if not self._versions:
-            return []  # it was never opened: there was no room for it
-        return [
-            piece.spec.name for i, (s, piece, param) in enumerate(self.placed_params()) if self._is_lost(i, s, param)
-        ]
-
-    def _is_lost(self, index: int, section: Section, param: nn.Parameter) -> bool:
-        if not section.holds(param):
-            return True
-        if self.updates_in_place:
-            return False
-        changed = param._version != self._versions[index]
-        return changed or (bool(self._fingerprints) and fingerprint(param.detach()) != self._fingerprints[index])
+        names = []
+        # Without versions it was never opened: there was no room for it.
+        for (section, piece, param), version in zip(self.placed_params(), self._versions, strict=False):
+            elsewhere = param.untyped_storage()._cdata != section.flat.untyped_storage()._cdata
+            if elsewhere or (param._version != version and not self.updates_in_place):
+                names.append(piece.spec.name)
+        if self._fingerprints and not names and not torch.compiler.is_compiling():
+            names = [
+                piece.spec.name
+                for (_, piece, param), before in zip(self.placed_params(), self._fingerprints, strict=True)
+                if fingerprint(param.detach()) != before
+            ]
+        return names
 
     def close(self) -> None:
         """Guard the parameters again, unless someone still uses them."""
