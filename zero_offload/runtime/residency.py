@@ -19,6 +19,7 @@ from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.victims import Victims
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -48,6 +49,7 @@ class Residency:
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
         self._loans = Loans(units, collectives.world_size)
+        self._victims = Victims(units, self.schedule, self._loans, collectives.world_size)
 
     def _advance(self, unit: Unit, to: UnitState) -> None:
         self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
@@ -109,7 +111,7 @@ class Residency:
 
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
-        evictable = set(self._evictable())  # those with views are kept, as `begin_update` has found
+        evictable = set(self._victims.unused())  # those with views are kept, as `begin_update` has found
         holders = deque(unit for unit in stale if unit.index in evictable)
         missing = 0
         for unit in stale:
@@ -163,32 +165,16 @@ class Residency:
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
         while unit.num_frames > self._budget.free_frames:
-            victim = self._victim(self.schedule.next_use(unit.index))
+            victim = self._victims.choose(self.schedule.next_use(unit.index))
             if victim is None:
                 return False
             self._evict(victim)
         return True
 
-    def _victim(self, later_than: int = -1) -> Unit | None:
-        """Of the units that nobody uses, nor holds a view of, the one whose next use is the furthest."""
-        while (index := self.schedule.victim(self._evictable(), later_than)) is not None:
-            if not self._loans.keeps(self._units[index]):
-                return self._units[index]
-        return None
-
-    def _last_resort(self) -> Unit | None:
-        """When all that is here is in use or on its way: what has not arrived, or is between two uses."""
-        arriving = (UnitState.FETCHING, UnitState.AWAITING)
-        victim = self.schedule.victim(u.index for u in self._units if u.state in arriving and u.may_be_evicted)
-        if victim is None and self._collectives.world_size == 1:
-            # With several ranks a unit must go on all of them, and who holds views is this rank's affair.
-            victim = self.schedule.victim(u.index for u in self._units if u.state is UnitState.PRESENT and u.may_pass)
-        return None if victim is None else self._units[victim]
-
     def _make_room(self, num_frames: int, name: str) -> None:
         """Free frames for a use that cannot wait, whatever comes next."""
         while num_frames > self._budget.free_frames:
-            victim = self._victim() or self._last_resort()
+            victim = self._victims.choose() or self._victims.last_resort()
             if victim is not None:
                 victim.break_off()
                 self._evict(victim)
@@ -204,9 +190,6 @@ class Residency:
             f"{', '.join(used) or 'none'}{self._loans.describe()}. Raise device_memory, or name smaller units with "
             "units="
         )
-
-    def _evictable(self) -> list[int]:
-        return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and u.may_be_evicted]
 
     def _reserve(self, unit: Unit) -> None:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
