@@ -150,6 +150,7 @@ class AdamW(torch.optim.Optimizer):
         buffers = AdamWBuffers(
             value=param.data_ptr(),
             residual=state["residual"].data_ptr() if "residual" in state else 0,
+            master=0,
             exp_avg=state["exp_avg"].data_ptr(),
             exp_avg_sq=state["exp_avg_sq"].data_ptr(),
             grad=grad.data_ptr(),
