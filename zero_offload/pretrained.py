@@ -265,9 +265,9 @@ def _write_unit(
 def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """A section from where it rests, chunk by chunk: (first element, values on the host, valid until the next)."""
     store, shard, layout = owner.parts.store, section.shard, section.layout
-    for row, (begin, end) in enumerate(layout.chunks()):
-        whole = target == layout.dtype
-        yield begin, store.read_chunk(shard, Component.VALUE, row) if whole else read_master_chunk(store, shard, row)
+    for row, (begin, _) in enumerate(layout.chunks()):
+        as_it_is = target == layout.dtype
+        yield begin, store.read_chunk(shard, Component.VALUE, row) if as_it_is else read_master_chunk(store, shard, row)
 
 
 def _gathered(section: Section) -> Iterator[tuple[int, torch.Tensor]]:
