@@ -37,15 +37,52 @@ class SavedByUser(NamedTuple):
     unpack: Unpack
 
 
-def _saving_hooks() -> SavingHooks | None:
+class VersionCheck:
+    """Whether a tensor was changed in place since; keeps none of its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape = tuple(tensor.shape)
+        self._counter: Tensor | None = None
+        self._version = 0
+        if type(tensor) is Tensor and not tensor.is_inference():
+            # A tensor shares the counter of the one it was detached from, whatever its data is replaced by.
+            self._counter, self._version = tensor.detach(), tensor._version
+            self._counter.data = tensor.new_empty(0)
+
+    @property
+    def changed(self) -> bool:
+        return self._counter is not None and self._counter._version != self._version
+
+    def __str__(self) -> str:
+        assert self._counter is not None
+        return f"a tensor of shape {self._shape}, is at version {self._counter._version}, expected {self._version}"
+
+
+def _as_it_is(packed: Any) -> Any:
+    return packed
+
+
+KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
+"""What saves a tensor where there are no hooks."""
+
+
+def saving_hooks() -> SavingHooks | None:
     """The hooks that saved tensors pass through now."""
     hooks: SavingHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
+_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.recompute")
+
+
 def _recomputed_later(hooks: SavingHooks | None) -> bool:
-    """Whether they are those of torch.utils.checkpoint, which saves nothing and runs its forward again in backward."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
+
+
+def hooks_of_session(hooks: SavingHooks) -> bool:
+    """Whether they are those of an offloaded model."""
+    return isinstance(getattr(getattr(hooks[0], "func", None), "__self__", None), SavedTensors)
 
 
 class SavedTensors:
@@ -59,7 +96,7 @@ class SavedTensors:
 
     def hooks(self) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
-        hooks = _saving_hooks()
+        hooks = saving_hooks()
         if not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
             return None
         entered = saved_tensors_hooks(partial(self._pack, hooks), self._unpack)
@@ -74,7 +111,7 @@ class SavedTensors:
 
     def _save_in_backward(self) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""
-        hooks = _saving_hooks()
+        hooks = saving_hooks()
         if not self._is_ours(hooks) and not _recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), self._unpack)

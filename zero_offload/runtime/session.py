@@ -29,8 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
+from zero_offload.runtime.frames import runs
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
+from zero_offload.runtime.recompute import drop_stale
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved import SavedTensors
 from zero_offload.runtime.unit import Unit
@@ -98,14 +100,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _runs(frame: FrameType) -> bool:
-    """Whether a frame is one of our callers."""
-    caller: FrameType | None = sys._getframe()
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
-
-
 class Session:
     """Uses of units by forwards and backwards."""
 
@@ -143,7 +137,7 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if any(scope.units is units and not _runs(scope.caller) for scope in self._stack):
+        if any(scope.units is units and not runs(scope.caller) for scope in self._stack):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
         if not self._stack:
@@ -192,6 +186,7 @@ class Session:
         return unit is not None and not unit.resident
 
     def _abandon(self) -> None:
+        drop_stale()
         while self._stack:
             saving = self._stack.pop().saving
             if saving is not None:
