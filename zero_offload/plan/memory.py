@@ -32,6 +32,10 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
+ACTIVATION_BLOCK_BYTES = 1 << 20
+"""What activations on disk are cut into."""
+ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
+"""Blocks in memory on their way to the disk, and from it."""
 _CHUNK_BYTES = CHUNK_NUMEL * (12 + 4)  # optimizer extents and a fp32 gradient
 
 _VALUE_BYTES = {"bf16": 2, "fp32": 4}
@@ -86,7 +90,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank under a placement."""
+    """Bytes of one rank under a placement. Without activations, whose bytes depend on the batch; the buffers that they
+    pass through are counted."""
 
     rest_bytes: Mapping[tuple[Tier, StateKind], int]
     """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
@@ -209,10 +214,14 @@ def _staging_bytes(
         numel = (unit.params_bytes - unit.frozen_bytes) * num_shards // value_bytes
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
         trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
+    activations = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
+    activations_on_nvme = Tier.NVME in config.activation_fractions
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * _CHUNK_BYTES * updates_on_nvme,
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
+        + CHUNKS_IN_FLIGHT * _CHUNK_BYTES * updates_on_nvme
+        + activations * activations_on_nvme,
         Tier.NVME: 0,
     }
 

@@ -34,7 +34,7 @@ from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
 from zero_offload.runtime.recompute import drop_stale
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.saved import SavedTensors
+from zero_offload.runtime.saved import SavedTensors, TensorStore
 from zero_offload.runtime.unit import Unit
 
 
@@ -103,7 +103,9 @@ def in_backward() -> bool:
 class Session:
     """Uses of units by forwards and backwards."""
 
-    def __init__(self, units: Sequence[Unit], residency: Residency, grads: GradReducer) -> None:
+    def __init__(
+        self, units: Sequence[Unit], residency: Residency, grads: GradReducer, activations: TensorStore | None = None
+    ) -> None:
         self._units = units
         self._residency = residency
         self._grads = grads
@@ -112,7 +114,7 @@ class Session:
         self._pid = os.getpid()
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, self._use_in_backward)
+        self._saved = SavedTensors(units, self._use_in_backward, activations)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -214,6 +216,7 @@ class Session:
         self.check_process()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
+        self._saved.begin()
         self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
 
     def _recover(self) -> None:
