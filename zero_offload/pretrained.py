@@ -22,14 +22,13 @@ from zero_offload.api import runtime_of
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.checkpoint.hf_match import Wanted, match
-from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master, read_master_chunk
 from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.kernels.master import join_master
 from zero_offload.memory.pages import trim_heap
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.unit import Section, Unit
-from zero_offload.shards.shard import Component, components_of
+from zero_offload.shards.shard import Component
 from zero_offload.types import parse_bytes
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -248,7 +247,7 @@ def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype) -> Iterator[C
     """How to read the sections of a unit; where it is spread over ranks, it is gathered on each first. Collective."""
     if owner.parts.collectives.num_shards == 1:
         yield lambda section: _rested(owner, section, target)
-    elif any(_from_masters(section, target) for section in unit.sections):
+    elif any(target != section.layout.dtype and section.layout.trainable for section in unit.sections):
         masters = _gather_masters(owner, unit)
         yield lambda section: _cut(masters[section.layout.index])
     else:
@@ -276,11 +275,6 @@ def _write_unit(
                     writer.write(entries[piece].name, low - piece.begin, part)
 
 
-def _from_masters(section: Section, target: torch.dtype) -> bool:
-    """Whether forward's values do not have all digits that are asked for."""
-    return target != section.layout.dtype and Component.RESIDUAL in components_of(section.layout)
-
-
 def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor]:
     """By section, (numel,) on the compute device."""
     collectives = owner.parts.collectives
@@ -298,13 +292,9 @@ def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor
 def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Pieces:
     """From where it rests."""
     store, shard, layout = owner.parts.store, section.shard, section.layout
-    joined = _from_masters(section, target)
-    for row, (begin, end) in enumerate(layout.chunks()):
-        values = store.read_chunk(shard, Component.VALUE, row)
-        if joined:
-            half, values = values.clone(), torch.empty(end - begin)
-            join_master(half, store.read_chunk(shard, Component.RESIDUAL, row), values)
-        yield begin, values
+    for row, (begin, _) in enumerate(layout.chunks()):
+        as_it_is = target == layout.dtype
+        yield begin, store.read_chunk(shard, Component.VALUE, row) if as_it_is else read_master_chunk(store, shard, row)
 
 
 def _cut(flat: torch.Tensor) -> Pieces:
