@@ -103,7 +103,7 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
 
 
 def _one_rank(owner: OffloadedModel, kind: str) -> None:
-    if owner.parts.collectives.num_shards > 1:
+    if owner.parts.collectives.num_shards > 1 or owner.parts.ranks.num_columns > 1:
         raise ZeroOffloadError(
             f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
             "and load it on one"

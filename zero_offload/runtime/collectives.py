@@ -36,7 +36,6 @@ class Collectives:
         self._device = device
         self._group = group
         self.partition = group.partition
-        self.rank = group.rank
         self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
         self.shard_index = group.shard_index
@@ -69,11 +68,13 @@ class Collectives:
         return shard.float().div_(self._divisor)
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
-        """Add numbers over the ranks that hold different shards."""
-        if self.num_shards == 1:
+        """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
+        groups = [self._group.sharers] * (self.num_shards > 1) + [self._group.row] * (len(self._group.columns) > 1)
+        if not groups:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._group.sharers)
+        for group in groups:
+            dist.all_reduce(total, group=group)
         return [float(value) for value in total]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
@@ -90,8 +91,8 @@ class CommitGroup:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group.control_group()
-        ascending = sorted(group.members)
-        self._order = [ascending.index(member) for member in group.members]
+        ascending = sorted(group.run_members)
+        self._order = [ascending.index(member) for member in group.run_members]
         """torch's number of each of our ranks."""
 
     def agree(self, text: str) -> str:

@@ -20,6 +20,7 @@ from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.dtensors import local_grad
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
 from zero_offload.runtime.grad_staging import GradStaging
 from zero_offload.runtime.residency import Residency
@@ -67,6 +68,7 @@ class GradReducer:
         with torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
         assert grad is not None
+        grad = local_grad(param, grad)
         grads, index = self.ledger.place(param)
         if grad.layout is not torch.strided:
             raise ZeroOffloadError(
