@@ -171,10 +171,12 @@ def _class_at_rest(kind: type) -> type:
     if kind is nn.Parameter:
         return GuardedParameter
 
-    def to_local(self: Any, **kwargs: Any) -> Any:
-        return _touch_and_call(kind.to_local, (self,), kwargs)  # type: ignore[attr-defined]
+    def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: _touch_and_call(method, (self, *args), kwargs)
 
-    return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": (), "to_local": to_local})
+    # These read its part without passing through __torch_function__.
+    readers = {name: asking(getattr(kind, name)) for name in ("to_local", "full_tensor", "redistribute")}
+    return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": ()} | readers)
 
 
 def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
