@@ -76,6 +76,7 @@ def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterat
             held.append(unit)
             owner.parts.residency.bring(unit)
             unit.open()
+        owner.parts.residency.meet("zo.gathered")
         yield
     finally:
         for unit in held:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
 from zero_offload.checkpoint.values import ComponentSource, fill_from_params
-from zero_offload.config import Durability, Existing, GradReduction, OffloadConfig
+from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
@@ -82,9 +82,8 @@ def offload(
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
-    group = RankGroup.of(config.stage, mesh, mesh_of(model.parameters()))
-    reduce_dtype = getattr(torch, config.reduce_dtype_name)
-    collectives = Collectives(group, device.torch_device, GradReduction(config.grad_reduction), reduce_dtype)
+    group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
+    collectives = Collectives(group, device.torch_device, config)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
     exchange = CommitGroup(group)
@@ -163,7 +162,7 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
 def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
     """What `offload` would take of each tier; the model may be on meta."""
     device = compute_device()
-    partition = RankGroup.of(config.stage).partition
+    partition = RankGroup.of(config).partition
     unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, partition)
     budget = tier_budget(config, _hardware(config, device))
     return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, partition), config, partition)

@@ -247,6 +247,7 @@ def _brought(owner: OffloadedModel, unit: Unit) -> Iterator[None]:
     unit.gathered_uses += 1
     try:
         owner.parts.residency.bring(unit)
+        owner.parts.residency.meet(f"the export of {unit.name}")
         yield
     finally:
         unit.gathered_uses -= 1

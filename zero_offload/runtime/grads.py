@@ -106,7 +106,8 @@ class GradReducer:
 
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
-        if not self._deferred:
+        # What one rank has not, another may have.
+        if not self._deferred and not self._collectives.partition.any_branches:
             return
         self._deferred = False
         sections = self.ledger.sections
@@ -173,10 +174,11 @@ class GradReducer:
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
+        what = _describe(grads)
         grads.arrived.clear()
         if grads.partial is not None:
             self._add_waiting(grads, grads.partial)
-            reduced = self._collectives.reduce_grads(grads.partial)
+            reduced = self._collectives.reduce_grads(grads.partial, what)
             if self._device.is_host:
                 self._store_reduced(grads, reduced)
             else:
@@ -241,6 +243,13 @@ def _close(grads: SectionGrads) -> None:
     grads.shard.close()
     if grads.local is not None:
         grads.local.close()
+
+
+def _describe(grads: SectionGrads) -> str:
+    """What is reduced; where some parameters have no gradient, which have, since the ranks must agree in that too."""
+    some = 0 < len(grads.arrived) < len(grads.layout.params)
+    names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
+    return f"{grads.unit.name}, of {', '.join(names)}" if some else grads.unit.name
 
 
 def _largest_grad(units: Sequence[Unit]) -> int:

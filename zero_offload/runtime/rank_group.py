@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_offload.config import Branches, OffloadConfig
 from zero_offload.plan.partition import Partition
 
 Group = dist.ProcessGroup | None
@@ -54,7 +55,9 @@ class RankGroup:
         return self.column * len(self.members) + self.rank
 
     @classmethod
-    def of(cls, stage: int, mesh: DeviceMesh | None = None, tensor_mesh: DeviceMesh | None = None) -> RankGroup:
+    def of(
+        cls, config: OffloadConfig, mesh: DeviceMesh | None = None, tensor_mesh: DeviceMesh | None = None
+    ) -> RankGroup:
         """The group that `mesh`, checked by `mesh_problems`, describes; without one, all ranks.
 
         `tensor_mesh` is that of the model's DTensors.
@@ -62,14 +65,14 @@ class RankGroup:
         if mesh is None:
             alone = not (dist.is_available() and dist.is_initialized())
             world_size, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-            return cls(Partition(stage, world_size), rank, tuple(range(world_size)))
+            return cls(_partition(config, world_size), rank, tuple(range(world_size)))
         members = tuple(int(rank) for rank in mesh.mesh.flatten())
         everyone = None if len(members) == dist.get_world_size() else _new_group(members)
         place = members.index(dist.get_rank())
         if mesh.ndim == 1:
-            group = cls(Partition(stage, len(members)), place, members, everyone, everyone)
+            group = cls(_partition(config, len(members)), place, members, everyone, everyone)
         else:
-            partition = Partition(stage, len(members), mesh.size(0))
+            partition = _partition(config, len(members), mesh.size(0))
             group = cls(partition, place, members, everyone, mesh.get_group(1), mesh.get_group(0))
         return group if tensor_mesh is None else group._in_columns(tensor_mesh)
 
@@ -82,6 +85,14 @@ class RankGroup:
     def control_group(self) -> Group:
         """A group of its own over gloo, for agreements from another thread; None when this rank is alone."""
         return _new_group(self.run_members, "gloo") if len(self.run_members) > 1 else None
+
+    def agreement_group(self) -> Group:
+        """Another over gloo for the ranks that hold the same part, from the control thread."""
+        return _new_group(self.members, "gloo") if len(self.members) > 1 else None
+
+
+def _partition(config: OffloadConfig, world_size: int, num_replicas: int = 1) -> Partition:
+    return Partition(config.stage, world_size, num_replicas, config.branches == Branches.ANY.value)
 
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:

@@ -44,6 +44,8 @@ class Residency:
         self._collectives = collectives
         self._carrier = carrier
         self._budget = budget
+        self._agreement = collectives.agreement
+        self._any_branches = collectives.partition.any_branches and collectives.num_shards > 1
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
 
@@ -53,6 +55,7 @@ class Residency:
 
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
+        self._agreement.begin()
         self._store.counters.add("departures", self.schedule.num_departures)
         self.schedule.begin_cycle(kind)
         self._look_ahead()
@@ -69,14 +72,34 @@ class Residency:
             self._board.check()
             return
         with self._store.counters.timed("stall_s"):
-            self._board.wait(unit.index)
-            if unit.state is UnitState.AWAY:
-                self._make_room(unit.num_frames, unit.name)
-                self._reserve(unit)
-            if unit.state is UnitState.AWAITING:
-                self._resolve(unit, Urgency.URGENT)
-            if unit.state is UnitState.FETCHING:
-                self._finish(unit)
+            if not self._any_branches or not self._gathers(unit):
+                self._fetch(unit)
+            while self._board.pending(unit.index) or unit.state is not UnitState.PRESENT:
+                self._fetch(self._units[self._agreement.next_unit(unit.index, unit.name)])
+
+    def meet(self, place: str) -> None:
+        """Where ranks use different units: take part in what others gather, until all have come to `place`."""
+        if not self._any_branches:
+            return
+        while (index := self._agreement.next_unit_at(place)) is not None:
+            self._fetch(self._units[index])
+
+    def _fetch(self, unit: Unit) -> None:
+        """Bring the unit here now, or, where other ranks want it, send our part of it."""
+        self._board.wait(unit.index)
+        if unit.state is UnitState.AWAY:
+            self._make_room(unit.num_frames, unit.name)
+            self._reserve(unit)
+        if unit.state is UnitState.AWAITING:
+            self._resolve(unit, Urgency.URGENT)
+        if unit.state is UnitState.FETCHING:
+            self._finish(unit)
+        elif self._any_branches:
+            self._gather(unit, unit.sections)
+
+    def _gathers(self, unit: Unit) -> bool:
+        """Whether fetching it takes all ranks; they agree, since replicas are made and outdated on all at once."""
+        return self._collectives.num_shards > 1 and any(s.shard.fresh_replica is None for s in unit.sections)
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
@@ -206,12 +229,20 @@ class Residency:
 
     def _finish(self, unit: Unit) -> None:
         self._carrier.finish(unit)
-        for section in unit.to_read:
-            if section.shard.fresh_replica is None:
-                self._collectives.all_gather(section.flat)
-                self._carrier.keep(unit, section)
+        # Another rank may lack sections that are valid here.
+        self._gather(unit, unit.sections if self._any_branches else unit.to_read)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
+
+    def _gather(self, unit: Unit, sections: Sequence[Section]) -> None:
+        if self._collectives.num_shards == 1:
+            return
+        spread = [section for section in sections if section.shard.fresh_replica is None]
+        if spread and not self._any_branches:
+            self._agreement.same(f"the gather of parameters of {unit.name}")
+        for section in spread:
+            self._collectives.all_gather(section.flat)
+            self._carrier.keep(unit, section)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):

@@ -95,7 +95,7 @@ def _layout(num_shards: int) -> ShardLayout:
 @pytest.mark.parametrize("num_shards", [2, 3, 7])
 def test_other_numbers_of_shards_read_the_same_elements(num_shards: int, saved: Path) -> None:
     whole, layout = _layout(1), _layout(num_shards)
-    with SavedCheckpoint.open(saved, whole, Ranks(0, 1, CommitGroup(RankGroup.of(0)))) as checkpoint:
+    with SavedCheckpoint.open(saved, whole, Ranks(0, 1, CommitGroup(RankGroup.of(zo.OffloadConfig())))) as checkpoint:
         for section, cut in zip(whole.sections, layout.sections, strict=True):
             components = tuple(Component) if section.trainable else (Component.VALUE,)
             for component in components:
