@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
+from tests.helpers.late_device import LateDevice
 from tests.helpers.models import Block, build
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import Failure, RankPool, read_params
 from tests.helpers.reference import clip_factor, global_norm
 from zero_offload.api import runtime_of
+
+offload_module: Any = importlib.import_module("zero_offload.offload")
 
 DIM, NUM_BLOCKS, NUM_STEPS = 33, 5, 5
 
@@ -83,6 +88,7 @@ class Case:
     no_sync: bool = False
     evaluates: bool = False
     """Between steps, each rank in its own way."""
+    mesh: tuple[Any, ...] | None = None
 
 
 @dataclass
@@ -121,7 +127,8 @@ def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
 
 def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
     model = build(MODELS[case.model])
-    zo.offload(model, zo.OffloadConfig(precision="fp32", **case.settings))
+    mesh = None if case.mesh is None else DeviceMesh("cpu", list(case.mesh))
+    zo.offload(model, zo.OffloadConfig(precision="fp32", **case.settings), mesh)
     return model, zo.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
@@ -233,6 +240,36 @@ def test_the_ways_differ() -> None:
             used.append((name, tuple(key for key, param in model.named_parameters() if param.grad is not None)))
             model.zero_grad()
     assert len(set(used)) >= 7
+
+
+def train_late(rank: int, world_size: int, case: Case) -> Outcome:
+    """`train` on a device whose copies come late."""
+    before, offload_module.compute_device = offload_module.compute_device, LateDevice
+    try:
+        return train(rank, world_size, case)
+    finally:
+        offload_module.compute_device = before
+
+
+@pytest.mark.parametrize(("stage", "params"), [(3, "nvme"), (3, "cpu"), (2, "nvme"), (1, "device"), (0, "nvme")])
+def test_on_late_lanes(stage: int, params: str, pool: RankPool, nvme: Path) -> None:
+    settings = {"stage": stage, "params": params, "nvme": nvme, "durability": "scratch", "branches": "any"}
+    case = Case("dropping", settings | {"device_memory": None if params == "device" else "8MiB"}, 2, 0.5)
+    expected = pool.succeed(train, replace(case, settings={"stage": stage, "branches": "any"}))
+    assert pool.succeed(train_late, case) == expected
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_in_a_hybrid_mesh(stage: int, nvme: Path) -> None:
+    settings = {"stage": stage, "branches": "any"}
+    four = RankPool(4)
+    try:
+        found = four.succeed(train, Case("dropping", settings, mesh=((0, 1), (2, 3))))
+        disk = settings | {"params": "nvme", "nvme": nvme, "device_memory": "8MiB"}
+        assert four.succeed(train, Case("dropping", disk, mesh=((0, 1), (2, 3)))) == found
+    finally:
+        four.close()
+    check(found, train_plain(4, Case("dropping", settings), []))
 
 
 # Without being asked for
