@@ -122,6 +122,11 @@ def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
     owner.session.check_process()
+    if owner.parts.ranks.num_columns > 1:
+        raise ConfigError(
+            f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
+            "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
+        )
     offloaded = {id(param) for unit in owner.parts.units for param in unit.params}
     given = {id(param) for param in model.parameters()}
     if offloaded != given:
@@ -254,6 +259,7 @@ def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype) -> Iterator[C
         unit.gathered_uses += 1
         try:
             owner.parts.residency.bring(unit)
+            owner.parts.residency.meet(f"the export of {unit.name}")
             yield lambda section: _cut(section.flat)
         finally:
             unit.gathered_uses -= 1
@@ -283,6 +289,7 @@ def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor
     gathered = {}
     for section, part in zip(unit.sections, mine, strict=True):
         flat = torch.empty(section.layout.numel, dtype=part.dtype, device=owner.parts.device.torch_device)
+        collectives.agreement.same(f"the gather of masters of {unit.name}")
         flat.view(collectives.num_shards, -1)[collectives.shard_index].copy_(part)
         collectives.all_gather(flat)
         gathered[section.layout.index] = flat

@@ -360,3 +360,11 @@ def test_load_state_dict_cannot_replace_parameters(fp32_config: zo.OffloadConfig
     with pytest.raises(zo.ZeroOffloadError, match="leave assign out"):
         model.load_state_dict(model.state_dict(), assign=True)
     list(train(model, zo.AdamW(model.parameters()), range(1)))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_offloaded_model_cannot_be_traced(nvme_config: zo.OffloadConfig) -> None:
+    model = zo.offload(build(Model), nvme_config)
+    with pytest.raises(zo.ZeroOffloadError, match="trace the model before"):
+        torch.jit.trace(model, (tokens_of(0),), check_trace=False)
+    list(train(model, zo.AdamW(model.parameters()), range(1)))

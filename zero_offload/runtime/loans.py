@@ -104,8 +104,8 @@ def _what_is_held(unit: Unit) -> str:
 def _names_of_views(unit: Unit) -> Iterator[str]:
     """The parameters under the views that Python knows; slow."""
     objects = gc.get_objects()
-    ours = {id(each.kept) for each in objects if type(each) is Saved} | set(map(id, unit.params))
-    for tensor in (each for each in objects if issubclass(type(each), Tensor) and id(each) not in ours):
+    ours = {id(each.kept) for each in objects if type(each) is Saved}
+    for tensor in (each for each in objects if type(each) is Tensor and id(each) not in ours):
         for section in unit.sections:
             if tensor is not section.flat and section.holds(tensor):
                 begin = tensor.storage_offset()

@@ -184,6 +184,8 @@ class Session:
             else:
                 unit.passing = not any(unit in each.units for each in self._stack)
             unit.close()
+        if not self._stack:
+            self._residency.meet("the end of a forward")
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -307,6 +309,7 @@ class Session:
         for unit in self._units:
             unit.backward_uses = 0
             unit.close()
+        self._residency.meet("the end of a backward")
         self._grads.finish_backward()
 
 

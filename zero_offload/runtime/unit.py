@@ -16,6 +16,7 @@ from torch import nn
 from zero_offload.kernels.checksum import fingerprint
 from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
+from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.guard import guard, unguard
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.state import StateTracker, UnitState
@@ -159,21 +160,21 @@ class Unit:
             self.take_fingerprints()
 
     def take_fingerprints(self) -> None:
-        self._fingerprints = [fingerprint(param.detach()) for param in self.params]
+        self._fingerprints = [fingerprint(local_part(param).detach()) for param in self.params]
 
     def changed(self) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
         names = []
         # Without versions it was never opened: there was no room for it.
         for (section, piece, param), version in zip(self.placed_params(), self._versions, strict=False):
-            elsewhere = param.untyped_storage()._cdata != section.flat.untyped_storage()._cdata
+            elsewhere = local_part(param).untyped_storage()._cdata != section.flat.untyped_storage()._cdata
             if elsewhere or (param._version != version and not self.updates_in_place):
                 names.append(piece.spec.name)
         if self._fingerprints and not names and not torch.compiler.is_compiling():
             names = [
                 piece.spec.name
                 for (_, piece, param), before in zip(self.placed_params(), self._fingerprints, strict=True)
-                if fingerprint(param.detach()) != before
+                if fingerprint(local_part(param).detach()) != before
             ]
         return names
 
