@@ -47,10 +47,10 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     """Of steps that were taken."""
-    scales: list[float] = field(default_factory=list)
-    """After each step; 1 where losses are not scaled."""
     params: dict[str, Tensor] = field(default_factory=dict)
     """fp32 masters at the end, by name."""
+    scales: list[float] = field(default_factory=list)
+    """After each step; 1 where losses are not scaled."""
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Trajectory)
