@@ -49,6 +49,13 @@ class GradReduction(StrEnum):
     SUM = "sum"
 
 
+class Branches(StrEnum):
+    """Which units of the model the ranks use."""
+
+    SAME = "same"  # all use the same ones in the same order; anything else raises
+    ANY = "any"  # each its own, such as the experts that its data chooses
+
+
 class UpdateOverlap(StrEnum):
     """What the optimizer's update runs behind."""
 
@@ -96,6 +103,8 @@ class OffloadConfig:
     update_overlap: str = "auto"
     grad_reduction: str = "mean"
     """Gradients of several ranks become their "mean" or their "sum"."""
+    branches: str = "same"
+    """Several ranks use the "same" units in the same order, or "any": each what its data asks for."""
 
     def __post_init__(self) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -305,6 +314,7 @@ def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
         "existing": Existing,
         "durability": Durability,
         "grad_reduction": GradReduction,
+        "branches": Branches,
     }
     for name, enum in choices.items():
         names = [member.value for member in enum]
@@ -346,7 +356,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shares = {_plain(tier): float(share) for tier, share in request.items() if share}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
-    for name in ("existing", "durability", "update_overlap", "grad_reduction"):
+    for name in ("existing", "durability", "update_overlap", "grad_reduction", "branches"):
         values[name] = _plain(settings[name])
     for name in _BUDGETS:
         if (size := settings[name]) is not None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.generation import Ranks, reusable_bytes
 from zero_offload.checkpoint.values import ComponentSource, fill_from_params
-from zero_offload.config import Durability, Existing, GradReduction, OffloadConfig
+from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
@@ -41,11 +41,13 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
+from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, local_part, mesh_of
 from zero_offload.probe import probe_hardware
 from zero_offload.run_files import RunFiles
 from zero_offload.runtime.activations import open_activations
 from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.collectives import Collectives, CommitGroup
+from zero_offload.runtime.dtensors import move_to
 from zero_offload.runtime.guard import guard
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
 from zero_offload.runtime.rank_group import RankGroup, mesh_problems
@@ -76,9 +78,8 @@ def offload(
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
-    group = RankGroup.of(config.stage, mesh)
-    reduce_dtype = getattr(torch, config.reduce_dtype_name)
-    collectives = Collectives(group, device.torch_device, GradReduction(config.grad_reduction), reduce_dtype)
+    group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
+    collectives = Collectives(group, device.torch_device, config)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
     exchange = CommitGroup(group)
@@ -87,7 +88,7 @@ def offload(
     cleanup = contextlib.ExitStack()
     try:
         build = Build(config, layout, placement, collectives, device, cleanup)
-        ranks = Ranks(collectives.rank, collectives.world_size, exchange)
+        ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
         files = RunFiles.open(config, layout, ranks, cleanup)
         with exchange.together():
             parts = _build(model, build, ranks, files)
@@ -137,13 +138,15 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
                 problems.append(f"{kind.value} on a GPU arrive in a later version; use {kind.value}='cpu' or 'nvme'")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
-    if mesh is not None:
-        problems += mesh_problems(mesh, device.torch_device.type)
+    tensor_mesh = mesh_of(model.parameters())
+    problems += mesh_problems(mesh, device.torch_device.type, tensor_mesh)
     for name, param in model.named_parameters():
         if owner_of(param) is not None:
             problems.append(f"{name} is offloaded already; call zo.offload once per model")
+        elif tensor_mesh is not None and is_dtensor(param):
+            problems += dtensor_problems(name, param, tensor_mesh)
         elif type(param) is not nn.Parameter:
-            problems.append(f"{name} is a {type(param).__name__}; only plain torch.nn.Parameter can be offloaded")
+            problems.append(f"{name} is a {type(param).__name__}; only plain parameters and DTensors can be offloaded")
         elif param.device.type != "cpu":
             problems.append(f"{name} is on {param.device}; build the model on the CPU")
         elif param.grad is not None:
@@ -155,7 +158,7 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
 def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
     """What `offload` would take of each tier; the model may be on meta."""
     device = compute_device()
-    partition = RankGroup.of(config.stage).partition
+    partition = RankGroup.of(config).partition
     unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, partition)
     budget = tier_budget(config, _hardware(config, device))
     return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, partition), config, partition)
@@ -324,9 +327,10 @@ def _move_in(
         for section in unit.sections:
             members = {piece: params[piece.spec.name] for piece in section.layout.params}
             if adopt_values:
-                fill = fill_from_params(section.shard, build.collectives.shard_index, members)
+                parts = {piece: local_part(param) for piece, param in members.items()}
+                fill = fill_from_params(section.shard, build.collectives.shard_index, parts)
                 store.write_components(section.shard, ComponentSource(section.shard, fill))
             with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
                 for piece, param in members.items():
-                    param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
+                    move_to(param, section.flat[piece.begin : piece.end].view(piece.spec.shape))
                     unit.params.append(param)

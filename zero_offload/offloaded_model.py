@@ -218,7 +218,7 @@ class OffloadedModel:
         self.worker.drain()
         self.grads.drop()
         index = self.parts.collectives.shard_index
-        with SavedCheckpoint.open(path, self.parts.layout) as saved:
+        with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
             check(saved.generation)
             for shard in self.parts.store.shards:
                 self.parts.store.write_components(shard, saved.source(shard.layout, index))

@@ -85,6 +85,7 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"precision": Precision(reduce="fp8")}, "Precision(reduce='fp8') is unknown; use 'fp32', 'bf16' or 'fp16'"),
         ({"precision": Precision(states="bf16")}, "Precision(states='bf16') arrives in a later version"),
         ({"grad_reduction": "max"}, "grad_reduction='max' is unknown; use one of mean, sum"),
+        ({"branches": "some"}, "branches='some' is unknown; use one of same, any"),
         ({"precision": Precision(states="int8")}, "Precision(states='int8') arrives in a later version"),
         ({"cpu_memory": 0}, "cpu_memory=0: a size is positive"),
         ({"cpu_memory": -5}, "a size is positive"),

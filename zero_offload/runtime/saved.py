@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
+from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.unit import Unit
 
 Pack = Callable[[Tensor], Any]
@@ -138,7 +139,7 @@ class SavedTensors:
         """The unit whose buffer the tensor views."""
         if tensor.layout is not torch.strided:
             return None
-        return self._unit_of_storage.get(tensor.untyped_storage()._cdata)
+        return self._unit_of_storage.get(local_part(tensor).untyped_storage()._cdata)
 
     def _save_in_backward(self) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""

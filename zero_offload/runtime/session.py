@@ -165,6 +165,8 @@ class Session:
             if unit.forward_uses == 0:
                 changed += unit.changed()
             unit.close()
+        if not self._stack:
+            self._residency.meet("the end of a forward")
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -276,6 +278,7 @@ class Session:
         for unit in self._units:
             unit.backward_uses = 0
             unit.close()
+        self._residency.meet("the end of a backward")
         self._grads.finish_backward()
 
 
