@@ -1,6 +1,7 @@
 """Tensors that autograd saves in a model's forward: which are views of parameters, and who is told when they are read.
 
 Owns the saved-tensor hooks. Never moves bytes: before a view of a unit's buffer is given back, its unit is asked for.
+Who is asked is known to the graph, not here: a cycle would keep a dropped model until the garbage collector comes by.
 Hooks of the user's, around the forward or inside of it, get every other tensor.
 """
 
@@ -20,6 +21,8 @@ from zero_offload.runtime.unit import Unit
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 SavingHooks = tuple[Pack, Unpack]
+Use = Callable[[Unit], None]
+"""Brings a unit that a backward is about to read."""
 
 
 class Saved(NamedTuple):
@@ -51,18 +54,16 @@ def _recomputed_later(hooks: SavingHooks | None) -> bool:
 class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
-    def __init__(self, units: Sequence[Unit], use: Callable[[Unit], None]) -> None:
-        """`use` brings a unit that a backward is about to read."""
-        self._use = use
+    def __init__(self, units: Sequence[Unit]) -> None:
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
-    def hooks(self) -> saved_tensors_hooks | None:
+    def hooks(self, use: Use) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
         hooks = _saving_hooks()
         if not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
             return None
-        entered = saved_tensors_hooks(partial(self._pack, hooks), self._unpack)
+        entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()
         return entered
 
@@ -72,12 +73,13 @@ class SavedTensors:
             return None
         return self._unit_of_storage.get(tensor.untyped_storage()._cdata)
 
-    def _save_in_backward(self) -> None:
+    def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""
         hooks = _saving_hooks()
         if not self._is_ours(hooks) and not _recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
-            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), self._unpack)
+            unpack = partial(self._unpack, use)
+            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), unpack)
 
     def _is_ours(self, hooks: SavingHooks | None) -> bool:
         return hooks is not None and getattr(hooks[0], "func", None) == self._pack
@@ -89,7 +91,7 @@ class SavedTensors:
         # Detached: a node that saved its own output would hold itself in memory through it.
         return Saved(tensor.detach(), tensor._version, unit)
 
-    def _unpack(self, saved: Saved | SavedByUser) -> Tensor:
+    def _unpack(self, use: Use, saved: Saved | SavedByUser) -> Tensor:
         if isinstance(saved, SavedByUser):
             return saved.unpack(saved.packed)
         # Autograd leaves this check to whoever packs.
@@ -101,7 +103,7 @@ class SavedTensors:
                 "between a forward and its backward does this too"
             )
         if saved.unit is not None:
-            self._use(saved.unit)
+            use(saved.unit)
             if torch.is_grad_enabled():
-                self._save_in_backward()
+                self._save_in_backward(use)
         return saved.tensor
