@@ -166,6 +166,25 @@ def test_nothing_grows_with_steps(where: str, precision: str, nvme: Path, ranges
     zo.close(model)
 
 
+def hook_counts(model: nn.Module) -> Counter[str]:
+    """Of every kind, over all modules and parameters."""
+    found: Counter[str] = Counter()
+    for thing in [*model.modules(), *model.parameters()]:
+        hooks = {name: value for name in dir(thing) if "hooks" in name and (value := getattr(thing, name, None))}
+        found.update({name: len(value) for name, value in hooks.items() if isinstance(value, dict)})
+    return found
+
+
+def test_hooks_stay_as_many(fp32_config: zo.OffloadConfig, tmp_path: Path) -> None:
+    player = Offloaded(WIDE, fp32_config, tmp_path)
+    before = hook_counts(player.model)
+    for script in USES.values():
+        player.play(script)
+    player.play([("break_forward", Pass(0), 1), ("break_backward", Pass(0), 2, False), *one_step(Pass(1))])
+    assert hook_counts(player.model) == before != Counter()
+    player.close()
+
+
 def test_memory_is_registered_once(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
     """With a device that has memory of its own: each registration of host memory costs milliseconds."""
     device, registered = LateDevice(), []

@@ -143,6 +143,18 @@ def test_a_checkpoint_of_one_rank_loads_on_two(stage: int, pool: RankPool, tmp_p
     _check_close(Outcome(one.losses, one.norms), [Outcome(each.losses, each.norms) for each in two])
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 4), (3, 2)])
+def test_a_checkpoint_moves_between_numbers_of_ranks(
+    saving: int, loading: int, stage: int, pools: RankPools, tmp_path: Path
+) -> None:
+    case = Case({"precision": "bf16", "stage": stage}, num_steps=2, num_frozen=1)
+    saved = pools.of(saving).succeed(ranks.save, case, str(tmp_path / "saved"))
+    other = replace(case, settings=ON_DISK | {"precision": "bf16", "stage": 4 - stage, "nvme": tmp_path / "run"})
+    for found in pools.of(loading).succeed(ranks.load, other, str(tmp_path / "saved")):
+        assert all(torch.equal(found.params[name], saved[0].params[name]) for name in saved[0].params)
+
+
 def test_a_checkpoint_of_two_loads_on_two_exactly(pool: RankPool, tmp_path: Path) -> None:
     case = Case({"precision": "bf16"}, max_norm=1.0)
     saved = pool.succeed(ranks.save, case, str(tmp_path / "saved"))
