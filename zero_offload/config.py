@@ -80,6 +80,7 @@ class OffloadConfig:
     grads: PlacementRequest = "cpu"
     optimizer: PlacementRequest = "cpu"
     activations: PlacementRequest = "device"
+    """Where tensors rest that forward keeps for backward; "auto" is "device"."""
     nvme: str | Path | Sequence[str | Path] | None = None
     """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
     existing: str = "refuse"
@@ -136,6 +137,12 @@ class OffloadConfig:
             return {Tier(request): 1.0}
         return {Tier(tier): fraction for tier, fraction in request.items()}
 
+    @property
+    def activation_fractions(self) -> Mapping[Tier, float]:
+        """Per tier that activations go to."""
+        placement = self.placement_of(StateKind.ACTIVATIONS)
+        return {Tier.DEVICE: 1.0} if placement == "auto" else placement
+
     def budget_bytes(self, tier: Tier) -> int | None:
         """The most this run may use of a tier; None where the user leaves it to the machine."""
         limits = {Tier.DEVICE: self.device_memory, Tier.CPU: self.cpu_memory, Tier.NVME: self.nvme_capacity}
@@ -176,7 +183,7 @@ class OffloadConfig:
 
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TIERS = tuple(tier.value for tier in Tier)
-_STATES = ("params", "grads", "optimizer")
+_STATES = ("params", "grads", "optimizer", "activations")
 _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
 
 
@@ -224,8 +231,6 @@ def _check_stage(settings: Mapping[str, Any]) -> Iterator[str]:
 def _check_placements(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in _STATES:
         yield from _check_placement(name, settings[name])
-    if (activations := settings["activations"]) not in ("device", {"device": 1.0}):
-        yield f"activations={activations!r} arrives in a later version; use 'device'"
 
 
 def _check_placement(name: str, request: object) -> Iterator[str]:
@@ -334,7 +339,7 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
 def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The checked fields in one spelling: plain strings, ints, dicts without zeros, tuples of Path."""
     values: dict[str, Any] = {"nvme": _nvme_paths(settings["nvme"])}
-    for name in (*_STATES, "activations"):
+    for name in _STATES:
         request = settings[name]
         if isinstance(request, str):
             values[name] = _plain(request)

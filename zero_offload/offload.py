@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -18,8 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.checkpoint.format import swap_file_name
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
+from zero_offload.checkpoint.generation import Ranks, reusable_bytes
 from zero_offload.checkpoint.values import ComponentSource, fill_from_params
 from zero_offload.config import Durability, Existing, GradReduction, OffloadConfig
 from zero_offload.device import Device, compute_device
@@ -44,6 +42,8 @@ from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.probe import probe_hardware
+from zero_offload.run_files import RunFiles
+from zero_offload.runtime.activations import open_activations
 from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.collectives import Collectives, CommitGroup
 from zero_offload.runtime.guard import guard
@@ -55,12 +55,8 @@ from zero_offload.shards.registry import owner_of, register
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
-from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import HardwareProfile, StateKind, Tier
 
-IO_THREADS = 4
 UNLIMITED_FRAMES = 1 << 40
 
 
@@ -92,7 +88,7 @@ def offload(
     try:
         build = Build(config, layout, placement, collectives, device, cleanup)
         ranks = Ranks(collectives.rank, collectives.world_size, exchange)
-        files = _Files.open(config, layout, ranks, cleanup)
+        files = RunFiles.open(config, layout, ranks, cleanup)
         with exchange.together():
             parts = _build(model, build, ranks, files)
     except BaseException:
@@ -186,7 +182,7 @@ class Build:
     cleanup: contextlib.ExitStack
 
 
-def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts:
+def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Parts:
     """Take memory, make or open the files, and move the parameters in."""
     config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
     host_frames, device_frames = _frame_limits(build)
@@ -207,7 +203,10 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
         files.swap.on_error = board.fail
+        if files.scratch is not None:
+            files.scratch.on_error = board.fail
     carrier = _make_carrier(build, store)
+    activations = open_activations(config, device, store, files.scratch, model.buffers())
     residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget)
     return Parts(
         config=config,
@@ -220,6 +219,8 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
         units=units,
         residency=residency,
         keeper=files.keeper,
+        scratch=files.scratch,
+        activations=activations,
         close_files=build.cleanup.close,
     )
 
@@ -231,70 +232,6 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     whole = build.collectives.partition.replicates_params
     largest = max(sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units)
     return DeviceCarrier(store, build.device, RegionPool(store.arena, UNITS_IN_FLIGHT, largest), index)
-
-
-class _Files:
-    """The directories, engine, swap file and generations of one model; all None without a directory."""
-
-    def __init__(self) -> None:
-        self.keeper: GenerationKeeper | None = None
-        self.swap: SwapFile | None = None
-
-    @classmethod
-    def open(
-        cls,
-        config: OffloadConfig,
-        layout: ShardLayout,
-        ranks: Ranks,
-        cleanup: contextlib.ExitStack,
-    ) -> _Files:
-        files = cls()
-        if not config.nvme_dirs:
-            return files
-        directories = _open_directories(config, ranks, cleanup)
-        durability = config.effective_durability
-        keeper = GenerationKeeper(directories, layout, ranks, durability)
-        if durability is not Durability.SCRATCH:
-            with ranks.exchange.together():
-                keeper.look(Existing(config.existing))
-            keeper.run_id = ranks.exchange.agree(keeper.run_id)
-            files.keeper = keeper
-            with ranks.exchange.together():
-                if keeper.found is None and ranks.rank == 0:
-                    keeper.remove_old()
-                    keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
-        engine = open_engine(IO_THREADS)
-        cleanup.callback(engine.close)
-        seed = zlib.crc32(keeper.run_id.encode())
-        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed)
-        cleanup.callback(files.swap.close)
-        return files
-
-    @property
-    def found(self) -> object:
-        return None if self.keeper is None else self.keeper.found
-
-    def create(self, durability: Durability) -> None:
-        """The store has planned its extents: make or open the files."""
-        if self.swap is None:
-            return
-        if durability is Durability.SCRATCH:
-            self.swap.create_scratch()
-        elif self.found is not None:
-            self.swap.open_existing()
-        else:
-            self.swap.create()
-
-
-def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
-    """Rank 0 takes the locks; the others join once it has them."""
-    directories = []
-    for is_turn, take in ((ranks.rank == 0, RunDirectory.open), (ranks.rank != 0, RunDirectory.join)):
-        with ranks.exchange.together():
-            for path in config.nvme_dirs if is_turn else ():
-                directories.append(take(path))
-                cleanup.callback(directories[-1].close)
-    return directories
 
 
 FrameLimits = tuple[int, int]

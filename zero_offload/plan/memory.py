@@ -33,6 +33,10 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
+ACTIVATION_BLOCK_BYTES = 1 << 20
+"""What activations on disk are cut into."""
+ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
+"""Blocks in memory on their way to the disk, and from it."""
 
 _VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OPTIMIZER_BYTES = {"bf16": 12, "fp16": 14, "fp32": 12}
@@ -86,7 +90,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank under a placement."""
+    """Bytes of one rank under a placement. Without activations, whose bytes depend on the batch; the buffers that they
+    pass through are counted."""
 
     rest_bytes: Mapping[tuple[Tier, StateKind], int]
     """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
@@ -213,9 +218,13 @@ def _staging_bytes(
         trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
     chunk_bytes = CHUNK_NUMEL * (_OPTIMIZER_BYTES[config.numerics.compute] + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
+    activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme,
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
+        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
+        + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
 
