@@ -102,11 +102,13 @@ class OffloadedModel:
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
+        self.session.settle()
         self.grads.reduce_waiting()
         return torch.tensor(self.grads.ledger.clip(max_norm))
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         self._scaler = scaler
+        self.session.settle()
         self.grads.reduce_waiting()
         return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
 
@@ -115,6 +117,7 @@ class OffloadedModel:
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
         self._commit_due()
+        self.session.settle()
         self.grads.reduce_waiting()
         if not self.grads.ledger.any_held:
             return

@@ -114,7 +114,7 @@ class Session:
         self._pid = os.getpid()
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, self._use_in_backward, activations)
+        self._saved = SavedTensors(units, activations)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -145,7 +145,7 @@ class Session:
         if not self._stack:
             self._begin()
         self._stack.append(Scope(units, sys._getframe(2)))
-        self._stack[-1].saving = self._saved.hooks()
+        self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
         for unit in units:
             self._use(unit)
         if units:
@@ -220,6 +220,11 @@ class Session:
             self._recover()
         self._saved.begin()
         self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
+
+    def settle(self) -> None:
+        """Before a norm or a step: of a backward that broke off, some gradients are not whole, and none may be used."""
+        if self._backward_runs and not self.active:
+            self._recover()
 
     def _recover(self) -> None:
         broken = self._backward_runs
