@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
-from zero_offload.checkpoint.values import ComponentSource, fill_from_params
 from zero_offload.config import Durability, Existing, GradReduction, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
@@ -28,6 +27,7 @@ from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import RegionPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.memory import (
@@ -51,7 +51,7 @@ from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
 from zero_offload.runtime.rank_group import RankGroup, mesh_problems
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Section, Unit
-from zero_offload.shards.registry import owner_of, register
+from zero_offload.shards.registry import register
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -80,6 +80,7 @@ def offload(
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
+    skips_values = lacks_values(model)
     group = RankGroup.of(config.stage, mesh)
     reduce_dtype = getattr(torch, config.reduce_dtype_name)
     collectives = Collectives(group, device.torch_device, GradReduction(config.grad_reduction), reduce_dtype)
@@ -112,6 +113,8 @@ def offload(
     trim_heap()  # the parameters' old storages are free, and of no use to anyone
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)
+    else:
+        owner.session.lacks_weights = skips_values
     return model
 
 
@@ -144,14 +147,8 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
     if mesh is not None:
         problems += mesh_problems(mesh, device.torch_device.type)
     for name, param in model.named_parameters():
-        if owner_of(param) is not None:
-            problems.append(f"{name} is offloaded already; call zo.offload once per model")
-        elif type(param) is not nn.Parameter:
-            problems.append(f"{name} is a {type(param).__name__}; only plain torch.nn.Parameter can be offloaded")
-        elif param.device.type != "cpu":
-            problems.append(f"{name} is on {param.device}; build the model on the CPU")
-        elif param.grad is not None:
-            problems.append(f"{name} has a gradient; call model.zero_grad() first")
+        if (problem := param_problem(param)) is not None:
+            problems.append(f"{name} {problem}")
     if problems:
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
 
@@ -200,7 +197,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
     if files.keeper is not None and files.keeper.found is not None:
         files.keeper.restore(files.keeper.rank_payload())
-    _move_in(model, units, store, build, adopt_values=files.found is None)
+    move_in(model, units, store, device, values_of=None if files.found is not None else collectives.shard_index)
     store.staging.drop()
     collectives.counters = store.counters
     board = UpdateBoard(len(units))
@@ -368,28 +365,3 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
             flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
             sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
     return Unit(index, layout, sections, resident=home is not Home.AWAY)
-
-
-def _move_in(
-    model: nn.Module,
-    units: Sequence[Unit],
-    store: ShardStore,
-    build: Build,
-    *,
-    adopt_values: bool,
-) -> None:
-    """Make every parameter a view of its section; `adopt_values` takes their values along."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(build.device.torch_device))
-    params = dict(model.named_parameters())
-    for unit in units:
-        for section in unit.sections:
-            members = {piece: params[piece.spec.name] for piece in section.layout.params}
-            if adopt_values:
-                fill = fill_from_params(section.shard, build.collectives.shard_index, members)
-                store.write_components(section.shard, ComponentSource(section.shard, fill))
-            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
-                for piece, param in members.items():
-                    param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
-                    unit.params.append(param)
