@@ -9,6 +9,7 @@ left in the registry when the recording ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -99,8 +100,8 @@ class DeferredTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        name, is_recorded = name_of(func), current_recorder() is not None
-        if not is_recorded and name not in _HARMLESS:
+        name, recorder = name_of(func), current_recorder()
+        if recorder is None and name not in _HARMLESS:
             raise ConfigError(
                 f"{name} needs a parameter of a module that was built in zo.deferred_init, whose values are not made "
                 "yet. Call zo.offload(model, config), which makes them, and take parameters (also those that an "
@@ -108,7 +109,7 @@ class DeferredTensor(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             results = func(*args, **(kwargs or {}))
-            return tree_map_only(Tensor, _guarded, results) if is_recorded else results
+            return tree_map_only(Tensor, functools.partial(_guarded, recorder, name), results) if recorder else results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         recorder = current_recorder()
@@ -129,9 +130,13 @@ class DeferredTensor(Tensor):
         return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, deferred)"
 
 
-def _guarded(result: Tensor) -> Tensor:
+def _guarded(recorder: Recorder, name: str, result: Tensor) -> Tensor:
     """A view of a parameter is as the parameter."""
-    return result.as_subclass(DeferredTensor) if type(result) is Tensor and result.is_meta else result
+    if type(result) is not Tensor or not result.is_meta:
+        return result
+    if not recorder.tracer.is_face(result):
+        raise ConfigError(f"{name} of a parameter inside zo.deferred_init gives a tensor on meta, without values")
+    return result.as_subclass(DeferredTensor)
 
 
 _HARMLESS = frozenset(
@@ -290,6 +295,12 @@ class _Answers(TorchFunctionMode):
                 return name == "is_cpu"
             if name == "cpu":
                 return args[0]
+            if name in ("new_tensor", "new"):
+                return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **(kwargs or {}))
+            if name == "__setitem__" and not isinstance(args[2], Tensor):
+                with _unseen():
+                    value = torch.tensor(args[2], dtype=args[0].dtype)
+                return func(args[0], args[1], value)
             if name == "to":
                 return func(*tree_map(_as_face, args), **tree_map(_as_face, kwargs or {}))
             if name == "data" and func.__name__ == "__set__":

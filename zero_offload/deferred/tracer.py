@@ -111,8 +111,12 @@ class Tracer:
         faces = [tensor for tensor in call.tensors if self.is_face(tensor)]
         if call.only_renames:
             return call.run()
+        if faces and len(faces) < sum(tensor.is_meta for tensor in call.tensors):
+            raise ConfigError(
+                f"{call.name} inside zo.deferred_init mixes a parameter and a tensor on meta without values"
+            )
         if faces and call.moves_storage:
-            raise ConfigError(f"{call.name} of a parameter inside zo.deferred_init: give it its size when it is made")
+            return self._move(call)
         if faces and call.written and all(t.is_meta and self.is_unknown(t) for t in call.written):
             return call.targets
         filled = call.filled()
@@ -131,6 +135,14 @@ class Tracer:
         if node is not None:
             self._note(node, call, filled, results, is_unknown=is_unknown)
         return self._with_faces(call, faces, reals, results)
+
+    def _move(self, call: Call) -> Any:
+        """A face becomes a face of another storage."""
+        target, *sources = call.tensors
+        if call.func is not torch.ops.aten.set_.source_Tensor or not self.is_face(target):
+            raise ConfigError(f"{call.name} of a parameter inside zo.deferred_init: give it its size when it is made")
+        source = sources[0] if self.is_face(sources[0]) else self.face(sources[0])
+        return call.func(target, source)
 
     def _node(self, call: Call, filled: Sequence[Tensor]) -> Node:
         reads = []
