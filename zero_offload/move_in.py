@@ -16,7 +16,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers
+from zero_offload.deferred.recorder import DeferredTensor
 from zero_offload.device import Device
+from zero_offload.memory.pages import trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, recipe_of
@@ -31,11 +33,10 @@ def param_problem(param: nn.Parameter) -> str | None:
         with torch._C.DisableTorchFunctionSubclass():
             hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
         return "has a hook, which a deferred parameter loses; register it after zo.offload" if hooks else None
+    if type(param) is DeferredTensor:
+        return "is still recorded; leave 'with zo.deferred_init():' before zo.offload"
     if param.is_meta:
-        return (
-            "is on meta and has no values; build the model inside 'with zo.deferred_init():' instead of "
-            'torch.device("meta"), and leave that before zo.offload'
-        )
+        return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
     if type(param) is not nn.Parameter:
         return f"is a {type(param).__name__}; only plain torch.nn.Parameter can be offloaded"
     if param.device.type != "cpu":
@@ -85,6 +86,8 @@ def _write_values(
     readers = {piece: functools.partial(values.read, param) for piece, param in members.items()}
     fill = fill_from_readers(section.shard, shard_index, readers)
     store.write_components(section.shard, ComponentSource(section.shard, fill))
+    if any(recipes):
+        trim_heap()  # what values were made with, of many sizes
 
 
 class _Values:

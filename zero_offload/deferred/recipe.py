@@ -9,6 +9,7 @@ generators as they were; each storage is dropped after its last use.
 from __future__ import annotations
 
 import contextlib
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+
+from zero_offload.memory.heap import HeapTrimmer
+from zero_offload.types import MIB
+
+
+TEMPORARY_BYTES = 32 * MIB
+"""Results of operations between two trims of the heap, which does not return their pages by itself."""
+
+
+def blank(nbytes: int) -> torch.UntypedStorage:
+    """A storage of whatever was in memory.
+
+    A large one has pages of its own, which go back when it is freed: the C library's heap would keep them.
+    """
+    if nbytes < MIB:
+        return torch.UntypedStorage(nbytes)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +97,7 @@ class Node:
         def real(leaf: Any) -> Any:
             if isinstance(leaf, Ref):
                 if leaf.key not in storages:
-                    storages[leaf.key] = torch.UntypedStorage(leaf.nbytes)
+                    storages[leaf.key] = blank(leaf.nbytes)
                 return leaf.on(storages[leaf.key])
             if isinstance(leaf, OwnGenerator):
                 generator = torch.Generator()
@@ -106,6 +124,7 @@ def replay(value: Value, nbytes: int) -> torch.UntypedStorage:
     nodes, beginnings = _needed(value)
     last_uses = {key: node.order for node in nodes for key in node.storages()}
     storages: dict[int, torch.UntypedStorage] = {}
+    trimmer = HeapTrimmer(TEMPORARY_BYTES)
     with _kept_state():
         for node in nodes:
             for key in node.storages():
@@ -113,10 +132,10 @@ def replay(value: Value, nbytes: int) -> torch.UntypedStorage:
                     storages[key] = _copy(beginnings.pop(key))
             node.run(storages)
             for key in [key for key in storages if last_uses[key] <= node.order and key != value.key]:
-                del storages[key]
+                trimmer.freed(storages.pop(key).nbytes())
     if value.key in beginnings:
         return _copy(beginnings[value.key])
-    return storages[value.key] if value.key in storages else torch.UntypedStorage(nbytes)
+    return storages[value.key] if value.key in storages else blank(nbytes)
 
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -291,8 +291,11 @@ class _Answers(TorchFunctionMode):
         if is_face:
             if name == "device":
                 return torch.device("cpu")
-            if name in ("is_meta", "is_cpu"):
-                return name == "is_cpu"
+            if name == "is_meta":
+                # Where values are left out, torch's own initialisations may know it, and do nothing.
+                return self._tracer.leaves_out
+            if name == "is_cpu":
+                return True
             if name == "cpu":
                 return args[0]
             if name in ("new_tensor", "new"):

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.deferred.call import Call, has_storage
-from zero_offload.deferred.recipe import Node, OwnGenerator, Recipe, Ref, Value, replay
+from zero_offload.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
 from zero_offload.errors import ConfigError
+from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.types import MIB
 
 KEPT_BYTES = 16 * MIB
@@ -49,11 +50,12 @@ class Tracer:
 
     def __init__(self, *, leaves_out: bool) -> None:
         """`leaves_out`: faces have no values, and what fills them is not run."""
-        self._leaves_out = leaves_out
+        self.leaves_out = leaves_out
         self._slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """Storage, real or meta -> slot."""
         self._kept: dict[Slot, torch.UntypedStorage] = {}
         """Real values of faces, the last used last."""
+        self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
         self._keys = itertools.count()
         self._orders = itertools.count()
 
@@ -65,7 +67,7 @@ class Tracer:
     def face(self, tensor: Tensor) -> Tensor:
         """A meta tensor in the place of `tensor`, a real one; its values are what they are now."""
         slot = self._slot(tensor) or self._follow(tensor)
-        slot.unknown |= self._leaves_out
+        slot.unknown |= self.leaves_out
         storage = slot.face() if slot.face is not None else None
         if storage is None:
             storage = torch.empty(slot.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
@@ -177,6 +179,7 @@ class Tracer:
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata not in of_inputs:
+                self._trimmer.freed(storage.nbytes())
                 key = next(self._keys)
                 node.makes.append((index, key))
                 self._slots[storage] = Slot(
@@ -203,7 +206,7 @@ class Tracer:
         """The values of a slot; `is_filled`: they are not read before they are filled."""
         storage = slot.real() if slot.real is not None else None
         if storage is None:
-            storage = torch.UntypedStorage(slot.nbytes) if is_filled else self._made(slot)
+            storage = blank(slot.nbytes) if is_filled else self._made(slot)
             slot.real = weakref.ref(storage)
             self._slots[storage] = slot
         return storage

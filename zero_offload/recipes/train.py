@@ -133,7 +133,8 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = _peak_rss_bytes()
     gpt = config.gpt()
-    model = GPT(gpt, config.seed)
+    with zo.deferred_init():
+        model = GPT(gpt, config.seed)
     settings = replace(config.offload, existing=existing.value)
     zo.offload(model, settings)
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
