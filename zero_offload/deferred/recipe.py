@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.types import MIB
 
-
-TEMPORARY_BYTES = 32 * MIB
+TEMPORARY_BYTES = 16 * MIB
 """Results of operations between two trims of the heap, which does not return their pages by itself."""
 
 
