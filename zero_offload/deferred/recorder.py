@@ -281,33 +281,40 @@ class _Answers(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = name_of(func)
+        kwargs = kwargs or {}
         if not args or not isinstance(args[0], Tensor):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
+        name = name_of(func)
         with _unseen():
-            is_face = self._tracer.is_face(args[0])
-            if name in _ESCAPES and not is_face:
-                self._tracer.forget(args[0])
-        if is_face:
-            if name == "device":
+            if not self._tracer.is_face(args[0]):
+                if name in _ESCAPES:
+                    self._tracer.forget(args[0])
+            elif name == "device":
                 return torch.device("cpu")
-            if name == "is_meta":
+            elif name == "is_meta":
                 # Where values are left out, torch's own initialisations may know it, and do nothing.
                 return self._tracer.leaves_out
-            if name == "is_cpu":
+            elif name == "is_cpu":
                 return True
-            if name == "cpu":
+            elif name == "cpu":
                 return args[0]
-            if name in ("new_tensor", "new"):
-                return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **(kwargs or {}))
-            if name == "__setitem__" and not isinstance(args[2], Tensor):
-                with _unseen():
-                    value = torch.tensor(args[2], dtype=args[0].dtype)
-                return func(args[0], args[1], value)
-            if name == "to":
-                return func(*tree_map(_as_face, args), **tree_map(_as_face, kwargs or {}))
-            if name == "data" and func.__name__ == "__set__":
-                with _unseen():
-                    value = args[1] if args[1].is_meta else self._tracer.face(args[1].detach())
-                return func(args[0], value)
-        return func(*args, **(kwargs or {}))
+            else:
+                args, kwargs = self._redirected(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _redirected(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Arguments that give a face what a tensor on the CPU gets of values from Python, devices and other tensors."""
+        name, (face, *rest) = name_of(func), args
+        if name in ("new_tensor", "new"):
+            face = torch.empty(0, dtype=face.dtype)
+        elif name == "__setitem__" and not isinstance(rest[1], Tensor):
+            rest[1] = torch.tensor(rest[1], dtype=face.dtype)
+        elif name == "to":
+            rest, kwargs = tree_map(_as_face, rest), tree_map(_as_face, kwargs)
+        elif name == "data" and func.__name__ == "__set__" and not self._tracer.is_face(rest[0]):
+            if rest[0].is_meta:
+                raise ConfigError(
+                    "data of a parameter inside zo.deferred_init is set to a tensor on meta without values"
+                )
+            rest[0] = self._tracer.face(rest[0].detach())
+        return (face, *rest), kwargs

@@ -124,6 +124,7 @@ def test_a_parameter_on_meta_raises() -> None:
         lambda linear: linear.weight.data.resize_(7),
         lambda linear: linear.weight.data.copy_(torch.empty(4, 3, device="meta")),
         lambda linear: torch.empty_like(linear.weight, device="meta"),
+        lambda linear: setattr(linear.weight, "data", torch.empty(4, 3, device="meta")),
         lambda linear: torch.ones(3).set_(linear.weight.data),
     ],
 )
