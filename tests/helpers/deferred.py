@@ -86,6 +86,7 @@ def views(bag: Any) -> None:
     bag.z = nn.Parameter(torch.empty(30, 20))
     with torch.no_grad():
         bag.v.copy_(bag.w)
+        bag.v.copy_(bag.v)
         bag.w.mul_(2)
         bag.v[3].zero_()
         bag.v[:, 5] = 7
@@ -126,6 +127,8 @@ def kept(bag: Any) -> None:
 def made_before(bag: Any) -> None:
     """Values that are there when a parameter is made."""
     bag.a = nn.Parameter(torch.tensor([1.0, 2, 3]))
+    with torch.no_grad():
+        bag.a.mul_(2)
     bag.b = nn.Parameter(torch.log(torch.arange(1, 17).float()).repeat(4, 1))
     bag.c = nn.Parameter(torch.from_numpy(np.arange(12.0).reshape(3, 4)))
     bag.d = nn.Parameter(torch.arange(5), requires_grad=False)
