@@ -9,6 +9,7 @@ Everything else is a plain PyTorch loop; README.md shows it.
 from zero_offload import nn as nn
 from zero_offload.api import (
     Resumed,
+    checkpoint,
     clip_grad_norm_,
     close,
     commit,
@@ -34,6 +35,7 @@ from zero_offload.errors import (
 from zero_offload.gathered import gathered
 from zero_offload.offload import offload
 from zero_offload.optim.adamw import AdamW
+from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.pretrained import export_pretrained, load_pretrained
 from zero_offload.telemetry.stats import Stats
 
@@ -44,6 +46,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "GradScaler",
     "IntegrityError",
     "LockError",
     "NonFiniteError",
@@ -53,6 +56,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "ZeroOffloadError",
+    "checkpoint",
     "clip_grad_norm_",
     "close",
     "commit",

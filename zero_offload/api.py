@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
@@ -19,8 +22,10 @@ from zero_offload.errors import ConfigError
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.adamw import check_groups, group_record, restore_groups
+from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
+from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.shards.registry import owner_of
 from zero_offload.telemetry.stats import Stats
 
@@ -87,8 +92,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler state, data
-    position, ... Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
+    Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
+    `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
+    nothing. Raises ConfigError when `extra` is not JSON.
     """
     owner = _need_runtime(model, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
@@ -115,15 +121,19 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     owner.save(Path(path), capture_rng, _json(extra))
 
 
-def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path) -> Resumed:
+def load_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, scaler: GradScaler | None = None
+) -> Resumed:
     """Replace parameters, optimizer states and hyperparameters by a checkpoint's. Every rank must call.
 
-    Generators are restored when the number of ranks is the same. Raises CheckpointError naming the first
-    difference when it is another model's, IntegrityError when a byte is not what was written.
+    `scaler` gets the state of the one that the run had. Generators are restored when the number of ranks is the same.
+    Raises CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not
+    what was written.
     """
     owner = _need_runtime(model, "zo.load_checkpoint")
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
     restore_groups(optimizer, _groups(generation), str(path))
+    _restore_scaler(generation, scaler, str(path))
     if rng is not None:
         restore_rng(rng)
     return Resumed(generation.step, generation.payload.get("extra"), generation.committed_at)
@@ -134,11 +144,22 @@ def _groups(generation: Generation) -> list[dict[str, Any]]:
     return groups
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
+def _restore_scaler(generation: Generation, scaler: GradScaler | None, where: str) -> None:
+    state = generation.payload.get("scaler")
+    if state is None:
+        return
+    if scaler is None:
+        warnings.warn(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=", stacklevel=3)
+    else:
+        scaler.load_state_dict(state)
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
     Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
-    number generators, and returns the step and `extra`. Raises CheckpointError when the optimizer differs.
+    number generators and the state of `scaler`, and returns the step and `extra`. Raises CheckpointError when the
+    optimizer differs.
     """
     owner = _need_runtime(model, "zo.resume")
     keeper = owner.parts.keeper
@@ -148,6 +169,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None
     owner.resume_pending = False
     where = f"the generation of step {found.step}"
     restore_groups(optimizer, _groups(found), where)
+    _restore_scaler(found, scaler, where)
     rng = keeper.rank_payload().get("rng")
     if rng is not None:
         restore_rng(rng)
@@ -157,6 +179,30 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None
 def stats(model: nn.Module) -> Stats:
     """Figures of the last step: bytes per tier, stalls, peak memory."""
     return _need_runtime(model, "zo.stats").stats()
+
+
+def checkpoint(
+    modules: nn.Module | Iterable[nn.Module], group: DeviceMesh | dist.ProcessGroup | None = None
+) -> nn.Module | Iterable[nn.Module]:
+    """Mark modules, such as `model.blocks`, so that training keeps only their inputs and backward runs them again.
+
+    In place, before or after `zo.offload`, or without it; returns what it was given. Losses and gradients stay what
+    they are, bit for bit; eval mode and no_grad change nothing. The inputs rest where `activations=` says; without
+    offload where they are. `group`: ranks whose inputs are equal, as with tensor parallelism; each keeps a part of
+    them, and backward gathers them.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(f"the mesh of zo.checkpoint has {group.ndim} dimensions; give one, as in mesh['tp']")
+        group = group.get_group()
+    single = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
+    marked = [modules] if single else modules
+    for index, module in enumerate(cast("list[Any]", marked)):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"zo.checkpoint takes modules, not a {type(module).__name__}")
+        kind = type(module).__name__
+        mark_for_recompute(module, kind if single else f"{kind} {index}", group)
+    return modules
 
 
 def close(model: nn.Module) -> None:

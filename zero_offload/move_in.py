@@ -22,6 +22,8 @@ from zero_offload.device import Device
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.memory.pages import trim_heap
 from zero_offload.plan.layout import ParamSlice
+from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.runtime.dtensors import move_to
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, recipe_of
 from zero_offload.shards.store import ShardStore
@@ -40,7 +42,7 @@ def param_problem(param: nn.Parameter) -> str | None:
     if param.is_meta:
         return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
     if type(param) is not nn.Parameter:
-        return f"is a {type(param).__name__}; only plain torch.nn.Parameter can be offloaded"
+        return f"is a {type(param).__name__}; only plain parameters and DTensors can be offloaded"
     if param.device.type != "cpu":
         return f"is on {param.device}; build the model on the CPU"
     return "has a gradient; call model.zero_grad() first" if param.grad is not None else None
@@ -103,7 +105,7 @@ class _Values:
     def read(self, param: nn.Parameter, begin: int, end: int) -> torch.Tensor:
         recipe = recipe_of(param)
         if recipe is None:
-            return param.detach().reshape(-1)[begin:end]
+            return local_part(param).detach().reshape(-1)[begin:end]
         if recipe.is_skipped:
             return torch.zeros(1, dtype=param.dtype).expand(end - begin)
         if self._param is not param:
@@ -116,7 +118,7 @@ class _Values:
 def _as_view(param: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
     """The parameter that is this view: itself, or a new one for a deferred one, which cannot leave meta."""
     if recipe_of(param) is None:
-        param.data = view
+        move_to(param, view)
         return param
     made = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), param.requires_grad)
     made.data = view

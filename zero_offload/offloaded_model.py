@@ -2,8 +2,8 @@
 
 Owns the step: which gradients an update takes, its clip factor, and which generation is due. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
-Order of a step: backward fills `grads`; `clip_grad_norm` sets the factor; `update` captures everything by value
-and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
+Order of a step: backward fills `grads`; `unscale` and `clip_grad_norm` set the factor; `update` captures everything
+by value and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +29,17 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.param_access import ParamAccess
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.runtime.activations import Activations
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.unit import Unit
-from zero_offload.shards.registry import AdamWHyper
+from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 
 
@@ -55,6 +57,8 @@ class Parts:
     units: tuple[Unit, ...]
     residency: Residency
     keeper: GenerationKeeper | None
+    scratch: SwapFile | None
+    activations: Activations | None
     close_files: Callable[[], None]
 
 
@@ -66,7 +70,7 @@ class OffloadedModel:
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
-        self.session = Session(parts.units, parts.residency, self.grads)
+        self.session = Session(parts.units, parts.residency, self.grads, parts.activations)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
         )
@@ -78,6 +82,7 @@ class OffloadedModel:
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._due = False
+        self._scaler: LossScaler | None = None
         self._completes = False
         """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
         self._closed = False
@@ -100,6 +105,11 @@ class OffloadedModel:
         self.grads.reduce_waiting()
         return torch.tensor(self.grads.ledger.clip(max_norm))
 
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        self._scaler = scaler
+        self.grads.reduce_waiting()
+        return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
+
     # The step
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
@@ -117,7 +127,7 @@ class OffloadedModel:
             )
         self.step_count += 1
         self.groups = list(groups)
-        if self.grads.ledger.norm()[1]:
+        if self.grads.ledger.norm()[1] and not self.grads.ledger.overflowed:
             self._launch(hypers)
         else:
             self._skip()
@@ -128,7 +138,8 @@ class OffloadedModel:
     def _skip(self) -> None:
         self.skipped_steps += 1
         self.grads.drop()
-        if self.skipped_steps == 1:
+        # With a scaler overflows are how it finds the scale.
+        if self.skipped_steps == 1 and self._scaler is None:
             warnings.warn(
                 f"step {self.step_count}: a gradient is NaN or infinite; the step is skipped and the states "
                 "stay as they are. zo.stats(model).skipped_steps counts such steps",
@@ -137,7 +148,7 @@ class OffloadedModel:
 
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
         order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
-        step = StepInput(hypers, self.grads.ledger.clip_factor, order, self.parts.collectives.shard_index)
+        step = StepInput(hypers, self.grads.ledger.factor, order, self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
@@ -173,13 +184,14 @@ class OffloadedModel:
         self.param_steps = {name: int(steps.get(name, 0)) for name in self.param_steps}
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
-        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra)
+        scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
+        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra, scaler)
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self._completes = True
         if self._latest is not None:
-            self._latest = replace(self._latest, optimizer=self.groups, rng=capture_rng(), extra=extra)
+            self._latest = self._record(capture_rng(), extra)
         self._commit_due()
 
     def _commit_due(self) -> None:
@@ -207,7 +219,7 @@ class OffloadedModel:
         self.worker.drain()
         self.grads.drop()
         index = self.parts.collectives.shard_index
-        with SavedCheckpoint.open(path, self.parts.layout) as saved:
+        with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
             check(saved.generation)
             for shard in self.parts.store.shards:
                 self.parts.store.write_components(shard, saved.source(shard.layout, index))
@@ -246,7 +258,7 @@ class OffloadedModel:
         resident = {
             "device": 0,
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
-            "nvme": store.swap.nbytes if store.swap is not None else 0,
+            "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }
         return self._stats.stats(self.step_count, self.skipped_steps, resident)
 

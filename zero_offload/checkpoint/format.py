@@ -42,6 +42,8 @@ class StepRecord:
     rng: dict[str, Any] | None
     """Random number generators of this rank; None when `commit` was not called for this step."""
     extra: Any
+    scaler: dict[str, Any] | None
+    """The loss scaler's state; None without one, and when `commit` was not called for this step."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
             "section": section.index,
             "begin": piece.begin,
         }
+        | ({"division": piece.spec.division} if piece.spec.division else {})
         for section in layout.sections
         for piece in section.params
     ]

@@ -54,6 +54,13 @@ class Ranks:
     rank: int
     world_size: int
     exchange: Exchange
+    column: int = 0
+    num_columns: int = 1
+    """Parts of the model; ranks are numbered column after column."""
+
+    def first_of_column(self, world_size: int) -> int:
+        """The first rank that holds this part in a run of so many ranks."""
+        return self.column * (world_size // self.num_columns)
 
 
 def _announced(home: RunDirectory) -> list[str]:
@@ -230,6 +237,7 @@ class GenerationKeeper:
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,
             "extra": record.extra,
+            "scaler": record.scaler,
             "ranks": [
                 {"manifest": rank_manifest_name(rank, number), "digest": digest} for rank, digest in enumerate(digests)
             ],

@@ -15,6 +15,7 @@ from torch import nn
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
@@ -68,6 +69,10 @@ class GradLedger:
         self._collectives = collectives
         self._places: dict[int, tuple[SectionGrads, int]] = {}
         self._clip_factor = 1.0
+        self.loss_scale = 1.0
+        """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        self.overflowed = False
+        """Whether a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
@@ -94,19 +99,32 @@ class GradLedger:
         total, bad = 0.0, 0.0
         for grads in self.sections:
             self._refresh(grads)
-            total += math.fsum(grads.sums[index].sumsq for index in sorted(grads.sums))
+            # Tensor-parallel ranks that hold the same count it once between them.
+            total += math.fsum(grads.sums[index].sumsq for index in sorted(grads.sums)) / grads.layout.num_copies
             bad += sum(not entry.finite for entry in grads.sums.values())
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
 
     @property
-    def clip_factor(self) -> float:
+    def factor(self) -> float:
         """What the gradients held now are to be multiplied by; it ends with them."""
-        return self._clip_factor
+        return self._clip_factor / self.loss_scale
+
+    def unscale(self, loss_scale: float, overflowed: bool) -> bool:
+        """Divide the loss scale out of the factor, once; says whether the step must not be taken. Collective.
+
+        `overflowed` is what this rank knows of gradients that are elsewhere.
+        """
+        finite = self.norm()[1]
+        (bad,) = self._collectives.any_rank([overflowed or not finite])
+        if self.any_held:
+            self.loss_scale = loss_scale
+            self.overflowed |= bad
+        return bad or self.overflowed
 
     def clip(self, max_norm: float) -> float:
         """Set the factor as torch.nn.utils.clip_grad_norm_ scales; returns the norm before. Collective."""
-        norm = self.norm()[0] * self._clip_factor
+        norm = self.norm()[0] * self.factor
         if math.isfinite(norm):
             self._clip_factor *= min(1.0, max_norm / (norm + CLIP_EPS))
         return norm
@@ -129,19 +147,19 @@ class GradLedger:
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
         """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
         grads, index = self._places[id(param)]
-        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1:
+        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
         grads.exposed.add(index)
         return grads.shard.view(index).view(grads.layout.params[index].spec.shape)
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient, fp32, or None; one rank only."""
+        """A copy of the gradient, fp32, without the loss scale once that is divided out, or None; one rank only."""
         grads, index = self._places[id(param)]
         if index not in grads.holding:
             return None
         copy = grads.shard.view(index).view(grads.layout.params[index].spec.shape).float().clone()
         grads.shard.close()
-        return copy
+        return copy.div_(self.loss_scale)
 
     def forget(self, param: nn.Parameter) -> None:
         """Drop one parameter's gradient."""
@@ -173,4 +191,4 @@ class GradLedger:
             grads.sums.clear()
             grads.shard.held = False
             if not self.any_held:
-                self._clip_factor = 1.0
+                self._clip_factor, self.loss_scale, self.overflowed = 1.0, 1.0, False
