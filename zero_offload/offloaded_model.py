@@ -209,6 +209,7 @@ class OffloadedModel:
 
     def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
+        self.session.check_usable()
         self.worker.drain()
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
@@ -230,6 +231,7 @@ class OffloadedModel:
             generation = saved.generation
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
+        self.session.lacks_weights = False
         self.adopt_generation(generation)
         self._latest, self._due = None, False
         return generation, rng

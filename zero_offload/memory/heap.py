@@ -16,7 +16,7 @@ ACTIVATION_TRIM_BYTES = 64 * MIB
 
 
 class HeapTrimmer:
-    """Trims as forward and backward go on."""
+    """Trims as forward, backward or whatever else frees large tensors goes on."""
 
     def __init__(self, interval_bytes: int = TRIM_BYTES) -> None:
         self._interval_bytes = interval_bytes
