@@ -21,6 +21,7 @@ from zero_offload.api import (
     stats,
 )
 from zero_offload.config import OffloadConfig, Precision
+from zero_offload.deferred.recorder import deferred_init
 from zero_offload.errors import (
     CapacityError,
     CheckpointError,
@@ -59,6 +60,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "commit",
+    "deferred_init",
     "export_pretrained",
     "gathered",
     "load_checkpoint",

@@ -102,11 +102,13 @@ class OffloadedModel:
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
+        self.session.settle()
         self.grads.reduce_waiting()
         return torch.tensor(self.grads.ledger.clip(max_norm))
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         self._scaler = scaler
+        self.session.settle()
         self.grads.reduce_waiting()
         return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
 
@@ -115,6 +117,7 @@ class OffloadedModel:
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
         self._commit_due()
+        self.session.settle()
         self.grads.reduce_waiting()
         if not self.grads.ledger.any_held:
             return
@@ -207,6 +210,7 @@ class OffloadedModel:
 
     def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
+        self.session.check_usable()
         self.worker.drain()
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
@@ -228,6 +232,7 @@ class OffloadedModel:
             generation = saved.generation
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
+        self.session.lacks_weights = False
         self.adopt_generation(generation)
         self._latest, self._due = None, False
         return generation, rng

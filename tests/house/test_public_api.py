@@ -31,6 +31,7 @@ PUBLIC_NAMES = {
     "clip_grad_norm_",
     "close",
     "commit",
+    "deferred_init",
     "export_pretrained",
     "gathered",
     "load_checkpoint",
