@@ -169,6 +169,7 @@ class OffloadedModel:
         else:
             self.worker.drain()
             self._pipeline.run(sections, threads)
+        self.parts.residency.refresh_kept()
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
         """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
@@ -278,7 +279,9 @@ class OffloadedModel:
             self.worker.drain()
         finally:
             self.worker.shutdown()
-            self.parts.close_files()
+            # When one rank returns, none holds the directory's lock: it can be opened again at once.
+            with self.parts.ranks.exchange.together():
+                self.parts.close_files()
 
 
 def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:

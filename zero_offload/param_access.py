@@ -62,6 +62,7 @@ class ParamAccess:
         }
         self._walking = False
         self._last: tuple[Section, Component, torch.Tensor] | None = None
+        self._copies: dict[int, torch.Tensor] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
 
     def place(self, param: nn.Parameter) -> Place:
@@ -83,10 +84,12 @@ class ParamAccess:
     def touch(self, params: list[nn.Parameter], func: object) -> None:
         """Let an operation read parameters: always inside a forward or backward; outside if they are here."""
         self._session.check_usable()
-        for unit in {self.place(param).unit.index: self.place(param).unit for param in params}.values():
-            if self._session.active:
-                self._session.touch(unit)
-            elif unit.readable and not _writes(func):
+        units = list({self.place(param).unit.index: self.place(param).unit for param in params}.values())
+        if self._session.active:
+            self._session.touch(units)
+            return
+        for unit in units:
+            if unit.readable and not _writes(func):
                 self._board.wait(unit.index)
             else:
                 raise ZeroOffloadError(
@@ -102,10 +105,12 @@ class ParamAccess:
         self._need_whole("model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walking, self._last = True, None
         self._writes.clear()
+        self._copies.clear()
 
     def end_walk(self) -> None:
         """Write what was copied in, section by section."""
         self._walking, self._last = False, None
+        self._copies.clear()
         sections = {id(place.section): place for place in self._places.values()}
         for key, values in self._writes.items():
             self.write_section(sections[key].section, values, {})
@@ -117,8 +122,10 @@ class ParamAccess:
         return self._walking
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's value, a copy, host."""
-        return self._read(self.place(param), Component.VALUE)
+        """The parameter's value, a copy, host; one for all of its names."""
+        if id(param) not in self._copies:
+            self._copies[id(param)] = self._read(self.place(param), Component.VALUE)
+        return self._copies[id(param)].detach()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from zero_offload.api import runtime_of
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.checkpoint.hf_match import Wanted, match
-from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master_chunk
-from zero_offload.errors import ConfigError
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master, read_master_chunk
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.pages import trim_heap
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
@@ -66,12 +66,14 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
             stored = files.enter_context(open_weights(Path(path)))
             params, buffers = _match(model, stored, prefix, Path(path))
         owner.grads.drop()
-        with exchange.together():
-            _write_params(owner, params)
-            _write_buffers(buffers)
-    torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
-    for unit in owner.parts.units:
-        owner.parts.residency.forget(unit)
+        try:
+            with exchange.together(), _saying_what_is_left(path):
+                _write_params(owner, params)
+                _write_buffers(buffers)
+        finally:
+            torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
+            for unit in owner.parts.units:
+                owner.parts.residency.forget(unit)
     owner.session.lacks_weights = False
 
 
@@ -85,7 +87,7 @@ def export_pretrained(
     once, under its first name; persistent buffers as they are. A `model.config` with `save_pretrained` is saved too.
 
     `path` must not exist or be empty, and gets its name when everything is written; after an error nothing is left.
-    Raises ConfigError (also for another dtype than the compute dtype when masters are spread over ranks), StorageError.
+    Raises ConfigError and StorageError.
     """
     owner = _owner_of_whole(model, "zo.export_pretrained")
     owner.session.check_usable()
@@ -103,9 +105,9 @@ def export_pretrained(
                 writer = files.enter_context(FolderWriter(folder, plans))
                 _save_configs(model, folder)
         for unit in owner.parts.units:
-            with _brought(owner, unit), exchange.together():
+            with _whole(owner, unit, target) as read, exchange.together():
                 if writer is not None:
-                    _write_unit(owner, unit, entries.params, writer)
+                    _write_unit(unit, read, entries.params, writer)
                     trim_heap()
         with exchange.together():
             if writer is not None:
@@ -139,6 +141,17 @@ def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
 
 
 # Load
+
+
+@contextlib.contextmanager
+def _saying_what_is_left(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except ZeroOffloadError as error:
+        raise type(error)(
+            f"{error}. The weights are now part old and part those of {path}: call zo.load_pretrained again when it "
+            "can be read, or build and offload the model again"
+        ) from error
 
 
 def _check_untrained(owner: OffloadedModel) -> None:
@@ -199,14 +212,7 @@ def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype:
         return compute
     if name not in EXPORT_DTYPES:
         raise ConfigError(f"dtype={name!r} is none of {', '.join(EXPORT_DTYPES)}; None is the compute dtype")
-    target, num_shards = EXPORT_DTYPES[name], owner.parts.collectives.num_shards
-    rounded = any(each.trainable and each.dtype != torch.float32 for each in owner.parts.layout.sections)
-    if target != compute and rounded and num_shards > 1:
-        raise ConfigError(
-            f"dtype={name!r} needs the fp32 masters, which are spread over {num_shards} ranks. Export in the compute "
-            "dtype (dtype=None); or zo.save_checkpoint here, and on one rank zo.load_checkpoint and export"
-        )
-    return target
+    return EXPORT_DTYPES[name]
 
 
 @dataclass(frozen=True)
@@ -239,49 +245,71 @@ def _save_configs(model: nn.Module, folder: Path) -> None:
             save(folder)
 
 
+Pieces = Iterator[tuple[int, torch.Tensor]]
+"""A section, chunk by chunk: (first element, values on the host, valid until the next)."""
+
+
 @contextlib.contextmanager
-def _brought(owner: OffloadedModel, unit: Unit) -> Iterator[None]:
-    """Where a unit is spread over ranks, it is gathered on each, and stays. Collective."""
+def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype) -> Iterator[Callable[[Section], Pieces]]:
+    """How to read the sections of a unit; where it is spread over ranks, it is gathered on each first. Collective."""
     if owner.parts.collectives.num_shards == 1:
-        yield
-        return
-    unit.gathered_uses += 1
-    try:
-        owner.parts.residency.bring(unit)
-        owner.parts.residency.meet(f"the export of {unit.name}")
-        yield
-    finally:
-        unit.gathered_uses -= 1
-        unit.close()
+        yield lambda section: _rested(owner, section, target)
+    elif any(target != section.layout.dtype and section.layout.trainable for section in unit.sections):
+        masters = _gather_masters(owner, unit)
+        yield lambda section: _cut(masters[section.layout.index])
+    else:
+        unit.gathered_uses += 1
+        try:
+            owner.parts.residency.bring(unit)
+            owner.parts.residency.meet(f"the export of {unit.name}")
+            yield lambda section: _cut(section.flat)
+        finally:
+            unit.gathered_uses -= 1
+            unit.close()
 
 
 def _write_unit(
-    owner: OffloadedModel, unit: Unit, entries: Mapping[ParamSlice, TensorEntry], writer: FolderWriter
+    unit: Unit,
+    read: Callable[[Section], Pieces],
+    entries: Mapping[ParamSlice, TensorEntry],
+    writer: FolderWriter,
 ) -> None:
-    whole = owner.parts.collectives.num_shards == 1
     for section in unit.sections:
-        pieces = section.layout.params
-        target = entries[pieces[0]].dtype
-        for begin, values in _rested(owner, section, target) if whole else _gathered(section):
-            for piece in pieces:
+        for begin, values in read(section):
+            for piece in section.layout.params:
                 low, high = max(piece.begin, begin), min(piece.end, begin + values.numel())
                 if low < high:
-                    part = values[low - begin : high - begin].to(target)
+                    part = values[low - begin : high - begin].to(entries[piece].dtype)
                     writer.write(entries[piece].name, low - piece.begin, part)
 
 
-def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
-    """A section from where it rests, chunk by chunk: (first element, values on the host, valid until the next)."""
+def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor]:
+    """By section, (numel,) on the compute device."""
+    collectives = owner.parts.collectives
+    with owner.parts.ranks.exchange.together():
+        mine = [read_master(owner.parts.store, section.shard) for section in unit.sections]
+    gathered = {}
+    for section, part in zip(unit.sections, mine, strict=True):
+        flat = torch.empty(section.layout.numel, dtype=part.dtype, device=owner.parts.device.torch_device)
+        collectives.agreement.same(f"the gather of masters of {unit.name}")
+        flat.view(collectives.num_shards, -1)[collectives.shard_index].copy_(part)
+        collectives.all_gather(flat)
+        gathered[section.layout.index] = flat
+    return gathered
+
+
+def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Pieces:
+    """From where it rests."""
     store, shard, layout = owner.parts.store, section.shard, section.layout
     for row, (begin, _) in enumerate(layout.chunks()):
         as_it_is = target == layout.dtype
         yield begin, store.read_chunk(shard, Component.VALUE, row) if as_it_is else read_master_chunk(store, shard, row)
 
 
-def _gathered(section: Section) -> Iterator[tuple[int, torch.Tensor]]:
-    """The same from the compute device, where the whole section is."""
-    for begin in range(0, section.layout.numel, CHUNK_NUMEL):
-        yield begin, section.flat[begin : begin + CHUNK_NUMEL].detach().cpu()
+def _cut(flat: torch.Tensor) -> Pieces:
+    """From the compute device, where the whole section is."""
+    for begin in range(0, flat.numel(), CHUNK_NUMEL):
+        yield begin, flat[begin : begin + CHUNK_NUMEL].detach().cpu()
 
 
 # Names

@@ -158,7 +158,7 @@ def test_nothing_is_saved_through_us_after_an_interrupt(nvme_config: zo.OffloadC
 
 
 class TooLarge(TinyLM):
-    """One block needs the others while it runs."""
+    """Parts of all blocks are needed at once."""
 
     def __init__(self) -> None:
         super().__init__(WIDE, num_blocks=6)
@@ -166,7 +166,7 @@ class TooLarge(TinyLM):
 
     def run_blocks(self, x: Tensor) -> Tensor:
         if self.greedy:
-            return x * sum(block.up.weight.mean() for block in self.blocks)
+            return x * sum(part.mean() for part in [block.up.weight[:2] for block in self.blocks])
         return super().run_blocks(x)
 
 
@@ -175,7 +175,7 @@ def test_training_goes_on_after_too_little_memory(nvme_config: zo.OffloadConfig)
         yield from train(model, optimizer, range(2))
         if isinstance(model.blocks[0].up.weight, nn.Parameter) and type(model.blocks[0].up.weight) is not nn.Parameter:
             model.greedy = True
-            with pytest.raises(zo.CapacityError, match=r"blocks\.\d.*device_memory"):
+            with pytest.raises(zo.CapacityError, match=r"a view of blocks\.\d.up.weight is held.*device_memory"):
                 model(tokens_of(50))
             model.greedy = False
         yield from train(model, optimizer, range(2, 4))

@@ -394,8 +394,8 @@ class Energy(Wide):
 @pytest.mark.parametrize(("steps", "make"), [(gradient_penalty, Model), (script, Energy)], ids=["outside", "inside"])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_double_backward(steps: Script, make: Any, tier: str, nvme: Path) -> None:
-    # A backward through a backward goes there and back: all three blocks are in use when it turns.
-    config = placed("fp32", (tier, "cpu", tier), nvme, "14MiB") if tier == "nvme" else placed("fp32", ["cpu"] * 3, None)
+    # A backward through a backward goes there and back: all three blocks are in use when it turns, one has room.
+    config = placed("fp32", (tier, "cpu", tier), nvme, "8MiB") if tier == "nvme" else placed("fp32", ["cpu"] * 3, None)
     assert_same(steps, make, config)
 
 
@@ -541,16 +541,3 @@ def test_requires_grad_switched_between_steps_raises(inside: bool, fp32_config: 
             model.blocks[1].norm.weight.requires_grad = False
         else:
             model.blocks[1].requires_grad_(False)
-
-
-class ClampsData(Wide):
-    class block(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            self.up.weight.data.clamp_(-0.03, 0.03)
-            return super().forward(x)
-
-
-@pytest.mark.xfail(strict=True, reason="torch counts no version for a change through .data: forward's is lost unseen")
-def test_parameters_changed_through_data_in_forward_raise(nvme_config: zo.OffloadConfig) -> None:
-    with pytest.raises(zo.ZeroOffloadError, match="forward has changed"):
-        zo.offload(build(ClampsData), nvme_config)(tokens_of(0))

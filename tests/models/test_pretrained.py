@@ -22,6 +22,7 @@ from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pretrained import OURS, THEIRS, Everything, read_folder, weights_of, write_weights
 from tests.helpers.reference import param_groups, read_masters
 from tests.helpers.twins import run_plain
+from zero_offload.checkpoint.hf_files import StoredTensor
 from zero_offload.native import Fault
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -230,6 +231,28 @@ def test_a_damaged_file(tmp_path: Path) -> None:
     path = write_weights(tmp_path / "in", _theirs()) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     _unchanged(_offloaded(zo.OffloadConfig()), tmp_path / "in", zo.IntegrityError, "cut short")
+
+
+def test_a_read_that_fails_half_way_says_what_is_left(
+    config: zo.OffloadConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_weights(tmp_path / "in", _theirs())
+    model, read, reads = _offloaded(config), StoredTensor.read, []
+
+    def failing(tensor: StoredTensor, begin: int, end: int) -> torch.Tensor:
+        reads.append(tensor)
+        if len(reads) == 5:
+            raise zo.StorageError("the drive is gone")
+        return read(tensor, begin, end)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredTensor, "read", failing)
+        with pytest.raises(
+            zo.StorageError, match="the drive is gone. The weights are now part old.*load_pretrained again"
+        ):
+            zo.load_pretrained(model, tmp_path / "in")
+    zo.load_pretrained(model, tmp_path / "in")
+    _same(read_masters(model), _expected(weights_of(_theirs()), config))
 
 
 @pytest.mark.parametrize("call", [zo.load_pretrained, zo.export_pretrained])

@@ -92,15 +92,18 @@ def test_two_ranks_export(
         assert found[name].dtype == want.dtype and torch.equal(found[name], want), name
 
 
-def test_masters_of_two_ranks_are_not_exported(pool: RankPool, tmp_path: Path) -> None:
-    results = pool.call(pretrained.export, _case(tmp_path, IN_MEMORY, "bf16"), str(tmp_path / "out"), {"dtype": "fp32"})
-    for result in results:
-        assert isinstance(result, Failure) and result.kind == "ConfigError", result
-        assert "spread over 2 ranks" in result.message and "zo.save_checkpoint" in result.message
-    assert not (tmp_path / "out").exists()
-    whole = _case(tmp_path, IN_MEMORY, "bf16", stage=0)
-    pool.succeed(pretrained.export, whole, str(tmp_path / "out"), {"dtype": "fp32"})
-    assert read_folder(tmp_path / "out")["norm.weight"].dtype == torch.float32
+@pytest.mark.parametrize(("stage", "settings"), [(3, ON_DISK), (3, IN_MEMORY), (1, IN_MEMORY)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_masters_of_two_ranks_are_those_of_each(
+    stage: int, settings: dict[str, Any], dtype: str, pool: RankPool, tmp_path: Path
+) -> None:
+    for out, case in (("out", (settings, "bf16", stage)), ("whole", (IN_MEMORY, "bf16", 0))):
+        pool.succeed(pretrained.export, _case(tmp_path, *case), str(tmp_path / out), {"dtype": dtype})
+    found, expected = read_folder(tmp_path / "out"), read_folder(tmp_path / "whole")
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
+    assert not torch.equal(found["norm.weight"].float(), found["norm.weight"].bfloat16().float())
 
 
 def test_a_failure_of_the_writer_reaches_every_rank(pool: RankPool, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ or a leftover such as the embedding. Calls, in order: `find_units` picks the mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -96,7 +96,11 @@ class ModelSpec:
 
 
 def find_units(root: nn.Module) -> tuple[str, ...]:
-    """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential."""
+    """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential.
+
+    Blocks are alike. Where such children grow, and consist of blocks themselves, they are the stages of a pyramid
+    (Swin, ConvNeXt), and the blocks in them are the units: the last stage can be most of a model.
+    """
     return tuple(_repeated_blocks(root, ""))
 
 
@@ -104,14 +108,43 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
     children = dict(module.named_children())
     repeated: set[type[nn.Module]] = set()
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        counts = Counter(type(child) for child in children.values() if any(True for _ in child.parameters()))
-        repeated = {kind for kind, count in counts.items() if count > 1}
+        repeated = _repeated_kinds(children.values())
+    stages = {kind for kind in repeated if _are_stages([c for c in children.values() if type(c) is kind])}
     for name, child in children.items():
         path = f"{prefix}{name}"
-        if type(child) in repeated and _has_forward(child):
-            yield path
-        else:
+        if type(child) not in repeated or not _has_forward(child):
             yield from _repeated_blocks(child, f"{path}.")
+        elif type(child) in stages and (inside := list(_repeated_blocks(child, f"{path}."))):
+            yield from inside
+        else:
+            yield path
+
+
+def _repeated_kinds(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:
+    """Classes that several modules with parameters have."""
+    counts = Counter(type(module) for module in modules if _numel(module) > 0)
+    return {kind for kind, count in counts.items() if count > 1}
+
+
+def _are_stages(modules: Sequence[nn.Module]) -> bool:
+    """Whether modules of one class differ in size, and the largest holds most of its parameters in a list of blocks.
+
+    A list of single layers is none. Nor are experts: layers with experts are alike, or keep them further inside.
+    """
+    sizes = [_numel(module) for module in modules]
+    largest = modules[sizes.index(max(sizes))]
+    if max(sizes) < 2 * min(sizes):
+        return False
+    for inside in largest.children():
+        blocks = [each for each in inside.children() if any(True for _ in each.children())]
+        kinds = _repeated_kinds(blocks) if isinstance(inside, nn.ModuleList | nn.Sequential) else set()
+        if any(2 * sum(_numel(each) for each in blocks if type(each) is kind) > max(sizes) for kind in kinds):
+            return True
+    return False
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
 
 
 def _has_forward(module: nn.Module) -> bool:

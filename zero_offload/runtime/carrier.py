@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from zero_offload.device import Device, Handoff
+from zero_offload.device import Device, Event, Handoff
 from zero_offload.memory.arena import Region
 from zero_offload.memory.pool import RegionPool
 from zero_offload.runtime.unit import Section, Unit
@@ -89,6 +89,17 @@ class _Landing:
     def arrived(self) -> bool:
         return all(transfer.done() for _, _, transfers in self.reads for transfer in transfers)
 
+    def landed(self) -> _Landed:
+        return _Landed(self.region, [handoff.ready for handoff in self.uploads])
+
+
+@dataclass
+class _Landed:
+    """All uploads of a landing are launched."""
+
+    region: Region | None
+    uploads: list[Event]
+
 
 @dataclass
 class _Keeping:
@@ -109,7 +120,7 @@ class DeviceCarrier:
         self._pool = pool
         self._shard_index = shard_index
         self._flying: dict[int, _Landing] = {}
-        self._landed: list[_Landing] = []
+        self._landed: list[_Landed] = []
         """Uploads that compute may still be waiting for; their regions are reused once they are done."""
         self._keeping: dict[int, list[_Keeping]] = {}
 
@@ -156,7 +167,8 @@ class DeviceCarrier:
         self._upload(landing)
         for handoff in landing.uploads:
             handoff.take()
-        self._landed.append(landing)
+        # Without the tensors: whoever holds one of a unit's keeps it here.
+        self._landed.append(landing.landed())
 
     def keep(self, unit: Unit, section: Section) -> None:
         replica = section.shard.replica
@@ -178,7 +190,7 @@ class DeviceCarrier:
         for _, _, transfers in landing.reads:
             for transfer in transfers:
                 transfer.wait()
-        self._land(landing)
+        self._land(landing.landed())
 
     def _end_keeping(self, keeping: _Keeping) -> None:
         keeping.download.take_on_host()
@@ -207,7 +219,7 @@ class DeviceCarrier:
         elif not self._pool.available:
             flying = next(each for each in self._flying.values() if each.region is not None)
             self._upload(flying)
-            self._land(flying)
+            self._land(flying.landed())
             flying.region = None
         return self._pool.lease()
 
@@ -221,16 +233,16 @@ class DeviceCarrier:
         return None
 
     def _reclaim(self) -> None:
-        while self._landed and all(handoff.ready.done() for handoff in self._landed[0].uploads):
+        while self._landed and all(upload.done() for upload in self._landed[0].uploads):
             self._land(self._landed.pop(0))
         for kept in self._keeping.values():
             for keeping in kept:
                 if keeping.region is not None and keeping.write is None and keeping.download.ready.done():
                     keeping.write = keeping.replica.launch_save(keeping.region.address)
 
-    def _land(self, landing: _Landing) -> None:
+    def _land(self, landing: _Landed) -> None:
         """Wait for the uploads and give the region back."""
-        for handoff in landing.uploads:
-            handoff.take_on_host()
+        for upload in landing.uploads:
+            upload.synchronize()
         if landing.region is not None:
             self._pool.release(landing.region)

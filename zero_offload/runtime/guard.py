@@ -48,6 +48,7 @@ def _harmless() -> frozenset[Any]:
         if method is not None:
             found.add(method)
     found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference))
+    found.add(torch._has_compatible_shallow_copy_type)
     return frozenset(found)
 
 
@@ -55,6 +56,7 @@ def _harmless() -> frozenset[Any]:
 def _special() -> dict[Any, Callable[..., Any]]:
     """Functions that the owner answers itself."""
     grad: Any = Tensor.grad
+    data: Any = Tensor.data
     requires_grad: Any = Tensor.requires_grad
     return {
         grad.__get__: _get_grad,
@@ -64,6 +66,8 @@ def _special() -> dict[Any, Callable[..., Any]]:
         Tensor.requires_grad_: _call_requires_grad_,
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
+        data.__set__: _set_data,
+        **{convert: functools.partial(_convert, convert) for convert in _CONVERSIONS},
     }
 
 
@@ -116,6 +120,24 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         owner.access.copy_in(cast(nn.Parameter, target), source)
         return target
     return cast(Tensor, _touch_and_call(Tensor.copy_, (target, source, non_blocking), {}))
+
+
+_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
+
+
+def _convert(convert: Callable[..., Tensor], param: nn.Parameter, *args: Any, **kwargs: Any) -> Tensor:
+    """What a parameter is already, as in `model.to("cpu")`, needs no data."""
+    with torch._C.DisableTorchFunctionSubclass():
+        like = torch.empty(0, dtype=param.dtype, device=param.device)
+    if convert(like, *args, **kwargs) is like:
+        return param
+    return cast(Tensor, _touch_and_call(convert, (param, *args), kwargs))
+
+
+def _set_data(param: nn.Parameter, values: Tensor) -> None:
+    """`model.to("cpu")` assigns what it got from the parameter."""
+    if values is not param:
+        _touch_and_call(cast(Any, Tensor.data).__set__, (param, values), {})
 
 
 def refuse_copy(self: object, *_: Any) -> NoReturn:
@@ -181,16 +203,19 @@ def _class_at_rest(kind: type) -> type:
 
 def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
-    guarded = [cast(nn.Parameter, leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AtRest)]
+    # Those that are in use as well: their units must not go while another one comes.
+    params = [
+        cast(nn.Parameter, leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AtRest | nn.Parameter)
+    ]
     written = {id(leaf) for leaf in tree_leaves(kwargs.get("out"))}
     by_owner: dict[int, list[nn.Parameter]] = {}
-    for param in guarded:
+    for param in params:
         by_owner.setdefault(id(owner_of(param)), []).append(param)
-    for params in by_owner.values():
-        owner = owner_of(params[0])
+    for owned in by_owner.values():
+        owner = owner_of(owned[0])
         if owner is not None:
             # What is written through out= is changed like the target of copy_.
-            owner.access.touch(params, Tensor.copy_ if written & set(map(id, params)) else func)
+            owner.access.touch(owned, Tensor.copy_ if written & set(map(id, owned)) else func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from zero_offload.errors import ConfigError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.runtime.boundary import Group
 from zero_offload.runtime.recompute import Recompute
 from zero_offload.runtime.session import Session
@@ -72,8 +72,19 @@ def install_walk_hooks(root: nn.Module, begin_walk: Callable[[], None], end_walk
     """Let `root.state_dict()` and `root.load_state_dict()` go over parameters that are away."""
     root.register_state_dict_pre_hook(lambda *_: begin_walk())
     root.register_state_dict_post_hook(lambda *_: end_walk())
-    root.register_load_state_dict_pre_hook(lambda *_: begin_walk())
+    root.register_load_state_dict_pre_hook(functools.partial(_before_load, begin_walk))
     root.register_load_state_dict_post_hook(lambda *_: end_walk())
+
+
+def _before_load(
+    begin_walk: Callable[[], None], module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise ZeroOffloadError(
+            "load_state_dict(assign=True) would put ordinary parameters in the place of offloaded ones; "
+            "leave assign out"
+        )
+    begin_walk()
 
 
 class _WeakCall:

@@ -18,7 +18,9 @@ from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.gather import Gatherer
+from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.victims import Victims
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -48,6 +50,8 @@ class Residency:
         self._budget = budget
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
+        self._loans = Loans(units, collectives.world_size)
+        self._victims = Victims(units, self.schedule, self._loans, collectives.world_size)
 
     def _advance(self, unit: Unit, to: UnitState) -> None:
         self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
@@ -57,6 +61,7 @@ class Residency:
         """A forward starts; `kind` tells cycles apart that use units differently."""
         self._gatherer.agreement.begin()
         self._store.counters.add("departures", self.schedule.num_departures)
+        self._loans.forget()
         self.schedule.begin_cycle(kind)
         self._look_ahead()
 
@@ -98,6 +103,7 @@ class Residency:
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
+        self._loans.find(stale)
         self._hand_frames_on(stale)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
@@ -115,9 +121,14 @@ class Residency:
                     break
                 self._reserve(unit)
 
+    def refresh_kept(self) -> None:
+        """The update is launched: views that others hold show the new values when this returns."""
+        for unit in self._loans.kept:
+            self.bring(unit)
+
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
-        evictable = set(self._evictable())
+        evictable = set(self._victims.unused())  # those with views are kept, as `begin_update` has found
         holders = deque(unit for unit in stale if unit.index in evictable)
         missing = 0
         for unit in stale:
@@ -133,13 +144,16 @@ class Residency:
         if self._budget is self._store.arena:
             self._make_room(buffer.num_frames, "a gradient buffer")
         if not buffer.attach():
-            raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units)
+            raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
 
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
+            self._loans.find([unit])
             self._evict(unit)
         _outdate(unit.sections)
+        if unit.kept:
+            self.bring(unit)
 
     # Moves. With several ranks every decision here must be the same on all of them, since `_finish` is a
     # collective: so decisions look at pages and the schedule, never at what happens to be complete.
@@ -162,26 +176,21 @@ class Residency:
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
         while unit.num_frames > self._budget.free_frames:
-            victim = self.schedule.victim(self._evictable(), self.schedule.next_use(unit.index))
+            victim = self._victims.choose(self.schedule.next_use(unit.index))
             if victim is None:
                 return False
-            self._evict(self._units[victim])
+            self._evict(victim)
         return True
 
     def _make_room(self, num_frames: int, name: str) -> None:
         """Free frames for a use that cannot wait, whatever comes next."""
         while num_frames > self._budget.free_frames:
-            victim = self.schedule.victim(self._evictable())
-            if victim is None:
-                arriving = (UnitState.FETCHING, UnitState.AWAITING)
-                victim = self.schedule.victim(u.index for u in self._units if u.state in arriving and not u.resident)
+            victim = self._victims.choose() or self._victims.last_resort()
             if victim is not None:
-                self._evict(self._units[victim])
-            elif not self._budget.raise_limit(num_frames - self._budget.free_frames):
-                raise _no_room(num_frames, name, self._budget, self._units)
-
-    def _evictable(self) -> list[int]:
-        return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and not u.resident]
+                victim.break_off()
+                self._evict(victim)
+            elif not self._loans.release() and not self._budget.raise_limit(num_frames - self._budget.free_frames):
+                raise _no_room(num_frames, name, self._budget, self._units, self._loans)
 
     def _reserve(self, unit: Unit) -> None:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
@@ -234,11 +243,11 @@ def _readable(unit: Unit, board: UpdateBoard, carrier: Carrier) -> bool:
     return all(write.done() for section in unit.sections for write in section.shard.writes)
 
 
-def _no_room(num_frames: int, name: str, budget: Budget, units: Sequence[Unit]) -> CapacityError:
+def _no_room(num_frames: int, name: str, budget: Budget, units: Sequence[Unit], loans: Loans) -> CapacityError:
     used = [u.name for u in units if u.in_use and not u.resident]
     return CapacityError(
         f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
         f"{format_bytes(budget.frame_limit * FRAME)} only "
         f"{format_bytes(budget.free_frames * FRAME)} are free while these units are in use: "
-        f"{', '.join(used) or 'none'}. Raise device_memory, or name smaller units with units="
+        f"{', '.join(used) or 'none'}{loans.describe()}. Raise device_memory, or name smaller units with units="
     )

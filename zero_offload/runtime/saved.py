@@ -37,12 +37,30 @@ class TensorStore(Protocol):
     def unpack(self, packed: Any) -> Tensor: ...
 
 
-class Saved(NamedTuple):
+class Saved:
     """A tensor that autograd saved, the version it had, and the unit whose buffer it views."""
 
-    tensor: Tensor
-    version: int
-    unit: Unit | None
+    __slots__ = ("kept", "_version", "unit")
+
+    def __init__(self, tensor: Tensor, unit: Unit | None) -> None:
+        # Detached: a node that saved its own output would hold itself in memory through it.
+        self.kept = tensor.detach()
+        self._version = tensor._version
+        self.unit = unit
+        if unit is not None:
+            unit.saved_views += 1
+
+    def __del__(self) -> None:
+        if self.unit is not None:
+            self.unit.saved_views -= 1
+
+    def check_version(self) -> None:
+        if self.kept._version != self._version:
+            raise _changed_in_place(tuple(self.kept.shape), self.kept._version, self._version)
+
+    def give(self) -> Tensor:
+        # One more tensor on the buffer, for as long as the node needs it: so the unit is seen to be in use.
+        return self.kept if self.unit is None else self.kept.detach()
 
 
 class SavedByOthers(NamedTuple):
@@ -120,6 +138,8 @@ class SavedTensors:
     def __init__(self, units: Sequence[Unit], store: TensorStore | None) -> None:
         """`store` takes tensors that are no views of parameters, if they may leave."""
         self._store = store
+        self._needed = store is not None or not all(unit.updates_in_place for unit in units)
+        """Where nothing ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
@@ -131,7 +151,7 @@ class SavedTensors:
     def hooks(self, use: Use) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
         hooks = saving_hooks()
-        if not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
+        if not self._needed or not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
             return None
         entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()
@@ -160,16 +180,14 @@ class SavedTensors:
             return SavedByOthers(users[0](tensor), users[1])
         if unit is None and self._store is not None and (stored := self._store.pack(tensor)) is not None:
             return SavedByOthers(stored, self._store.unpack)
-        # Detached: a node that saved its own output would hold itself in memory through it.
-        return Saved(tensor.detach(), tensor._version, unit)
+        return Saved(tensor, unit)
 
     def _unpack(self, use: Use, saved: Saved | SavedByOthers) -> Tensor:
         if isinstance(saved, SavedByOthers):
             return saved.unpack(saved.packed)
-        if saved.tensor._version != saved.version:
-            raise _changed_in_place(tuple(saved.tensor.shape), saved.tensor._version, saved.version)
+        saved.check_version()
         if saved.unit is not None:
             use(saved.unit)
             if torch.is_grad_enabled():
                 self._save_in_backward(use)
-        return saved.tensor
+        return saved.give()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -110,6 +111,8 @@ class Session:
         self._residency = residency
         self._grads = grads
         self._stack: list[Scope] = []
+        self._thread = 0
+        """Runs the forwards on the stack."""
         self._backward_runs = False
         self._pid = os.getpid()
         self.lacks_weights = False
@@ -150,11 +153,23 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if any(scope.units is units and not runs(scope.caller) for scope in self._stack):
+        thread = threading.get_ident()
+        if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self._stack):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
         if not self._stack:
+            if torch._C._is_tracing():
+                raise ZeroOffloadError(
+                    "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
+                    "zo.offload, or use torch.compile"
+                )
             self._begin()
+            self._thread = thread
+        elif thread != self._thread:
+            raise ZeroOffloadError(
+                "a forward of this model runs in another thread; one that starts now could take its parameters out of "
+                "memory. Run one forward at a time"
+            )
         self._stack.append(Scope(units, sys._getframe(2)))
         self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
         for unit in units:
@@ -166,6 +181,8 @@ class Session:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
         if in_backward() or not self._stack:
             return None
+        if threading.get_ident() != self._thread:
+            return None
         scope = self._stack.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
@@ -175,6 +192,8 @@ class Session:
             unit.forward_uses = max(unit.forward_uses - 1, 0)
             if unit.forward_uses == 0:
                 changed += unit.changed()
+            else:
+                unit.passing = not any(unit in each.units for each in self._stack)
             unit.close()
         if not self._stack:
             self._residency.meet("the end of a forward")
@@ -210,19 +229,28 @@ class Session:
             unit.forward_uses = 0
             unit.close()
 
-    def touch(self, unit: Unit) -> None:
-        """An operation needs a unit's parameters outside of its modules; valid while `active`."""
-        if in_backward():
-            self._use_in_backward(unit)
-        elif unit.forward_uses == 0:
-            self._stack[-1].touched.append(unit)
-            self._use(unit)
+    def touch(self, units: Sequence[Unit]) -> None:
+        """An operation needs parameters of these units outside of their modules; valid while `active`."""
+        passing = [unit for unit in units if unit.passing or not unit.runs]
+        for unit in units:
+            unit.passing = False  # none of them goes while another one comes
+        for unit in units:
+            if in_backward():
+                self._use_in_backward(unit)
+            elif unit.forward_uses == 0:
+                self._stack[-1].touched.append(unit)
+                self._use(unit)
+        for unit in passing:
+            # In backward it may be part of a forward that is recomputed, which saves without asking us.
+            unit.passing = not in_backward()
 
     def _use(self, unit: Unit) -> None:
         unit.forward_uses += 1
+        unit.passing = False
         if unit.forward_uses == 1:
             self._residency.acquire(unit)
             unit.open()
+            unit.watch()
 
     def _begin(self) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
@@ -272,6 +300,8 @@ class Session:
             unit.backward_uses += 1
         else:
             self._use_in_backward(unit)
+        # What is saved in a recomputed forward passes no hook of ours, so nobody asks for it.
+        unit.passing = False
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()
@@ -280,6 +310,7 @@ class Session:
             unit.backward_uses = 1
             self._residency.acquire(unit)
             unit.open()
+            unit.passing = unit.forward_uses == 0
 
     def note_backward(self) -> None:
         """Called on every sign of a backward: makes sure that its end is noticed."""

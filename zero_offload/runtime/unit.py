@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from zero_offload.kernels.checksum import fingerprint
 from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
 from zero_offload.plan.tensor_parallel import local_part
@@ -29,6 +30,26 @@ class Section:
         self.shard = shard
         self.flat = flat
         self.buffer = buffer
+        self._storage = flat.untyped_storage()._cdata
+        self._own_tensors = 0
+
+    def seal(self) -> None:
+        """Every tensor that is to stay on the buffer is made."""
+        self._own_tensors = self._num_tensors()
+
+    def views_made(self) -> int:
+        """Tensors on the buffer that were made since `seal` and live."""
+        return self._num_tensors() - self._own_tensors
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor views the buffer."""
+        if tensor.layout is not torch.strided:
+            return False
+        # Asked in the same way of both: a compiled forward traces this with tensors that stand for them.
+        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
+
+    def _num_tensors(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage))
 
     @property
     def layout(self) -> SectionLayout:
@@ -56,8 +77,17 @@ class Unit:
         """Forwards (of its modules, or around a touch) that are running now."""
         self.backward_uses = 0
         """Backwards through those modules that have begun and not ended."""
+        self.passing = False
+        """Used by single operations, outside of its modules or in backward: between two of them it may go."""
+        self.saved_views = 0
+        """Tensors on its buffers that are saved for a backward, which brings the unit before it reads them."""
+        self.kept = False
+        """Somebody holds a view of its buffers: it stays until a cycle begins, and is looked at again."""
         self._versions: list[int] = []
         """Of the parameters, when they were opened."""
+        self._fingerprints: list[int] = []
+        """The same; empty in most uses."""
+        self._num_watched = 0
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
 
@@ -118,6 +148,20 @@ class Unit:
         unguard(self.params)
         self._versions = [param._version for param in self.params]
 
+    def watch(self) -> None:
+        """After `open`: in some uses, also see changes that torch counts no version for, made through `.data`.
+
+        In the first, second, fourth, eighth use and so on, so that it costs nothing in the long run.
+        """
+        if self.updates_in_place or torch.compiler.is_compiling():
+            return
+        self._num_watched += 1
+        if self._num_watched & (self._num_watched - 1) == 0:
+            self.take_fingerprints()
+
+    def take_fingerprints(self) -> None:
+        self._fingerprints = [fingerprint(local_part(param).detach()) for param in self.params]
+
     def changed(self) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
         names = []
@@ -126,10 +170,45 @@ class Unit:
             elsewhere = local_part(param).untyped_storage()._cdata != section.flat.untyped_storage()._cdata
             if elsewhere or (param._version != version and not self.updates_in_place):
                 names.append(piece.spec.name)
+        if self._fingerprints and not names and not torch.compiler.is_compiling():
+            names = [
+                piece.spec.name
+                for (_, piece, param), before in zip(self.placed_params(), self._fingerprints, strict=True)
+                if fingerprint(local_part(param).detach()) != before
+            ]
         return names
 
     def close(self) -> None:
         """Guard the parameters again, unless someone still uses them."""
         if not self.in_use:
             guard(self.params)
-            self._versions = []
+            self.passing = False
+            self._versions, self._fingerprints = [], []
+
+    # Views that others hold. Who touches one while the unit is away gets a fault, not an exception.
+
+    def seal(self) -> None:
+        """All parameters are here, and nobody has made a view of them yet."""
+        for section in self.sections:
+            section.seal()
+
+    @property
+    def lent(self) -> bool:
+        """Whether somebody holds a view of its buffers, other than a backward that will ask for the unit."""
+        views_made = sum(section.views_made() for section in self.sections if section.buffer is not None)
+        return views_made > self.saved_views
+
+    @property
+    def may_be_evicted(self) -> bool:
+        return not self.resident and not self.kept
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether a unit in use can go all the same: no module of its own runs, and nobody is reading it."""
+        free = self.passing and self.may_be_evicted and not self.gathered_uses
+        return free and not self.lent and not self.changed()
+
+    def break_off(self) -> None:
+        """It has to go in the middle of a use: whatever reads it next asks for it again."""
+        self.forward_uses = self.backward_uses = 0
+        self.close()

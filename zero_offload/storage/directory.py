@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
@@ -117,12 +118,12 @@ class RunDirectory:
         """Create the directory if need be, check that it is private and lock it."""
         path = Path(path).absolute()
         _make_private(path)
-        return cls._lock_with(_take_lock, path)
+        return cls._lock_with(partial(_open_lock, "write", os.O_CREAT, _take_lock), path)
 
     @classmethod
     def join(cls, path: str | Path) -> RunDirectory:
         """Open a directory that rank 0 of this run has opened; it stays locked until every rank is gone."""
-        return cls._lock_with(_share_lock, Path(path).absolute())
+        return cls._lock_with(partial(_open_lock, "join", 0, _join_lock), Path(path).absolute())
 
     @classmethod
     def look(cls, path: str | Path) -> RunDirectory:
@@ -313,42 +314,40 @@ def _check_ours(path: Path, info: os.stat_result) -> None:
         raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")
 
 
-def _take_lock(path: Path, dir_fd: int) -> int:
-    lock_path = path / LOCK_NAME
-    with naming_errors("write", lock_path):
-        fd = os.open(LOCK_NAME, _OPEN_FLAGS | os.O_CREAT, 0o600, dir_fd=dir_fd)
-    try:
-        with naming_errors("lock", lock_path):
-            if not _try_lock(fd, fcntl.LOCK_EX):
-                raise LockError(_describe_holder(path, fd))
-            if os.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
-                raise LockError(f"{path} was being deleted; try again")
-            started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-            holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, holder.encode() + b"\n", 0)
-            # Held shared from here on, so that other ranks can join; a new run asks for it alone.
-            if not _try_lock(fd, fcntl.LOCK_SH):
-                raise LockError(_describe_holder(path, fd))
-        return fd
-    except BaseException:
-        os.close(fd)
-        raise
+def _open_lock(action: str, flags: int, take: Callable[[Path, int], None], path: Path, dir_fd: int) -> int:
+    """The lock's descriptor, once `take` has locked it."""
+    with naming_errors(action, path / LOCK_NAME):
+        fd = os.open(LOCK_NAME, _OPEN_FLAGS | flags, 0o600, dir_fd=dir_fd)
+        try:
+            take(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
 
 
-def _share_lock(path: Path, dir_fd: int) -> int:
-    with naming_errors("join", path):
-        fd = os.open(LOCK_NAME, _OPEN_FLAGS, dir_fd=dir_fd)
-    try:
-        with naming_errors("join", path):
-            if _try_lock(fd, fcntl.LOCK_EX):
-                raise StorageError(f"{path} is held by no run; its rank 0 has to open it before others join")
-            if not _try_lock(fd, fcntl.LOCK_SH):
-                raise LockError(_describe_holder(path, fd))
-        return fd
-    except BaseException:
-        os.close(fd)
-        raise
+def _take_lock(path: Path, fd: int) -> None:
+    if not _try_lock(fd, fcntl.LOCK_EX):
+        raise LockError(_describe_holder(path, fd))
+    if os.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
+        raise LockError(f"{path} was being deleted; try again")
+    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, holder.encode() + b"\n", 0)
+    # Held shared from here on, so that other ranks can join; a new run asks for it alone.
+    _hold_shared(path, fd)
+
+
+def _join_lock(path: Path, fd: int) -> None:
+    if _try_lock(fd, fcntl.LOCK_EX):
+        raise StorageError(f"{path} is held by no run; its rank 0 has to open it before others join")
+    _hold_shared(path, fd)
+
+
+def _hold_shared(path: Path, fd: int) -> None:
+    if not _try_lock(fd, fcntl.LOCK_SH):
+        raise LockError(_describe_holder(path, fd))
 
 
 def _try_lock(fd: int, kind: int) -> bool:

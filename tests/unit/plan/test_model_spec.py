@@ -36,6 +36,46 @@ def test_the_outermost_repetition_counts() -> None:
     assert find_units(model) == ("0", "1")
 
 
+class Stage(nn.Module):
+    def __init__(self, dim: int, depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+        self.down = nn.Linear(dim, 2 * dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.down(x)  # type: ignore[no-any-return]
+
+
+def test_the_blocks_of_growing_stages_are_units() -> None:
+    model = nn.Sequential(Stage(4, 2), Stage(8, 1), Stage(16, 2))
+    assert find_units(model) == ("0.blocks.0", "0.blocks.1", "1", "2.blocks.0", "2.blocks.1")
+    assert list(units_of(model)) == ["0.blocks.0", "0.blocks.1", "(small)", "1", "2.blocks.0", "2.blocks.1"]
+
+
+def test_stages_that_are_alike_are_blocks() -> None:
+    assert find_units(nn.Sequential(Stage(4, 2), Stage(4, 2))) == ("0", "1")
+
+
+class Layered(nn.Module):
+    """A block whose parts are in a list: single layers, or experts behind another module."""
+
+    def __init__(self, dim: int, *parts: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(dim, dim)
+        self.parts = nn.Sequential(*parts)
+
+    forward = Stage.forward
+
+
+def test_blocks_that_grow_without_blocks_in_them_are_units() -> None:
+    mlps = [Layered(dim, nn.Linear(dim, dim), nn.GELU(), nn.Linear(dim, dim)) for dim in (4, 8)]
+    assert find_units(nn.Sequential(*mlps)) == ("0", "1")
+    experts = [Layered(4, nn.Sequential(nn.ModuleList(Block(4) for _ in range(count)))) for count in (2, 8)]
+    assert find_units(nn.Sequential(*experts)) == ("0", "1")
+
+
 def test_a_single_block_is_looked_into() -> None:
     model = nn.Sequential(nn.Sequential(Block(4), Block(4)), nn.Linear(4, 4))
     assert find_units(model) == ("0.0", "0.1")

@@ -1,0 +1,112 @@
+"""Views of parameters that somebody holds: the units under them stay in memory until the views are gone.
+
+Reading a view whose unit is away is a fault that Python never sees: `self.kept = self.up.weight[:2]` read by another
+module, a view in a list, what a backward saved past our hooks. No guard class is in the way, but torch counts the
+tensors on a storage; so before a unit goes, its count is compared with the tensors that are ours. Owns which units are
+kept, and says so once. Never moves bytes.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_offload.errors import ZeroOffloadError
+from zero_offload.runtime.saved import Saved
+from zero_offload.runtime.unit import Unit
+from zero_offload.shards.state import UnitState
+
+
+class Loans:
+    """Which units of one model are kept for the views on them."""
+
+    def __init__(self, units: Sequence[Unit], world_size: int) -> None:
+        self._units = units
+        self._world_size = world_size
+        self._told: set[str] = set()
+        self.kept: list[Unit] = []
+
+    def keeps(self, unit: Unit) -> bool:
+        """Whether a unit that could go has to stay."""
+        if not unit.lent:
+            return False
+        if self._world_size > 1:
+            # Ranks have to evict alike, and another one may not hold such a view.
+            _collect(unit)
+            if unit.lent:
+                raise ZeroOffloadError(f"{_what_is_held(unit)}, which has to leave memory now. {_INSTEAD}")
+            return False
+        unit.kept = True
+        self.kept.append(unit)
+        return True
+
+    def find(self, units: Iterable[Unit]) -> None:
+        """The values of these units are about to be replaced: keep those with views, for them to show the new ones."""
+        for unit in units:
+            if unit.state is UnitState.PRESENT and not unit.kept and unit.lent:
+                self._tell(unit)
+                self.keeps(unit)
+
+    def forget(self) -> None:
+        """A cycle begins: look again when a unit is about to go."""
+        for unit in self.kept:
+            self._tell(unit)
+            unit.kept = False
+        self.kept.clear()
+
+    def release(self) -> bool:
+        """Memory is short: whether the views on some unit were garbage."""
+        lent = self._lent()
+        if lent:
+            gc.collect()
+        freed = [unit for unit in lent if not unit.lent]
+        for unit in freed:
+            unit.kept = False
+        self.kept = [unit for unit in self.kept if unit.kept]
+        return bool(freed)
+
+    def _lent(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.state is UnitState.PRESENT and unit.lent]
+
+    def _tell(self, unit: Unit) -> None:
+        """Warn about a view that outlives the forward, once per unit."""
+        if unit.name in self._told or not unit.lent:
+            return
+        _collect(unit)
+        if unit.lent and self._world_size == 1:
+            self._told.add(unit.name)
+            warnings.warn(f"{_what_is_held(unit)}: the unit stays in memory. {_INSTEAD}", stacklevel=2)
+
+    def describe(self) -> str:
+        """For the message of a CapacityError."""
+        return "".join(f"; {_what_is_held(unit)}" for unit in self._lent()[:3])
+
+
+_INSTEAD = "Keep a copy (.clone()) or the parameter itself, and read it inside of forward or zo.gathered"
+
+
+def _collect(unit: Unit) -> None:
+    """Views that only garbage holds are gone."""
+    if unit.lent:
+        gc.collect()
+
+
+def _what_is_held(unit: Unit) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        names = list(dict.fromkeys(_names_of_views(unit)))
+    return f"a view of {' and of '.join(names[:3]) or 'a parameter of unit ' + unit.name} is held"
+
+
+def _names_of_views(unit: Unit) -> Iterator[str]:
+    """The parameters under the views that Python knows; slow."""
+    objects = gc.get_objects()
+    ours = {id(each.kept) for each in objects if type(each) is Saved}
+    for tensor in (each for each in objects if type(each) is Tensor and id(each) not in ours):
+        for section in unit.sections:
+            if tensor is not section.flat and section.holds(tensor):
+                begin = tensor.storage_offset()
+                yield from (p.spec.name for p in section.layout.params if p.begin <= begin < p.begin + p.spec.numel)
