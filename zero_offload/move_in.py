@@ -74,7 +74,6 @@ def move_in(model: nn.Module, units: Sequence[Unit], store: ShardStore, device: 
                     view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
                     views[param] = _as_view(param, view)
                     unit.params.append(views[param])
-        unit.seal()
     for module in model.modules():
         for name, registered in list(module._parameters.items()):
             if registered is not None and views[registered] is not registered:

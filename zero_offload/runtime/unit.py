@@ -34,7 +34,7 @@ class Section:
         self._own_tensors = 0
 
     def seal(self) -> None:
-        """Every tensor that is to stay on the buffer is made."""
+        """Every tensor that is to stay on the buffer is made, and no other one lives."""
         self._own_tensors = self._num_tensors()
 
     def views_made(self) -> int:
