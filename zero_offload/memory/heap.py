@@ -16,7 +16,7 @@ TRIM_BYTES = 128 * MIB
 class HeapTrimmer:
     """Trims as backward, or whatever else frees large tensors, goes on."""
 
-    def __init__(self, every_bytes: int = TRIM_BYTES) -> None:
+    def __init__(self, every_bytes: int | None = None) -> None:
         self._every_bytes = every_bytes
         self._untrimmed_bytes = 0
 
@@ -26,6 +26,6 @@ class HeapTrimmer:
     def freed(self, nbytes: int) -> None:
         """Backward is through with `nbytes` of parameters."""
         self._untrimmed_bytes += nbytes
-        if self._untrimmed_bytes >= self._every_bytes:
+        if self._untrimmed_bytes >= (self._every_bytes or TRIM_BYTES):
             self._untrimmed_bytes = 0
             trim_heap()
