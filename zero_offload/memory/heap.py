@@ -18,7 +18,7 @@ ACTIVATION_TRIM_BYTES = 64 * MIB
 class HeapTrimmer:
     """Trims as forward, backward or whatever else frees large tensors goes on."""
 
-    def __init__(self, interval_bytes: int = TRIM_BYTES) -> None:
+    def __init__(self, interval_bytes: int | None = None) -> None:
         self._interval_bytes = interval_bytes
         self._untrimmed_bytes = 0
 
@@ -28,6 +28,6 @@ class HeapTrimmer:
     def freed(self, nbytes: int) -> None:
         """`nbytes` of tensors were freed, or will be soon."""
         self._untrimmed_bytes += nbytes
-        if self._untrimmed_bytes >= self._interval_bytes:
+        if self._untrimmed_bytes >= (self._interval_bytes or TRIM_BYTES):
             self._untrimmed_bytes = 0
             trim_heap()
