@@ -187,15 +187,16 @@ def _write_buffers(sources: BufferSources) -> None:
 # Export
 
 
-def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype:
-    compute: torch.dtype = getattr(torch, owner.parts.config.compute_dtype_name)
+def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype | None:
+    """What floating parameters are rounded to; None leaves each as forward uses it."""
     if name is None:
-        return compute
+        return None
     if name not in EXPORT_DTYPES:
         raise ConfigError(f"dtype={name!r} is none of {', '.join(EXPORT_DTYPES)}; None is the compute dtype")
     target, num_shards = EXPORT_DTYPES[name], owner.parts.collectives.num_shards
-    halved = any(Component.RESIDUAL in components_of(section) for section in owner.parts.layout.sections)
-    if target != compute and halved and num_shards > 1:
+    sections = owner.parts.layout.sections
+    halved = any(Component.RESIDUAL in components_of(section) and section.dtype != target for section in sections)
+    if halved and num_shards > 1:
         raise ConfigError(
             f"dtype={name!r} needs the fp32 masters, which are spread over {num_shards} ranks. Export in the compute "
             "dtype (dtype=None); or zo.save_checkpoint here, and on one rank zo.load_checkpoint and export"
@@ -211,12 +212,13 @@ class _Entries:
     buffers: dict[TensorEntry, torch.Tensor]
 
 
-def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype) -> _Entries:
+def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype | None) -> _Entries:
     names = {id(each.tensor): each.names[0] for each in _named_params(model)}
     params = {}
     for unit in owner.parts.units:
         for section, piece, param in unit.placed_params():
-            dtype = target if section.layout.dtype.is_floating_point else section.layout.dtype
+            own = section.layout.dtype
+            dtype = target if target is not None and own.is_floating_point else own
             params[piece] = TensorEntry(names[id(param)], dtype, piece.spec.shape)
     buffers = {
         TensorEntry(each.names[0], each.tensor.dtype, tuple(each.tensor.shape)): each.tensor

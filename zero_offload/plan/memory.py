@@ -10,6 +10,8 @@ Bytes per trained parameter (frozen ones have the value only):
     bf16       2        2        4         4              12          2, or 4 if several are summed
     fp32       4        -        4         4              12          4
 
+Parameters that `Precision.modules` keeps in another dtype count by that one's row.
+
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
 Where params and optimizer both rest in memory of a single rank, that value is the parameter itself.
 """
@@ -45,6 +47,8 @@ class UnitNumel:
     name: str
     trained: int
     frozen: int = 0
+    value_bytes: tuple[int, int] | None = None
+    """Of the values, trained and frozen, where it is not all in the compute dtype."""
 
 
 @dataclass(frozen=True)
@@ -135,22 +139,24 @@ def measure_units(
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
     value = _VALUE_BYTES[config.numerics.compute]
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
-    grad = value if partition.world_size == num_micro_batches == 1 else 4
-    return tuple(
-        UnitBytes(
+    sums = partition.world_size > 1 or num_micro_batches > 1
+    measured = []
+    for unit in units:
+        trained, frozen = unit.value_bytes or (unit.trained * value, unit.frozen * value)
+        bytes_of = UnitBytes(
             name=unit.name,
-            params_bytes=_divide_up((unit.trained + unit.frozen) * value, partition.param_shards),
-            grads_bytes=_grads_bytes(unit.trained, grad, partition),
+            params_bytes=_divide_up(trained + frozen, partition.param_shards),
+            grads_bytes=_grads_bytes(unit.trained, unit.trained * 4 if sums else trained, partition),
             optimizer_bytes=_divide_up(unit.trained * _OPTIMIZER_BYTES, partition.optimizer_shards),
-            frozen_bytes=_divide_up(unit.frozen * value, partition.param_shards),
+            frozen_bytes=_divide_up(frozen, partition.param_shards),
         )
-        for unit in units
-    )
+        measured.append(bytes_of)
+    return tuple(measured)
 
 
-def _grads_bytes(numel: int, itemsize: int, partition: Partition) -> int:
+def _grads_bytes(numel: int, held_bytes: int, partition: Partition) -> int:
     """Where the reduction is deferred, a rank's own sums are whole, and its shard of their mean is beside them."""
-    held = _divide_up(numel * itemsize, partition.grad_shards)
+    held = _divide_up(held_bytes, partition.grad_shards)
     return held + _divide_up(numel * 4, partition.optimizer_shards) * partition.defers_reduction
 
 
@@ -190,14 +196,12 @@ def estimate_memory(
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
-    return MemoryPlan(rest, _staging_bytes(units, placement, config, partition), int(written), placement.budget)
+    return MemoryPlan(rest, _staging_bytes(units, placement, partition), int(written), placement.budget)
 
 
-def _staging_bytes(
-    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
-) -> dict[Tier, int]:
+def _staging_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> dict[Tier, int]:
     num_shards = partition.param_shards
-    shared, value_bytes = placement.budget.shared_memory, _VALUE_BYTES[config.numerics.compute]
+    shared = placement.budget.shared_memory
     arriving, landing, trained = [0], [0], [0]
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
@@ -206,9 +210,10 @@ def _staging_bytes(
             arriving.append(unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
-        numel = (unit.params_bytes - unit.frozen_bytes) * num_shards // value_bytes
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
-        trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
+        numel = unit.optimizer_bytes * partition.optimizer_shards // _OPTIMIZER_BYTES
+        values = unit.params_bytes - unit.frozen_bytes
+        trained.append(values if partition.world_size == 1 else numel * GRADS_IN_FLIGHT * 4)
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),

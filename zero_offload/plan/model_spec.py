@@ -102,13 +102,13 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
         repeated = {kind for kind, count in counts.items() if count > 1}
     for name, child in children.items():
         path = f"{prefix}{name}"
-        if type(child) in repeated and _has_forward(child):
+        if type(child) in repeated and can_be_called(child):
             yield path
         else:
             yield from _repeated_blocks(child, f"{path}.")
 
 
-def _has_forward(module: nn.Module) -> bool:
+def can_be_called(module: nn.Module) -> bool:
     """Whether the module can be called: a list of modules cannot, so no hook of it ever runs."""
     return type(module).forward is not nn.Module.forward
 
@@ -211,7 +211,7 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
 def _called(root: nn.Module, anchor: str, param_name: str) -> str:
     """The unit module itself; if that is a list, the outermost module in it that is called and has the parameter."""
     path = anchor
-    while not _has_forward(root.get_submodule(path)):
+    while not can_be_called(root.get_submodule(path)):
         below = param_name.removeprefix(f"{path}.") if path else param_name
         if "." not in below:
             break
