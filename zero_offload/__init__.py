@@ -10,6 +10,7 @@ from zero_offload import nn as nn
 from zero_offload.api import (
     Resumed,
     clip_grad_norm_,
+    clip_grad_value_,
     close,
     commit,
     load_checkpoint,
@@ -53,6 +54,7 @@ __all__ = [
     "StorageError",
     "ZeroOffloadError",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "close",
     "commit",
     "export_pretrained",

@@ -30,7 +30,7 @@ from zero_offload.memory.pool import RegionPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.dtypes import resolve
-from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
+from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     UNITS_IN_FLIGHT,
@@ -168,15 +168,7 @@ def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | Non
 
 
 def _unit_bytes(layout: ShardLayout, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:
-    return measure_units([unit_numel(unit) for unit in layout.units], config, partition)
-
-
-def unit_numel(unit: UnitLayout) -> UnitNumel:
-    numel, nbytes = {True: 0, False: 0}, {True: 0, False: 0}
-    for section in unit.sections:
-        numel[section.trainable] += section.used_numel
-        nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
-    return UnitNumel(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False]))
+    return measure_units([UnitNumel.of(unit) for unit in layout.units], config, partition)
 
 
 @dataclass(frozen=True)

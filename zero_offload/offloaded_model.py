@@ -1,8 +1,8 @@
 """`OffloadedModel`: what parameters, optimizers and the public functions talk to once a model is offloaded.
 
-Owns the step: which gradients an update takes, its clip factor, and which generation is due. Moves no bytes: it
+Owns the step: which gradients an update takes, and which generation is due. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
-Order of a step: backward fills `grads`; `clip_grad_norm` sets the factor; `update` captures everything by value
+Order of a step: backward fills `grads`, which clips them; `update` captures everything by value
 and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
 """
 
@@ -12,7 +12,7 @@ import atexit
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,18 +95,14 @@ class OffloadedModel:
         self.session.note_backward()
         self.grads.arrive(param)
 
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
-        self.grads.reduce_waiting()
-        return torch.tensor(self.grads.ledger.clip(max_norm))
-
     # The step
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
         self._commit_due()
         self.grads.reduce_waiting()
-        if not self.grads.ledger.any_held:
+        self.access.check_frozen(hypers)
+        if not self.grads.ledger.any_held(hypers):
             return
         if self.resume_pending:
             self.resume_pending = False
@@ -117,17 +113,18 @@ class OffloadedModel:
             )
         self.step_count += 1
         self.groups = list(groups)
-        if self.grads.ledger.norm()[1]:
+        if self.grads.ledger.norm(hypers)[1]:
             self._launch(hypers)
         else:
-            self._skip()
+            self._skip(hypers)
         self._stats.close_step()
         self._latest = self._record(None, None)
-        self._due = self.step_count % self.parts.config.commit_every == 0
+        # A step of another optimizer may come between this one and `commit`.
+        self._due = self._due or self.step_count % self.parts.config.commit_every == 0
 
-    def _skip(self) -> None:
+    def _skip(self, hypers: Collection[nn.Parameter]) -> None:
         self.skipped_steps += 1
-        self.grads.drop()
+        self.grads.ledger.drop(hypers)
         if self.skipped_steps == 1:
             warnings.warn(
                 f"step {self.step_count}: a gradient is NaN or infinite; the step is skipped and the states "
@@ -137,7 +134,7 @@ class OffloadedModel:
 
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
         order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
-        step = StepInput(hypers, self.grads.ledger.clip_factor, order, self.parts.collectives.shard_index)
+        step = StepInput(hypers, order, self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
@@ -183,7 +180,8 @@ class OffloadedModel:
         self._commit_due()
 
     def _commit_due(self) -> None:
-        if self._due:
+        """A run that calls `commit` has generations of no other moment."""
+        if self._due and not (self._completes and _lacks_callers_part(self._latest)):
             self._commit_latest()
 
     def _commit_latest(self) -> None:
@@ -253,7 +251,7 @@ class OffloadedModel:
         if self._closed:
             return
         self._closed = True
-        if self._completes and self._latest is not None and self._latest.rng is None:
+        if self._completes and _lacks_callers_part(self._latest):
             # The script ended between `step` and `commit`; the generation before has what a resume needs.
             self._latest = None
         try:
@@ -262,6 +260,10 @@ class OffloadedModel:
         finally:
             self.worker.shutdown()
             self.parts.close_files()
+
+
+def _lacks_callers_part(record: StepRecord | None) -> bool:
+    return record is not None and record.rng is None
 
 
 def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:

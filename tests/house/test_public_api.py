@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
     "StorageError",
     "ZeroOffloadError",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "close",
     "commit",
     "export_pretrained",

@@ -74,6 +74,14 @@ class SectionLayout:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
+    def in_shard(self, piece: ParamSlice, shard_index: int) -> tuple[int, int]:
+        """The part of a parameter that a shard holds, counted from the shard's start; maybe empty."""
+        offset = shard_index * self.shard_numel
+        return (
+            min(max(piece.begin - offset, 0), self.shard_numel),
+            min(max(piece.end - offset, 0), self.shard_numel),
+        )
+
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Element ranges of a shard, `CHUNK_NUMEL` each but the last."""
         return tuple(

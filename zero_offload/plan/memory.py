@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_offload.config import Durability, OffloadConfig
-from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.types import StateKind, Tier, format_bytes
 
@@ -49,6 +49,14 @@ class UnitNumel:
     frozen: int = 0
     value_bytes: tuple[int, int] | None = None
     """Of the values, trained and frozen, where it is not all in the compute dtype."""
+
+    @classmethod
+    def of(cls, unit: UnitLayout) -> UnitNumel:
+        numel, nbytes = {True: 0, False: 0}, {True: 0, False: 0}
+        for section in unit.sections:
+            numel[section.trainable] += section.used_numel
+            nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
+        return cls(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False]))
 
 
 @dataclass(frozen=True)
