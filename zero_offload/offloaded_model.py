@@ -78,6 +78,7 @@ class OffloadedModel:
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._due = False
+        self._has_new_grads = False
         self._completes = False
         """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
         self._closed = False
@@ -92,6 +93,7 @@ class OffloadedModel:
 
     def grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
+        self._has_new_grads = True
         self.session.note_backward()
         self.grads.arrive(param)
 
@@ -99,7 +101,10 @@ class OffloadedModel:
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
-        self._commit_due()
+        if self._has_new_grads:
+            # Without a backward in between this is a further optimizer's part of the step before.
+            self._commit_due()
+        self._has_new_grads = False
         self.grads.reduce_waiting()
         self.access.check_frozen(hypers)
         if not self.grads.ledger.any_held(hypers):
@@ -119,7 +124,7 @@ class OffloadedModel:
             self._skip(hypers)
         self._stats.close_step()
         self._latest = self._record(None, None)
-        # A step of another optimizer may come between this one and `commit`.
+        # Whatever number of steps one backward has: the last one may not be the one that is due.
         self._due = self._due or self.step_count % self.parts.config.commit_every == 0
 
     def _skip(self, hypers: Collection[nn.Parameter]) -> None:
@@ -180,8 +185,7 @@ class OffloadedModel:
         self._commit_due()
 
     def _commit_due(self) -> None:
-        """A run that calls `commit` has generations of no other moment."""
-        if self._due and not (self._completes and _lacks_callers_part(self._latest)):
+        if self._due:
             self._commit_latest()
 
     def _commit_latest(self) -> None:
@@ -251,7 +255,7 @@ class OffloadedModel:
         if self._closed:
             return
         self._closed = True
-        if self._completes and _lacks_callers_part(self._latest):
+        if self._completes and self._latest is not None and self._latest.rng is None:
             # The script ended between `step` and `commit`; the generation before has what a resume needs.
             self._latest = None
         try:
@@ -260,10 +264,6 @@ class OffloadedModel:
         finally:
             self.worker.shutdown()
             self.parts.close_files()
-
-
-def _lacks_callers_part(record: StepRecord | None) -> bool:
-    return record is not None and record.rng is None
 
 
 def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:

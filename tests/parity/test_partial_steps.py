@@ -510,7 +510,7 @@ def test_the_advice_for_waiting_gradients_works() -> None:
 
 
 def test_generations_of_two_optimizers_hold_whole_steps(nvme: Path) -> None:
-    """Only `commit` makes them once it is called, whatever number of steps is due."""
+    """No generation is made between the two steps of one backward, whichever of them is due."""
 
     def train(model: nn.Module, last: int, crash: bool) -> None:
         first, second = adamw(model.blocks.parameters()), adamw([*model.norm.parameters(), model.embedding.weight])
