@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.ranks import UNEVEN, RankPool
+from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_both, run_offloaded, run_plain
 from zero_offload.runtime import grads as grads_module
 
@@ -538,3 +538,78 @@ def test_generations_of_two_optimizers_hold_whole_steps(nvme: Path) -> None:
             values.append({name: value.clone() for name, value in masters.items()})
         zo.close(model)
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
+
+
+# Parameters with a gradient on some ranks only
+
+
+class Experts(nn.Module):
+    """A unit of which every rank uses another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        return x + sum(self.experts[expert](x) for expert in chosen)  # type: ignore[no-any-return]
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(3))
+
+    def forward(self, x: Tensor, choice: tuple[tuple[int, ...], ...]) -> Tensor:
+        for block, chosen in zip(self.blocks, choice, strict=True):
+            x = block(x, chosen)
+        return x
+
+
+def choose_apart(rank: int, world_size: int, choices: Any, settings: dict[str, Any]) -> list[str]:
+    """Names of parameters that differ from the plain model's, whose gradients are averaged by hand."""
+    config = zo.OffloadConfig(precision="fp32", **settings)
+    model, plain = zo.offload(build(Mixture), config, units=[Experts]), build(Mixture)
+    optimizers = adamw(model.parameters()), adamw(plain.parameters())
+    try:
+        for step in range(3):
+            rows = torch.randn(2, 64, generator=torch.Generator().manual_seed(10 * step + rank))
+            for each in (model, plain):
+                each(rows, choices[(rank + step) % world_size]).square().mean().backward()
+            for param in plain.parameters():
+                # An expert that no rank has chosen has no gradient.
+                if dist_any(param.grad is not None):
+                    param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+                    torch.distributed.all_reduce(param.grad)
+                    param.grad.div_(world_size)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        found = read_params(model)
+        return [name for name, param in plain.named_parameters() if not torch.equal(found[name], param.detach())]
+    finally:
+        zo.close(model)
+
+
+def dist_any(flag: bool) -> bool:
+    found = torch.tensor(float(flag))
+    torch.distributed.all_reduce(found)
+    return bool(found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_expert_that_one_rank_has_chosen(stage: int, settings: dict[str, Any], pool: RankPool) -> None:
+    choices = (((0,), (0,), (1,)), ((0,), (1,), (1,)))
+    assert pool.succeed(choose_apart, choices, settings | {"stage": stage}) == [[], []]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_reductions_in_different_orders_are_no_silent_mixture(stage: int, pool: RankPool) -> None:
+    """One rank has all gradients of a block early in its backward, the other only at its end."""
+    choices = (((0,), (0, 1), (1,)), ((0,), (1,), (0, 1)))
+    results = pool.call(choose_apart, choices, {"stage": stage})
+    if stage == 1:
+        assert results == [[], []]
+    else:
+        assert all(
+            each.kind == "ZeroOffloadError" and "stage=1, or 'with zo.no_sync" in each.message for each in results
+        )

@@ -84,6 +84,15 @@ class Collectives:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
         return [bool(flag) for flag in found.tolist()]
 
+    def agree(self, flags: Sequence[bool], number: int) -> tuple[list[bool], bool]:
+        """As `any_rank`; and whether `number` is the same on every rank."""
+        if self.world_size == 1:
+            return list(flags), True
+        found = torch.tensor([*flags, number, -number], dtype=torch.int64, device=self._device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
+        *anywhere, largest, negated = found.tolist()
+        return [bool(flag) for flag in anywhere], largest == -negated
+
 
 class CommitGroup:
     """Agreements of ranks about files, on a process group of their own."""

@@ -97,6 +97,18 @@ class GradLedger:
         """A parameter's section and its index there."""
         return self._places[id(param)]
 
+    def agree(self, order: int) -> bool:
+        """Let what has a gradient on some rank have one on all; says whether `order` is the same on all. Collective.
+
+        It is a checksum of what was reduced, in order: where that differs, gradients were mixed.
+        """
+        flags = [index in grads.holding for grads in self.sections for index in range(len(grads.params))]
+        anywhere, same_order = self._collectives.agree(flags, order)
+        found = iter(anywhere)
+        for grads in self.sections:
+            grads.holding |= {index for index in range(len(grads.params)) if next(found)}
+        return same_order
+
     def norm(self, params: Collection[nn.Parameter]) -> tuple[float, bool]:
         """2-norm of the gradients held of `params`, and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
@@ -128,11 +140,12 @@ class GradLedger:
             if indices:
                 grads.shard.close()
 
-    def _chosen(self, params: Collection[nn.Parameter]) -> Iterator[tuple[SectionGrads, list[int]]]:
-        """Sections, each with those of `params` in it whose gradients are held."""
-        wanted = set(map(id, params))
+    def _chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[SectionGrads, list[int]]]:
+        """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
+        wanted = None if params is None else set(map(id, params))
         for grads in self.sections:
-            yield grads, [index for index in sorted(grads.holding) if id(grads.params[index]) in wanted]
+            held = sorted(grads.holding)
+            yield grads, [index for index in held if wanted is None or id(grads.params[index]) in wanted]
 
     def _apply_factor(self, grads: SectionGrads, index: int) -> torch.Tensor:
         """The gradient where it rests, multiplied there; its sum is made again by the caller."""
@@ -187,7 +200,7 @@ class GradLedger:
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
         """Nobody wants the gradients (of `params`; by default all); says whether there were any."""
         found = False
-        for grads, indices in self._chosen(params) if params is not None else self._all_held():
+        for grads, indices in self._chosen(params):
             found = found or bool(indices)
             for index in indices:
                 self._forget(grads, index)
@@ -197,10 +210,6 @@ class GradLedger:
                 grads.local.held = False
                 grads.local.release()
         return found
-
-    def _all_held(self) -> Iterator[tuple[SectionGrads, list[int]]]:
-        for grads in self.sections:
-            yield grads, list(grads.holding)
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
         if index not in grads.holding:

@@ -9,6 +9,7 @@ downloaded first. What has arrived is in `ledger`. The calls: `arrive` per param
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 
 import torch
@@ -59,6 +60,8 @@ class GradReducer:
         self.defers = collectives.partition.defers_reduction
         """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
+        self._order = 0
+        """A checksum of the sections that this backward has reduced, in order."""
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
@@ -99,6 +102,10 @@ class GradReducer:
                 self._complete(grads)
         self._staging.drain()
         if not self.defers:
+            order, self._order = self._order, 0
+            if not self.ledger.agree(order):
+                self.drop()
+                raise _different_orders()
             self.reduce_waiting()
 
     def reduce_waiting(self) -> None:
@@ -196,6 +203,7 @@ class GradReducer:
         if grads.partial is not None:
             self._add_waiting(grads, grads.partial)
             reduced = self._collectives.reduce_grads(grads.partial)
+            self._order = zlib.crc32(b"%d," % grads.layout.index, self._order)
             if self._device.is_host:
                 self._store_reduced(grads, reduced)
             else:
@@ -253,7 +261,7 @@ class GradReducer:
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._drop_partial(grads)
-        self._deferred = False
+        self._deferred, self._order = False, 0
         return self.ledger.drop()
 
 
@@ -266,6 +274,14 @@ def _close(grads: SectionGrads) -> None:
 def _largest_grad(units: Sequence[Unit]) -> int:
     """Bytes of the largest section in fp32."""
     return max(section.layout.numel * 4 for unit in units for section in unit.sections)
+
+
+def _different_orders() -> ZeroOffloadError:
+    return ZeroOffloadError(
+        "ranks have reduced gradients in different orders, since a parameter had a gradient on one rank and none on "
+        "another; all gradients are dropped. Where ranks use different parameters, let them agree before they reduce: "
+        "stage=1, or 'with zo.no_sync(model):' around forward and backward"
+    )
 
 
 def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:
