@@ -2,7 +2,7 @@
 
 Owns the step: which gradients an update takes, and which generation is due. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
-Order of a step: backward fills `grads`, which clips them; `update` captures everything by value
+Order of a step: backward fills `grads`, which clips them; `unscale`; `update` captures everything by value
 and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
 """
 
@@ -13,7 +13,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.unit import Unit
-from zero_offload.shards.registry import AdamWHyper
+from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
@@ -79,6 +79,7 @@ class OffloadedModel:
         """The last step, until a generation has it."""
         self._due = False
         self._has_new_grads = False
+        self._scaler: LossScaler | None = None
         self._completes = False
         """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
         self._closed = False
@@ -97,6 +98,11 @@ class OffloadedModel:
         self.session.note_backward()
         self.grads.arrive(param)
 
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        self._scaler = scaler
+        self.grads.reduce_waiting()
+        return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
+
     # The step
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
@@ -107,7 +113,9 @@ class OffloadedModel:
         self._has_new_grads = False
         self.grads.reduce_waiting()
         self.access.check_frozen(hypers)
-        if not self.grads.ledger.any_held(hypers):
+        # An overflow concerns the whole model.
+        taken = None if self.grads.ledger.overflowed else hypers
+        if not self.grads.ledger.any_held(taken):
             return
         if self.resume_pending:
             self.resume_pending = False
@@ -118,19 +126,20 @@ class OffloadedModel:
             )
         self.step_count += 1
         self.groups = list(groups)
-        if self.grads.ledger.norm(hypers)[1]:
+        if taken is not None and self.grads.ledger.norm(taken)[1]:
             self._launch(hypers)
         else:
-            self._skip(hypers)
+            self._skip(taken)
         self._stats.close_step()
         self._latest = self._record(None, None)
         # Whatever number of steps one backward has: the last one may not be the one that is due.
         self._due = self._due or self.step_count % self.parts.config.commit_every == 0
 
-    def _skip(self, hypers: Collection[nn.Parameter]) -> None:
+    def _skip(self, params: Collection[nn.Parameter] | None) -> None:
         self.skipped_steps += 1
-        self.grads.ledger.drop(hypers)
-        if self.skipped_steps == 1:
+        self.grads.ledger.drop(params)
+        # With a scaler overflows are how it finds the scale.
+        if self.skipped_steps == 1 and self._scaler is None:
             warnings.warn(
                 f"step {self.step_count}: a gradient is NaN or infinite; the step is skipped and the states "
                 "stay as they are. zo.stats(model).skipped_steps counts such steps",
@@ -148,7 +157,7 @@ class OffloadedModel:
         self.parts.residency.begin_update(units)
         # A backward through weights that are about to change must fail as it does in plain torch.
         torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
-        self.grads.ledger.consume(hypers)
+        self.grads.ledger.forget(hypers)
         threads = torch.get_num_threads()
         if self._overlaps(sections):
             # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
@@ -175,13 +184,14 @@ class OffloadedModel:
         self.param_steps = {name: int(steps.get(name, 0)) for name in self.param_steps}
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
-        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra)
+        scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
+        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra, scaler)
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self._completes = True
         if self._latest is not None:
-            self._latest = replace(self._latest, optimizer=self.groups, rng=capture_rng(), extra=extra)
+            self._latest = self._record(capture_rng(), extra)
         self._commit_due()
 
     def _commit_due(self) -> None:

@@ -190,8 +190,14 @@ class ParamAccess:
             raise ZeroOffloadError(
                 f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits "
                 "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, "
-                "clip_value), step with zo.AdamW, drop it with optimizer.zero_grad(), or where no optimizer has the "
-                'parameter with param.grad = None; read it with zo.gathered(module, kind="grads")'
+                "clip_value), unscale with zo.GradScaler, step with zo.AdamW, drop it with optimizer.zero_grad(), or "
+                "where no optimizer has the parameter with param.grad = None; read it with "
+                'zo.gathered(module, kind="grads")'
+            )
+        if self._grads.loss_scale != 1.0:
+            raise ZeroOffloadError(
+                f"the gradient of {place.name} is unscaled by the step itself: in memory it still has the loss scale. "
+                'Clip with zo.clip_grad_norm_(model, max_norm), or read a copy with zo.gathered(module, kind="grads")'
             )
         return view
 
@@ -203,7 +209,7 @@ class ParamAccess:
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
         if self.place(param).section.layout.trainable:
-            self._grads.forget(param)
+            self._grads.forget([param])
 
     # Optimizer states
 

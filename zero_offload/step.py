@@ -31,7 +31,7 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
     wanted = {id(param): hyper for param, hyper in step.hypers.items()}
     found: dict[int, list[SectionUpdate]] = {}
     for section in grads.sections:
-        segments = _segments(section, wanted, step, param_steps)
+        segments = _segments(grads, section, wanted, step, param_steps)
         update = SectionUpdate(
             unit=section.unit.index,
             position=section.unit.sections.index(section.section),
@@ -46,6 +46,7 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
 
 
 def _segments(
+    grads: GradLedger,
     section: SectionGrads,
     wanted: Mapping[int, AdamWHyper],
     step: StepInput,
@@ -58,7 +59,7 @@ def _segments(
             continue
         param_steps[piece.spec.name] += 1
         begin, end = section.layout.in_shard(piece, step.shard_index)
-        factor = section.factors.get(index, 1.0)
+        factor = grads.factor(section, index)
         segments.append(
             AdamWSegment(
                 begin,

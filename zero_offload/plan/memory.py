@@ -6,9 +6,10 @@ adds them up for a `Placement` and says whether they fit its `Budget`.
 
 Bytes per trained parameter (frozen ones have the value only):
 
-    compute  value  residual  exp_avg  exp_avg_sq  optimizer extents  gradient held
-    bf16       2        2        4         4              12          2, or 4 if several are summed
-    fp32       4        -        4         4              12          4
+    compute  value  residual  master  exp_avg  exp_avg_sq  optimizer extents  gradient held
+    bf16       2        2        -       4         4              12          2, or 4 if several are summed
+    fp16       2        -        4       4         4              14          2, or 4 if several are summed
+    fp32       4        -        -       4         4              12          4
 
 Parameters that `Precision.modules` keeps in another dtype count by that one's row.
 
@@ -34,10 +35,9 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
-_CHUNK_BYTES = CHUNK_NUMEL * (12 + 4)  # optimizer extents and a fp32 gradient
 
-_VALUE_BYTES = {"bf16": 2, "fp32": 4}
-_OPTIMIZER_BYTES = 12
+_VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_OPTIMIZER_BYTES = {"bfloat16": 12, "float16": 14, "float32": 12}
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,18 @@ class UnitNumel:
     name: str
     trained: int
     frozen: int = 0
-    value_bytes: tuple[int, int] | None = None
-    """Of the values, trained and frozen, where it is not all in the compute dtype."""
+    sizes: tuple[int, int, int] | None = None
+    """Bytes of trained values, frozen values and optimizer states, where not all is in the compute dtype."""
 
     @classmethod
     def of(cls, unit: UnitLayout) -> UnitNumel:
-        numel, nbytes = {True: 0, False: 0}, {True: 0, False: 0}
+        numel, nbytes, state_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0
         for section in unit.sections:
             numel[section.trainable] += section.used_numel
             nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
-        return cls(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False]))
+            if section.trainable:
+                state_bytes += section.used_numel * _OPTIMIZER_BYTES[str(section.dtype).removeprefix("torch.")]
+        return cls(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False], state_bytes))
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,8 @@ class UnitBytes:
     """Self-contained extents: the value and everything that completes the optimizer's state."""
     frozen_bytes: int = 0
     """The part of `params_bytes` that is not trained."""
+    trained_numel: int = 0
+    """Trained elements, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -145,18 +149,19 @@ def measure_units(
     units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    value = _VALUE_BYTES[config.numerics.compute]
+    value, state = _VALUE_BYTES[config.compute_dtype_name], _OPTIMIZER_BYTES[config.compute_dtype_name]
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
     sums = partition.world_size > 1 or num_micro_batches > 1
     measured = []
     for unit in units:
-        trained, frozen = unit.value_bytes or (unit.trained * value, unit.frozen * value)
+        trained, frozen, states = unit.sizes or (unit.trained * value, unit.frozen * value, unit.trained * state)
         bytes_of = UnitBytes(
             name=unit.name,
             params_bytes=_divide_up(trained + frozen, partition.param_shards),
             grads_bytes=_grads_bytes(unit.trained, unit.trained * 4 if sums else trained, partition),
-            optimizer_bytes=_divide_up(unit.trained * _OPTIMIZER_BYTES, partition.optimizer_shards),
+            optimizer_bytes=_divide_up(states, partition.optimizer_shards),
             frozen_bytes=_divide_up(frozen, partition.param_shards),
+            trained_numel=unit.trained,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -204,10 +209,12 @@ def estimate_memory(
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
-    return MemoryPlan(rest, _staging_bytes(units, placement, partition), int(written), placement.budget)
+    return MemoryPlan(rest, _staging_bytes(units, placement, config, partition), int(written), placement.budget)
 
 
-def _staging_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> dict[Tier, int]:
+def _staging_bytes(
+    units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
+) -> dict[Tier, int]:
     num_shards = partition.param_shards
     shared = placement.budget.shared_memory
     arriving, landing, trained = [0], [0], [0]
@@ -219,13 +226,14 @@ def _staging_bytes(units: Sequence[UnitBytes], placement: Placement, partition: 
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
-        numel = unit.optimizer_bytes * partition.optimizer_shards // _OPTIMIZER_BYTES
         values = unit.params_bytes - unit.frozen_bytes
-        trained.append(values if partition.world_size == 1 else numel * GRADS_IN_FLIGHT * 4)
+        trained.append(values if partition.world_size == 1 else unit.trained_numel * GRADS_IN_FLIGHT * 4)
+    dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
+    chunk_bytes = CHUNK_NUMEL * (max(_OPTIMIZER_BYTES[name] for name in dtypes) + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * _CHUNK_BYTES * updates_on_nvme,
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme,
         Tier.NVME: 0,
     }
 

@@ -76,6 +76,10 @@ class GradLedger:
     ) -> None:
         self._collectives = collectives
         self._places: dict[int, tuple[SectionGrads, int]] = {}
+        self.loss_scale = 1.0
+        """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        self.overflowed = False
+        """Whether a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
@@ -109,15 +113,33 @@ class GradLedger:
             grads.holding |= {index for index in range(len(grads.params)) if next(found)}
         return same_order
 
-    def norm(self, params: Collection[nn.Parameter]) -> tuple[float, bool]:
-        """2-norm of the gradients held of `params`, and whether all of them are finite. Collective."""
+    def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
+        """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
         for grads, indices in self._chosen(params):
-            self._refresh(grads)
-            total += math.fsum(grads.factors.get(index, 1.0) ** 2 * grads.sums[index].sumsq for index in indices)
+            for index in grads.exposed & grads.holding:
+                # The user may have changed it through `.grad`.
+                self._sum_again(grads, index)
+            total += math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             bad += sum(not grads.sums[index].finite for index in indices)
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
+
+    def factor(self, grads: SectionGrads, index: int) -> float:
+        """What a gradient held now is to be multiplied by."""
+        return grads.factors.get(index, 1.0) / self.loss_scale
+
+    def unscale(self, loss_scale: float, overflowed: bool) -> bool:
+        """Divide the loss scale out of all factors, once; says whether the step must not be taken. Collective.
+
+        `overflowed` is what this rank knows of gradients that are elsewhere.
+        """
+        finite = self.norm(None)[1]
+        (bad,) = self._collectives.any_rank([overflowed or not finite])
+        if self.any_held(None):
+            self.loss_scale = loss_scale
+            self.overflowed |= bad
+        return bad or self.overflowed
 
     def clip_norm(self, max_norm: float, params: Collection[nn.Parameter]) -> float:
         """Multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm before. Collective."""
@@ -135,7 +157,10 @@ class GradLedger:
         """Clip the elements of the gradients held of `params` to [-limit, limit], where they rest."""
         for grads, indices in self._chosen(params):
             for index in indices:
-                self._apply_factor(grads, index).clamp_(-limit, limit)
+                view = self._apply_factor(grads, index)
+                # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
+                bound = min(limit * self.loss_scale, torch.finfo(view.dtype).max)
+                view.clamp_(-bound, bound)
                 self._sum_again(grads, index)
             if indices:
                 grads.shard.close()
@@ -148,7 +173,7 @@ class GradLedger:
             yield grads, [index for index in held if wanted is None or id(grads.params[index]) in wanted]
 
     def _apply_factor(self, grads: SectionGrads, index: int) -> torch.Tensor:
-        """The gradient where it rests, multiplied there; its sum is made again by the caller."""
+        """The gradient where it rests, clipped there; its sum is made again by the caller."""
         view, factor = grads.shard.view(index), grads.factors.pop(index, 1.0)
         return view if factor == 1.0 else view.mul_(factor)
 
@@ -158,17 +183,12 @@ class GradLedger:
             view.data_ptr(), view.dtype, view.numel(), num_threads=torch.get_num_threads()
         )
 
-    def _refresh(self, grads: SectionGrads) -> None:
-        """Sum again what the user may have changed through `.grad`."""
-        for index in grads.exposed & grads.holding:
-            self._sum_again(grads, index)
-
     def held(self, param: nn.Parameter) -> bool:
         """Whether a gradient waits for a step."""
         grads, index = self._places[id(param)]
         return index in grads.holding
 
-    def any_held(self, params: Collection[nn.Parameter]) -> bool:
+    def any_held(self, params: Collection[nn.Parameter] | None) -> bool:
         return any(indices for _, indices in self._chosen(params))
 
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -186,16 +206,12 @@ class GradLedger:
             return None
         copy = grads.shard.view(index).view(grads.layout.params[index].spec.shape).float().clone()
         grads.shard.close()
-        return copy.mul_(grads.factors.get(index, 1.0))
+        return copy.mul_(self.factor(grads, index))
 
-    def forget(self, param: nn.Parameter) -> None:
-        """Drop one parameter's gradient."""
-        self._forget(*self._places[id(param)])
-
-    def consume(self, params: Iterable[nn.Parameter]) -> None:
-        """A step has taken these parameters' gradients: the next backward starts afresh."""
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
         for param in params:
-            self.forget(param)
+            self._forget(*self._places[id(param)])
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
         """Nobody wants the gradients (of `params`; by default all); says whether there were any."""
@@ -224,3 +240,5 @@ class GradLedger:
             grads.sums.clear()
             grads.reduced.clear()
             grads.shard.held = False
+            if not any(each.holding for each in self.sections):
+                self.loss_scale, self.overflowed = 1.0, False

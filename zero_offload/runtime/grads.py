@@ -80,6 +80,12 @@ class GradReducer:
                 f"the gradient of {grads.layout.params[index].spec.name} is sparse; "
                 "build the embedding with sparse=False"
             )
+        if self.ledger.loss_scale != 1.0:
+            raise ZeroOffloadError(
+                "a backward adds to gradients that a scaler has unscaled and no step has used; unscale once, after the "
+                "last backward of a step, or drop them with optimizer.zero_grad(), or where no optimizer has the "
+                "parameter with param.grad = None"
+            )
         self._board.wait(grads.unit.index)
         if self._collectives.world_size == 1:
             self._keep(grads, index, grad, adds=index in grads.holding)
