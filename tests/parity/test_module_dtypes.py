@@ -312,3 +312,21 @@ def test_what_the_user_gave_in_bf16_is_computed_in_fp32_where_asked() -> None:
     plain = build(partial(TinyLM, 33)).bfloat16().float()
     zo.offload(model, zo.OffloadConfig(precision="fp32"))
     assert model(tokens_of(0)).item() == plain(tokens_of(0)).item()
+
+
+def test_fp16_around_fp32_and_bf16() -> None:
+    """Three ways to keep a master, in one unit."""
+    precision = zo.Precision("fp16", modules={"*.router": "fp32", nn.LayerNorm: "bf16"})
+    model = zo.offload(build(RoutedLM), zo.OffloadConfig(precision=precision))
+    optimizer, scaler = optimizer_of(model), zo.GradScaler(1024.0)
+    dtypes = {param.dtype for param in model.blocks[0].parameters()}
+    assert dtypes == {torch.float16, torch.float32, torch.bfloat16}
+    losses = []
+    for _ in range(8):
+        loss = model(tokens_of(0))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert zo.stats(model).skipped_steps == 0 and losses[-1] < 0.8 * losses[0]

@@ -613,3 +613,47 @@ def test_reductions_in_different_orders_are_no_silent_mixture(stage: int, pool: 
         assert all(
             each.kind == "ZeroOffloadError" and "stage=1, or 'with zo.no_sync" in each.message for each in results
         )
+
+
+# With a loss scaler
+
+
+def test_clipping_by_value_after_unscaling(nvme: Path) -> None:
+    """A power of two changes no bit, before and after the norm; without `unscale_` scaled gradients are clipped."""
+
+    def train(
+        scale: float, unscales: bool, limit: float, each: dict[str, Any]
+    ) -> tuple[list[float], dict[str, Tensor]]:
+        model = zo.offload(build(make), zo.OffloadConfig(precision="fp32", nvme=nvme, existing="discard", **each))
+        optimizer, scaler = adamw(model.parameters()), zo.GradScaler(scale, enabled=scale != 1.0)
+        norms = []
+        for step in range(NUM_STEPS):
+            scaler.scale(model(tokens_of(step))).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                norms.append(zo.clip_grad_norm_(model, 0.1).item())
+            zo.clip_grad_value_(model, limit)
+            if unscales:
+                norms.append(zo.clip_grad_norm_(model, 0.05).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        params = read_params(model)
+        zo.close(model)
+        return norms, params
+
+    for each in TIERS.values():
+        check(train(1024.0, True, 0.003, each), train(1.0, True, 0.003, each))
+        check(train(1024.0, False, 1.024, each), train(1.0, False, 0.001, each))
+
+
+def test_a_limit_beyond_fp16_changes_nothing() -> None:
+    model = zo.offload(build(make), zo.OffloadConfig(precision="fp16"))
+    optimizer, scaler = adamw(model.parameters()), zo.GradScaler(2.0**10)
+    scaler.scale(model(tokens_of(0))).backward()
+    scaler.unscale_(optimizer)
+    with zo.gathered(model, kind="grads") as before:
+        before = {name: grad.clone() for name, grad in before.items()}
+    zo.clip_grad_value_(model, 1e6)
+    with zo.gathered(model, kind="grads") as after:
+        assert all(torch.equal(after[name], grad) for name, grad in before.items())
