@@ -9,6 +9,7 @@ Everything else is a plain PyTorch loop; README.md shows it.
 from zero_offload import nn as nn
 from zero_offload.api import (
     Resumed,
+    checkpoint,
     clip_grad_norm_,
     clip_grad_value_,
     close,
@@ -55,6 +56,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "ZeroOffloadError",
+    "checkpoint",
     "clip_grad_norm_",
     "clip_grad_value_",
     "close",

@@ -76,6 +76,7 @@ def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterat
             held.append(unit)
             owner.parts.residency.bring(unit)
             unit.open()
+        owner.parts.residency.meet("zo.gathered")
         yield
     finally:
         for unit in held:
@@ -106,7 +107,7 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
 
 
 def _one_rank(owner: OffloadedModel, kind: str) -> None:
-    if owner.parts.collectives.num_shards > 1:
+    if owner.parts.collectives.num_shards > 1 or owner.parts.ranks.num_columns > 1:
         raise ZeroOffloadError(
             f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
             "and load it on one"

@@ -29,6 +29,7 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.param_access import ParamAccess
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.runtime.activations import Activations
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.residency import Residency
@@ -38,6 +39,7 @@ from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 
 
@@ -55,6 +57,8 @@ class Parts:
     units: tuple[Unit, ...]
     residency: Residency
     keeper: GenerationKeeper | None
+    scratch: SwapFile | None
+    activations: Activations | None
     close_files: Callable[[], None]
 
 
@@ -66,7 +70,7 @@ class OffloadedModel:
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
-        self.session = Session(parts.units, parts.residency, self.grads)
+        self.session = Session(parts.units, parts.residency, self.grads, parts.activations)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
         )
@@ -218,7 +222,7 @@ class OffloadedModel:
         self.worker.drain()
         self.grads.drop()
         index = self.parts.collectives.shard_index
-        with SavedCheckpoint.open(path, self.parts.layout) as saved:
+        with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
             check(saved.generation)
             for shard in self.parts.store.shards:
                 self.parts.store.write_components(shard, saved.source(shard.layout, index))
@@ -256,7 +260,7 @@ class OffloadedModel:
         resident = {
             "device": 0,
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
-            "nvme": store.swap.nbytes if store.swap is not None else 0,
+            "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }
         return self._stats.stats(self.step_count, self.skipped_steps, resident)
 

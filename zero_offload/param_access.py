@@ -157,7 +157,7 @@ class ParamAccess:
         self._last = None
 
     def _need_whole(self, call: str, instead: str) -> None:
-        if any(place.section.layout.num_shards > 1 for place in self._places.values()):
+        if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in self._places.values()):
             raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
 
     # Gradients

@@ -120,6 +120,11 @@ def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
     owner.session.check_process()
+    if owner.parts.ranks.num_columns > 1:
+        raise ConfigError(
+            f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
+            "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
+        )
     offloaded = {id(param) for unit in owner.parts.units for param in unit.params}
     given = {id(param) for param in model.parameters()}
     if offloaded != given:
@@ -242,6 +247,7 @@ def _brought(owner: OffloadedModel, unit: Unit) -> Iterator[None]:
     unit.gathered_uses += 1
     try:
         owner.parts.residency.bring(unit)
+        owner.parts.residency.meet(f"the export of {unit.name}")
         yield
     finally:
         unit.gathered_uses -= 1

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.helpers.activations import make_small
 from zero_offload.cli.main import main
 
 STEPS = 14
@@ -167,6 +168,24 @@ def test_tiers_do_not_change_the_numbers(
     assert _losses(tmp_path / "run") == _losses(whole_run[0])
 
 
+def test_fp16_scales_its_loss_and_resumes_with_the_scale(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    runs = {"whole": tmp_path / "whole", "killed": tmp_path / "killed"}
+    for name, out in runs.items():
+        arguments = [*SIZES, "--data", text, "--out", out, "--precision", "fp16"]
+        if name == "killed":
+            child = _start(*arguments)
+            _wait_for_step(out, 5, child)
+            child.kill()
+            child.communicate()
+        done = _here(capsys, *arguments)
+        assert done.code == 0, done.err
+        assert ("resuming from step" in done.out) == (name == "killed")
+    rows = _rows(runs["whole"])
+    assert rows[-1]["loss"] < rows[0]["loss"] and {row["loss_scale"] for row in rows} <= {2.0**n for n in range(8, 17)}
+    assert _losses(runs["killed"]) == _losses(runs["whole"])
+    assert [row["loss_scale"] for row in _rows(runs["killed"])] == [row["loss_scale"] for row in rows]
+
+
 def test_other_settings_in_the_same_place_are_refused_until_discarded(
     text: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -230,3 +249,23 @@ def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in _rows(out)] == [1, 2, 3]
     assert done.stdout.count("unigram entropy:") == 1  # only the first rank speaks
+
+
+def test_recompute_and_activations_on_disk_change_no_loss(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small(monkeypatch)
+    losses, moved = [], []
+    for name, flags in {
+        "kept": [],
+        "recomputed": ["--recompute", "block"],
+        "stored": ["--activations-tier", "nvme"],
+        "both": ["--recompute", "block", "--activations-tier", "nvme"],
+    }.items():
+        done = _here(capsys, *SIZES, "--out", tmp_path / name, *flags)
+        assert done.code == 0, done.err
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows])
+        moved.append(rows[-1]["activation_bytes"]["nvme"])
+    assert losses == [losses[0]] * 4
+    assert moved[0] == moved[1] == 0 < moved[3] < moved[2]

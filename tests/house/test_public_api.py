@@ -27,6 +27,7 @@ PUBLIC_NAMES = {
     "Stats",
     "StorageError",
     "ZeroOffloadError",
+    "checkpoint",
     "clip_grad_norm_",
     "clip_grad_value_",
     "close",

@@ -35,6 +35,10 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
+ACTIVATION_BLOCK_BYTES = 1 << 20
+"""What activations on disk are cut into."""
+ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
+"""Blocks in memory on their way to the disk, and from it."""
 
 _VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _OPTIMIZER_BYTES = {"bfloat16": 12, "float16": 14, "float32": 12}
@@ -102,7 +106,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank under a placement."""
+    """Bytes of one rank under a placement. Without activations, whose bytes depend on the batch; the buffers that they
+    pass through are counted."""
 
     rest_bytes: Mapping[tuple[Tier, StateKind], int]
     """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
@@ -231,9 +236,13 @@ def _staging_bytes(
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     chunk_bytes = CHUNK_NUMEL * (max(_OPTIMIZER_BYTES[name] for name in dtypes) + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
+    activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme,
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
+        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
+        + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
 

@@ -1,8 +1,8 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
-gradients and flags travel. Blocking calls on the control thread; nothing else communicates but `CommitGroup`, which
-has a process group of its own because it runs on the update worker's thread.
+gradients and flags travel. Blocking calls on the control thread, each announced to `Agreement`; beside them only
+`CommitGroup` communicates, on a process group of its own because it runs on the update worker's thread.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from zero_offload import errors
-from zero_offload.config import GradReduction
+from zero_offload.config import Branches, GradReduction, OffloadConfig
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.runtime.agreement import Agreement
 from zero_offload.runtime.rank_group import RankGroup
 from zero_offload.telemetry.events import Counters
 
@@ -27,16 +28,16 @@ class Collectives:
         self,
         group: RankGroup,
         device: torch.device,
-        grad_reduction: GradReduction = GradReduction.MEAN,
-        reduce_dtype: torch.dtype = torch.float32,
+        config: OffloadConfig,
     ) -> None:
-        """`reduce_dtype` is what gradients are rounded to before they cross the network."""
-        self._divisor = group.partition.world_size if grad_reduction is GradReduction.MEAN else 1
-        self._reduce_dtype = reduce_dtype
+        mean = config.grad_reduction == GradReduction.MEAN.value
+        self._divisor = group.partition.world_size if mean else 1
+        self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype_name)
+        """What gradients are rounded to before they cross the network."""
+        self.agreement = Agreement(group, Branches(config.branches))
         self._device = device
         self._group = group
         self.partition = group.partition
-        self.rank = group.rank
         self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
         self.shard_index = group.shard_index
@@ -53,10 +54,11 @@ class Collectives:
         # Bytes, since not every backend gathers every dtype.
         dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
 
-    def reduce_grads(self, flat: torch.Tensor) -> torch.Tensor:
+    def reduce_grads(self, flat: torch.Tensor, what: str) -> torch.Tensor:
         """Mean (or sum) over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,) fp32."""
         if self.world_size == 1:
             return flat
+        self.agreement.same(f"the reduction of gradients of {what}")
         sent = flat.to(self._reduce_dtype)
         self.counters.add("reduced", sent.nbytes)
         if self.num_shards == 1:
@@ -69,29 +71,24 @@ class Collectives:
         return shard.float().div_(self._divisor)
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
-        """Add numbers over the ranks that hold different shards."""
-        if self.num_shards == 1:
+        """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
+        groups = [self._group.sharers] * (self.num_shards > 1) + [self._group.row] * (len(self._group.columns) > 1)
+        if not groups:
             return values
+        self.agreement.same("the gradient norm")
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._group.sharers)
+        for group in groups:
+            dist.all_reduce(total, group=group)
         return [float(value) for value in total]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some rank."""
         if self.world_size == 1:
             return list(flags)
+        self.agreement.same("the list of parameters that have a gradient")
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
         return [bool(flag) for flag in found.tolist()]
-
-    def agree(self, flags: Sequence[bool], number: int) -> tuple[list[bool], bool]:
-        """As `any_rank`; and whether `number` is the same on every rank."""
-        if self.world_size == 1:
-            return list(flags), True
-        found = torch.tensor([*flags, number, -number], dtype=torch.int64, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
-        *anywhere, largest, negated = found.tolist()
-        return [bool(flag) for flag in anywhere], largest == -negated
 
 
 class CommitGroup:
@@ -99,8 +96,8 @@ class CommitGroup:
 
     def __init__(self, group: RankGroup) -> None:
         self._group = group.control_group()
-        ascending = sorted(group.members)
-        self._order = [ascending.index(member) for member in group.members]
+        ascending = sorted(group.run_members)
+        self._order = [ascending.index(member) for member in group.run_members]
         """torch's number of each of our ranks."""
 
     def agree(self, text: str) -> str:

@@ -18,6 +18,7 @@ from torch import nn
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
@@ -101,18 +102,6 @@ class GradLedger:
         """A parameter's section and its index there."""
         return self._places[id(param)]
 
-    def agree(self, order: int) -> bool:
-        """Let what has a gradient on some rank have one on all; says whether `order` is the same on all. Collective.
-
-        It is a checksum of what was reduced, in order: where that differs, gradients were mixed.
-        """
-        flags = [index in grads.holding for grads in self.sections for index in range(len(grads.params))]
-        anywhere, same_order = self._collectives.agree(flags, order)
-        found = iter(anywhere)
-        for grads in self.sections:
-            grads.holding |= {index for index in range(len(grads.params)) if next(found)}
-        return same_order
-
     def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
@@ -120,7 +109,9 @@ class GradLedger:
             for index in grads.exposed & grads.holding:
                 # The user may have changed it through `.grad`.
                 self._sum_again(grads, index)
-            total += math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
+            squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
+            # Tensor-parallel ranks that hold the same count it once between them.
+            total += squares / grads.layout.num_copies
             bad += sum(not grads.sums[index].finite for index in indices)
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
@@ -194,7 +185,7 @@ class GradLedger:
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
         """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
         grads, index = self._places[id(param)]
-        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1:
+        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
         grads.exposed.add(index)
         return self._apply_factor(grads, index).view(grads.layout.params[index].spec.shape)

@@ -9,7 +9,6 @@ downloaded first. What has arrived is in `ledger`. The calls: `arrive` per param
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Sequence
 
 import torch
@@ -22,6 +21,7 @@ from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.dtensors import local_grad
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
 from zero_offload.runtime.grad_staging import GradStaging
 from zero_offload.runtime.residency import Residency
@@ -60,8 +60,6 @@ class GradReducer:
         self.defers = collectives.partition.defers_reduction
         """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
-        self._order = 0
-        """A checksum of the sections that this backward has reduced, in order."""
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
@@ -75,6 +73,7 @@ class GradReducer:
             if not grads.arrived:
                 grads.num_expected = sum(each.requires_grad for each in grads.params)
         assert grad is not None
+        grad = local_grad(param, grad)
         if grad.layout is not torch.strided:
             raise ZeroOffloadError(
                 f"the gradient of {grads.layout.params[index].spec.name} is sparse; "
@@ -108,15 +107,12 @@ class GradReducer:
                 self._complete(grads)
         self._staging.drain()
         if not self.defers:
-            order, self._order = self._order, 0
-            if not self.ledger.agree(order):
-                self.drop()
-                raise _different_orders()
             self.reduce_waiting()
 
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
-        if not self._deferred:
+        # What one rank has not, another may have.
+        if not self._deferred and not self._collectives.partition.any_branches:
             return
         self._deferred = False
         sections = self.ledger.sections
@@ -205,11 +201,11 @@ class GradReducer:
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
+        what = _describe(grads)
         grads.arrived.clear()
         if grads.partial is not None:
             self._add_waiting(grads, grads.partial)
-            reduced = self._collectives.reduce_grads(grads.partial)
-            self._order = zlib.crc32(b"%d," % grads.layout.index, self._order)
+            reduced = self._collectives.reduce_grads(grads.partial, what)
             if self._device.is_host:
                 self._store_reduced(grads, reduced)
             else:
@@ -267,7 +263,7 @@ class GradReducer:
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._drop_partial(grads)
-        self._deferred, self._order = False, 0
+        self._deferred = False
         return self.ledger.drop()
 
 
@@ -277,17 +273,16 @@ def _close(grads: SectionGrads) -> None:
         grads.local.close()
 
 
+def _describe(grads: SectionGrads) -> str:
+    """What is reduced; where some parameters have no gradient, which have, since the ranks must agree in that too."""
+    some = 0 < len(grads.arrived) < len(grads.layout.params)
+    names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
+    return f"{grads.unit.name}, of {', '.join(names)}" if some else grads.unit.name
+
+
 def _largest_grad(units: Sequence[Unit]) -> int:
     """Bytes of the largest section in fp32."""
     return max(section.layout.numel * 4 for unit in units for section in unit.sections)
-
-
-def _different_orders() -> ZeroOffloadError:
-    return ZeroOffloadError(
-        "ranks have reduced gradients in different orders, since a parameter had a gradient on one rank and none on "
-        "another; all gradients are dropped. Where ranks use different parameters, let them agree before they reduce: "
-        "stage=1, or 'with zo.no_sync(model):' around forward and backward"
-    )
 
 
 def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:

@@ -29,10 +29,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
+from zero_offload.runtime.frames import runs
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
+from zero_offload.runtime.recompute import drop_stale
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.saved import SavedTensors
+from zero_offload.runtime.saved import SavedTensors, TensorStore
 from zero_offload.runtime.unit import Unit
 
 
@@ -98,18 +100,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _runs(frame: FrameType) -> bool:
-    """Whether a frame is one of our callers."""
-    caller: FrameType | None = sys._getframe()
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
-
-
 class Session:
     """Uses of units by forwards and backwards."""
 
-    def __init__(self, units: Sequence[Unit], residency: Residency, grads: GradReducer) -> None:
+    def __init__(
+        self, units: Sequence[Unit], residency: Residency, grads: GradReducer, activations: TensorStore | None = None
+    ) -> None:
         self._units = units
         self._residency = residency
         self._grads = grads
@@ -118,7 +114,7 @@ class Session:
         self._pid = os.getpid()
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, self._use_in_backward)
+        self._saved = SavedTensors(units, self._use_in_backward, activations)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -143,7 +139,7 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if any(scope.units is units and not _runs(scope.caller) for scope in self._stack):
+        if any(scope.units is units and not runs(scope.caller) for scope in self._stack):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
         if not self._stack:
@@ -169,6 +165,8 @@ class Session:
             if unit.forward_uses == 0:
                 changed += unit.changed()
             unit.close()
+        if not self._stack:
+            self._residency.meet("the end of a forward")
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -192,6 +190,7 @@ class Session:
         return unit is not None and not unit.resident
 
     def _abandon(self) -> None:
+        drop_stale()
         while self._stack:
             saving = self._stack.pop().saving
             if saving is not None:
@@ -219,6 +218,7 @@ class Session:
         self.check_process()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
+        self._saved.begin()
         self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
 
     def _recover(self) -> None:
@@ -278,6 +278,7 @@ class Session:
         for unit in self._units:
             unit.backward_uses = 0
             unit.close()
+        self._residency.meet("the end of a backward")
         self._grads.finish_backward()
 
 
