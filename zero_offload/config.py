@@ -169,10 +169,7 @@ class OffloadConfig:
         return cast("int | None", limits[tier])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON and TOML can hold; `from_dict` gives an equal config back.
-
-        Raises ConfigError when `Precision.modules` has classes: a file cannot name those.
-        """
+        """Plain values for JSON and TOML, of which `from_dict` makes an equal config. Raises for classes as keys."""
         if classes := [key.__name__ for key in self.numerics.modules if isinstance(key, type)]:
             raise ConfigError(_list_problems([_no_classes(classes)]))
         return asdict(self) | {"nvme": [str(path) for path in self.nvme_dirs]}
