@@ -22,6 +22,7 @@ from zero_offload.api import (
     stats,
 )
 from zero_offload.config import OffloadConfig, Precision
+from zero_offload.deferred.recorder import deferred_init
 from zero_offload.errors import (
     CapacityError,
     CheckpointError,
@@ -61,6 +62,7 @@ __all__ = [
     "clip_grad_value_",
     "close",
     "commit",
+    "deferred_init",
     "export_pretrained",
     "gathered",
     "load_checkpoint",

@@ -76,6 +76,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} is not positive")
+    owner.session.settle()
     return torch.tensor(owner.grads.clip_norm(params, float(max_norm)))
 
 
@@ -95,6 +96,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         by_owner.setdefault(id(owner), (owner, []))[1].append(param)
     for owner, members in by_owner.values():
         if isinstance(owner, OffloadedModel):
+            owner.session.settle()
             owner.grads.clip_value(members, float(clip_value))
         elif held := [param for param in members if param.grad is not None]:
             torch.nn.utils.clip_grad_value_(held, clip_value)

@@ -18,7 +18,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.generation import Ranks, reusable_bytes
-from zero_offload.checkpoint.values import ComponentSource, fill_from_params
 from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
@@ -26,6 +25,7 @@ from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import RegionPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.layout import ShardLayout, make_layout
@@ -42,13 +42,12 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
-from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, local_part, mesh_of
+from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.probe import probe_hardware
 from zero_offload.run_files import RunFiles
 from zero_offload.runtime.activations import open_activations
 from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.collectives import Collectives, CommitGroup
-from zero_offload.runtime.dtensors import move_to
 from zero_offload.runtime.guard import guard
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
 from zero_offload.runtime.rank_group import RankGroup, mesh_problems
@@ -79,6 +78,7 @@ def offload(
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
+    skips_values = lacks_values(model)
     group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
     collectives = Collectives(group, device.torch_device, config)
     spec = ModelSpec.from_module(model, units)
@@ -110,6 +110,8 @@ def offload(
     trim_heap()  # the parameters' old storages are free, and of no use to anyone
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)
+    else:
+        owner.session.lacks_weights = skips_values
     return model
 
 
@@ -142,16 +144,10 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
     tensor_mesh = mesh_of(model.parameters())
     problems += mesh_problems(mesh, device.torch_device.type, tensor_mesh)
     for name, param in model.named_parameters():
-        if owner_of(param) is not None:
-            problems.append(f"{name} is offloaded already; call zo.offload once per model")
-        elif tensor_mesh is not None and is_dtensor(param):
+        if tensor_mesh is not None and is_dtensor(param) and owner_of(param) is None:
             problems += dtensor_problems(name, param, tensor_mesh)
-        elif type(param) is not nn.Parameter:
-            problems.append(f"{name} is a {type(param).__name__}; only plain parameters and DTensors can be offloaded")
-        elif param.device.type != "cpu":
-            problems.append(f"{name} is on {param.device}; build the model on the CPU")
-        elif param.grad is not None:
-            problems.append(f"{name} has a gradient; call model.zero_grad() first")
+        elif (problem := param_problem(param)) is not None:
+            problems.append(f"{name} {problem}")
     if problems:
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
 
@@ -196,7 +192,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
     if files.keeper is not None and files.keeper.found is not None:
         files.keeper.restore(files.keeper.rank_payload())
-    _move_in(model, units, store, build, adopt_values=files.found is None)
+    move_in(model, units, store, device, values_of=None if files.found is not None else collectives.shard_index)
     store.staging.drop()
     collectives.counters = store.counters
     board = UpdateBoard(len(units))
@@ -305,29 +301,3 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
             flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
             sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
     return Unit(index, layout, sections, resident=home is not Home.AWAY)
-
-
-def _move_in(
-    model: nn.Module,
-    units: Sequence[Unit],
-    store: ShardStore,
-    build: Build,
-    *,
-    adopt_values: bool,
-) -> None:
-    """Make every parameter a view of its section; `adopt_values` takes their values along."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(build.device.torch_device))
-    params = dict(model.named_parameters())
-    for unit in units:
-        for section in unit.sections:
-            members = {piece: params[piece.spec.name] for piece in section.layout.params}
-            if adopt_values:
-                parts = {piece: local_part(param) for piece, param in members.items()}
-                fill = fill_from_params(section.shard, build.collectives.shard_index, parts)
-                store.write_components(section.shard, ComponentSource(section.shard, fill))
-            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
-                for piece, param in members.items():
-                    move_to(param, section.flat[piece.begin : piece.end].view(piece.spec.shape))
-                    unit.params.append(param)

@@ -104,6 +104,7 @@ class OffloadedModel:
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         self._scaler = scaler
+        self.session.settle()
         self.grads.reduce_waiting()
         return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
 
@@ -115,6 +116,7 @@ class OffloadedModel:
             # Without a backward in between this is a further optimizer's part of the step before.
             self._commit_due()
         self._has_new_grads = False
+        self.session.settle()
         self.grads.reduce_waiting()
         self.access.check_frozen(hypers)
         # An overflow concerns the whole model.
@@ -210,6 +212,7 @@ class OffloadedModel:
 
     def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
+        self.session.check_usable()
         self.worker.drain()
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
@@ -231,6 +234,7 @@ class OffloadedModel:
             generation = saved.generation
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
+        self.session.lacks_weights = False
         self.adopt_generation(generation)
         self._latest, self._due = None, False
         return generation, rng

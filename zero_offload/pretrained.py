@@ -72,6 +72,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
     for unit in owner.parts.units:
         owner.parts.residency.forget(unit)
+    owner.session.lacks_weights = False
 
 
 def export_pretrained(
@@ -87,6 +88,7 @@ def export_pretrained(
     Raises ConfigError (also for another dtype than the compute dtype when masters are spread over ranks), StorageError.
     """
     owner = _owner_of_whole(model, "zo.export_pretrained")
+    owner.session.check_usable()
     target = _export_dtype(owner, dtype)
     entries = _entries(model, owner, target)
     plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))

@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "clip_grad_value_",
     "close",
     "commit",
+    "deferred_init",
     "export_pretrained",
     "gathered",
     "load_checkpoint",

@@ -89,6 +89,8 @@ class Case:
     evaluates: bool = False
     """Between steps, each rank in its own way."""
     mesh: tuple[Any, ...] | None = None
+    frozen: bool = False
+    """A part of each block: what is frozen stays valid on the ranks that have it when the rest is updated."""
 
 
 @dataclass
@@ -125,8 +127,15 @@ def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
     return model(x, random.Random(100 * number + rank)).square().mean()  # type: ignore[no-any-return]
 
 
-def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
+def make_model(case: Case) -> nn.Module:
     model = build(MODELS[case.model])
+    for name, param in model.named_parameters():
+        param.requires_grad_(not (case.frozen and ".norm." in name))
+    return model
+
+
+def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
+    model = make_model(case)
     mesh = None if case.mesh is None else DeviceMesh("cpu", list(case.mesh))
     zo.offload(model, zo.OffloadConfig(precision="fp32", **case.settings), mesh)
     return model, zo.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -163,7 +172,7 @@ def train_plain(world_size: int, case: Case, norms: Sequence[float]) -> list[Out
 
     `norms` are those that gradients are clipped by.
     """
-    model = build(MODELS[case.model])
+    model = make_model(case)
     optimizer = zo.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     outs = [Outcome(norms=list(norms)) for _ in range(world_size)]
     for step in range(NUM_STEPS):
@@ -217,6 +226,7 @@ MATRIX: dict[str, Sequence[Any]] = {
     "accumulate_and_clip": [(1, None), (2, 0.5), (2, None)],
     "no_sync": [False, True],
     "evaluates": [False, True],
+    "frozen": [True, False],
 }
 
 
@@ -225,7 +235,7 @@ def test_each_rank_may_go_its_own_way(row: Row, pool: RankPool, nvme: Path) -> N
     settings = {key: row[key] for key in ("stage", "params", "device_memory")}
     settings |= {"grads": row["states"], "optimizer": row["states"], "nvme": nvme, "branches": "any"}
     micro_batches, max_norm = row["accumulate_and_clip"]
-    case = Case(row["model"], settings, micro_batches, max_norm, row["no_sync"], row["evaluates"])
+    case = Case(row["model"], settings, micro_batches, max_norm, row["no_sync"], row["evaluates"], frozen=row["frozen"])
     found = pool.succeed(train, case)
     check(found, train_plain(len(pool.processes), case, found[0].norms))
 

@@ -14,7 +14,7 @@ Bytes per trained parameter (frozen ones have the value only):
 Parameters that `Precision.modules` keeps in another dtype count by that one's row.
 
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
-Where params and optimizer both rest in memory of a single rank, that value is the parameter itself.
+Where params and optimizer both rest in memory, that value is the parameter itself, or a part of it.
 """
 
 from __future__ import annotations
@@ -187,8 +187,9 @@ def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier]
         # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one.
         shared = params_tier is optimizer_tier is Tier.NVME and not partition.replicates_params
         return unit.frozen_bytes if shared else unit.params_bytes
-    if partition.param_shards == 1 and Tier.NVME not in (params_tier, optimizer_tier):
-        return unit.optimizer_bytes - _divide_up(unit.params_bytes - unit.frozen_bytes, partition.optimizer_shards)
+    if Tier.NVME not in (params_tier, optimizer_tier):
+        trained_bytes = (unit.params_bytes - unit.frozen_bytes) * partition.param_shards
+        return unit.optimizer_bytes - _divide_up(trained_bytes, partition.optimizer_shards)
     return unit.optimizer_bytes
 
 

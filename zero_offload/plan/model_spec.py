@@ -174,9 +174,9 @@ def _scripted(root: nn.Module) -> Iterator[str]:
 def _overlaps(root: nn.Module) -> Iterator[str]:
     """Different parameters in the same memory, of which one is trained: apart, they would no longer be one."""
     placed = [
-        (param.untyped_storage().data_ptr(), param.storage_offset() * param.itemsize, name, param)
+        (_memory_of(param.untyped_storage()), param.storage_offset() * param.itemsize, name, param)
         for name, param in root.named_parameters()
-        if type(param) is nn.Parameter and param.device.type != "meta" and param.numel() > 0
+        if (type(param) is nn.Parameter or param.is_meta) and param.numel() > 0
     ]
     placed.sort(key=lambda entry: entry[:2])
     for (storage, begin, name, param), (other_storage, other_begin, other_name, other) in pairwise(placed):
@@ -186,6 +186,11 @@ def _overlaps(root: nn.Module) -> Iterator[str]:
                 f"{name} and {other_name} are two parameters in the same memory; tie them by assigning the parameter, "
                 f"not its data, or give one a copy of its own"
             )
+
+
+def _memory_of(storage: torch.UntypedStorage) -> int:
+    """Where a storage is; one on meta, which is nowhere, is itself."""
+    return storage.data_ptr() or storage._cdata
 
 
 def _anchor_of(param_name: str, anchors: Sequence[str]) -> str | None:

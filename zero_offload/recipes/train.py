@@ -135,7 +135,8 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = _peak_rss_bytes()
     gpt = config.gpt()
-    model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
+    with zo.deferred_init():
+        model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
     if gpt.recompute is Recompute.BLOCK:
         zo.checkpoint(model.blocks)
     settings = replace(config.offload, existing=existing.value)

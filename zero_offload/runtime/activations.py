@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
+from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.plan.placement import Dealer
 from zero_offload.runtime.activation_tiers import ActivationTier, DiskTier, HostTier, Pieces
 from zero_offload.runtime.saved import VersionCheck
@@ -99,12 +100,15 @@ class Activations:
         tiers: Mapping[Tier, ActivationTier],
         counters: Counters,
         staying: Collection[int],
+        trimmer: HeapTrimmer | None = None,
     ) -> None:
-        """`tiers`: of those in `fractions`, the ones that are elsewhere. `staying`: storages of buffers, by address."""
+        """`tiers`: of those in `fractions`, the ones that are elsewhere. `staying`: storages of buffers, by address.
+        `trimmer` where tensors are in the C library's heap, which would keep what they leave."""
         self._fractions = fractions
         self._tiers = tiers
         self._counters = counters
         self._staying = staying
+        self._trimmer = trimmer
         self._dealer = Dealer(fractions)
         self._stored: weakref.WeakValueDictionary[tuple[int, int], Stored] = weakref.WeakValueDictionary()
         """By address and version of the storage."""
@@ -140,6 +144,7 @@ class Activations:
             self._num_stored += 1
             pieces = self._tiers[tier].put(_bytes_of(tensor, storage))
             stored = Stored(self._tiers[tier], storage, pieces, self._num_stored)
+            self._count(stored)
             self._stored[key] = self._numbered[stored.number] = stored
         stored.num_saved += 1
         return Away(
@@ -153,11 +158,17 @@ class Activations:
         if not away.stored.here:
             with self._counters.timed("stall_s"):
                 memory = away.stored.read()
+            self._count(away.stored)
             self._fetch_ahead(away.stored.number)
         else:
             memory = away.stored.read()
         empty = torch.empty(0, dtype=away.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), away.offset, away.shape, away.stride)
+
+    def _count(self, stored: Stored) -> None:
+        """On its way out or back: about as much has been freed."""
+        if self._trimmer is not None:
+            self._trimmer.freed(stored.nbytes)
 
     def _fetch_ahead(self, number: int) -> None:
         left = AHEAD_BYTES
@@ -200,4 +211,5 @@ def open_activations(
     if not tiers:
         return None
     staying = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
-    return Activations(fractions, tiers, counters, staying)
+    trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None
+    return Activations(fractions, tiers, counters, staying, trimmer)

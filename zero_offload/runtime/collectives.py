@@ -17,7 +17,7 @@ from zero_offload import errors
 from zero_offload.config import Branches, GradReduction, OffloadConfig
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.agreement import Agreement
-from zero_offload.runtime.rank_group import RankGroup
+from zero_offload.runtime.rank_group import Group, RankGroup
 from zero_offload.telemetry.events import Counters
 
 
@@ -72,7 +72,7 @@ class Collectives:
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
-        groups = [self._group.sharers] * (self.num_shards > 1) + [self._group.row] * (len(self._group.columns) > 1)
+        groups = [self._group.sharers] * (self.num_shards > 1) + self._rows()
         if not groups:
             return values
         self.agreement.same("the gradient norm")
@@ -81,13 +81,19 @@ class Collectives:
             dist.all_reduce(total, group=group)
         return [float(value) for value in total]
 
+    def _rows(self) -> list[Group]:
+        """The ranks that hold the other parts of the model, if there are any."""
+        return [self._group.row] * (len(self._group.columns) > 1)
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is set on some rank."""
-        if self.world_size == 1:
+        """For each flag, whether it is set on some rank, whatever part of the model that holds."""
+        groups = [self._group.everyone] * (self.world_size > 1) + self._rows()
+        if not groups:
             return list(flags)
-        self.agreement.same("the list of parameters that have a gradient")
+        self.agreement.same(f"an agreement about {len(flags)} flags")
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
+        for group in groups:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return [bool(flag) for flag in found.tolist()]
 
 

@@ -31,7 +31,7 @@ _HARMLESS_METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_neg"),
     *("is_conj", "is_same_size", "has_names", "register_hook", "register_post_accumulate_grad_hook"),
-    *("__len__", "__hash__"),
+    *("__len__", "__hash__", "__dir__"),
 )
 
 

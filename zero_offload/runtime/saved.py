@@ -1,6 +1,7 @@
 """Tensors that autograd saves in a model's forward: which are views of parameters, and who is told when they are read.
 
 Owns the saved-tensor hooks. Never moves bytes: before a view of a unit's buffer is given back, its unit is asked for.
+Who is asked is known to the graph, not here: a cycle would keep a dropped model until the garbage collector comes by.
 Hooks of the user's, around the forward or inside of it, get every other tensor.
 """
 
@@ -21,6 +22,8 @@ from zero_offload.runtime.unit import Unit
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 SavingHooks = tuple[Pack, Unpack]
+Use = Callable[[Unit], None]
+"""Brings a unit that a backward is about to read."""
 
 
 class TensorStore(Protocol):
@@ -114,9 +117,8 @@ def hooks_of_session(hooks: SavingHooks) -> bool:
 class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
-    def __init__(self, units: Sequence[Unit], use: Callable[[Unit], None], store: TensorStore | None) -> None:
-        """`use` brings a unit that a backward is about to read; `store` takes other tensors, if they may leave."""
-        self._use = use
+    def __init__(self, units: Sequence[Unit], store: TensorStore | None) -> None:
+        """`store` takes tensors that are no views of parameters, if they may leave."""
         self._store = store
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
@@ -126,12 +128,12 @@ class SavedTensors:
         if self._store is not None:
             self._store.begin()
 
-    def hooks(self) -> saved_tensors_hooks | None:
+    def hooks(self, use: Use) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
         hooks = saving_hooks()
         if not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
             return None
-        entered = saved_tensors_hooks(partial(self._pack, hooks), self._unpack)
+        entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()
         return entered
 
@@ -141,12 +143,13 @@ class SavedTensors:
             return None
         return self._unit_of_storage.get(local_part(tensor).untyped_storage()._cdata)
 
-    def _save_in_backward(self) -> None:
+    def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""
         hooks = saving_hooks()
         if not self._is_ours(hooks) and not _recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
-            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), self._unpack)
+            unpack = partial(self._unpack, use)
+            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), unpack)
 
     def _is_ours(self, hooks: SavingHooks | None) -> bool:
         return hooks is not None and getattr(hooks[0], "func", None) == self._pack
@@ -160,13 +163,13 @@ class SavedTensors:
         # Detached: a node that saved its own output would hold itself in memory through it.
         return Saved(tensor.detach(), tensor._version, unit)
 
-    def _unpack(self, saved: Saved | SavedByOthers) -> Tensor:
+    def _unpack(self, use: Use, saved: Saved | SavedByOthers) -> Tensor:
         if isinstance(saved, SavedByOthers):
             return saved.unpack(saved.packed)
         if saved.tensor._version != saved.version:
             raise _changed_in_place(tuple(saved.tensor.shape), saved.tensor._version, saved.version)
         if saved.unit is not None:
-            self._use(saved.unit)
+            use(saved.unit)
             if torch.is_grad_enabled():
-                self._save_in_backward()
+                self._save_in_backward(use)
         return saved.tensor

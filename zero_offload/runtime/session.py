@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.runtime.frames import runs
 from zero_offload.runtime.grads import GradReducer
@@ -112,9 +112,11 @@ class Session:
         self._stack: list[Scope] = []
         self._backward_runs = False
         self._pid = os.getpid()
+        self.lacks_weights = False
+        """Values were left out, and none have been loaded in their place."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, self._use_in_backward, activations)
+        self._saved = SavedTensors(units, activations)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -122,6 +124,15 @@ class Session:
             raise ZeroOffloadError(
                 f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
                 f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
+            )
+
+    def check_usable(self) -> None:
+        """Whether there is something to compute with or to read."""
+        self.check_process()
+        if self.lacks_weights:
+            raise ConfigError(
+                'this model was built by zo.deferred_init(values="skip") and has no weights yet. Load them by '
+                'zo.load_pretrained(model, "folder/") or zo.load_checkpoint, or build it by zo.deferred_init()'
             )
 
     __reduce_ex__ = refuse_copy
@@ -145,7 +156,7 @@ class Session:
         if not self._stack:
             self._begin()
         self._stack.append(Scope(units, sys._getframe(2)))
-        self._stack[-1].saving = self._saved.hooks()
+        self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
         for unit in units:
             self._use(unit)
         if units:
@@ -215,11 +226,16 @@ class Session:
 
     def _begin(self) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
-        self.check_process()
+        self.check_usable()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
         self._saved.begin()
         self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
+
+    def settle(self) -> None:
+        """Before a norm or a step: of a backward that broke off, some gradients are not whole, and none may be used."""
+        if self._backward_runs and not self.active:
+            self._recover()
 
     def _recover(self) -> None:
         broken = self._backward_runs
