@@ -26,7 +26,7 @@ from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.hooks import mark_for_recompute
-from zero_offload.shards.registry import owner_of
+from zero_offload.shards.registry import Owner, owner_of
 from zero_offload.telemetry.stats import Stats
 
 
@@ -59,18 +59,53 @@ def _need_runtime(model: nn.Module, call: str) -> OffloadedModel:
 
 
 def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Clip by the global 2-norm; returns the norm, fp32 scalar. As torch.nn.utils.clip_grad_norm_.
+    """Clip the gradients of `model`, a part of it, or parameters by their 2-norm; returns the norm, fp32 scalar.
 
-    On an offloaded model the gradients are not touched: the next `step` multiplies by the clip factor in its
-    one pass. A model that is not offloaded goes to torch's function.
+    As torch.nn.utils.clip_grad_norm_. Offloaded gradients are not touched: the next `step` multiplies them by the clip
+    factor in its one pass. What is not offloaded goes to torch's function. Raises ConfigError for a mixture.
     """
-    params = list(model.parameters()) if isinstance(model, nn.Module) else list(model)
-    owner = runtime_of(params)
-    if owner is None:
+    params = _params_of(model)
+    owners = {id(owner): owner for owner in map(owner_of, params)}
+    if len(owners) > 1:
+        raise ConfigError(
+            "zo.clip_grad_norm_ takes parameters of one offloaded model, or ordinary ones: of these "
+            f"{sum(owner_of(param) is None for param in params)} of {len(params)} are ordinary. Clip them apart"
+        )
+    owner = next(iter(owners.values()), None)
+    if not isinstance(owner, OffloadedModel):
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} is not positive")
-    return owner.clip_grad_norm(float(max_norm))
+    owner.session.settle()
+    return torch.tensor(owner.grads.clip_norm(params, float(max_norm)))
+
+
+def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
+    """Clip each element of the gradients of `model`, a part of it, or parameters to [-clip_value, clip_value].
+
+    As torch.nn.utils.clip_grad_value_: of the gradient that the step would use, reduced over ranks and added up over
+    backwards; one pass over the gradients where they rest. Before or after `clip_grad_norm_`, as in torch. What is not
+    offloaded goes to torch's function. With several ranks every rank must call.
+    """
+    if not clip_value >= 0:
+        raise ConfigError(f"clip_value={clip_value} is negative; gradients are clipped to [-clip_value, clip_value]")
+    params = _params_of(model)
+    by_owner: dict[int, tuple[Owner | None, list[nn.Parameter]]] = {}
+    for param in params:
+        owner = owner_of(param)
+        by_owner.setdefault(id(owner), (owner, []))[1].append(param)
+    for owner, members in by_owner.values():
+        if isinstance(owner, OffloadedModel):
+            owner.session.settle()
+            owner.grads.clip_value(members, float(clip_value))
+        elif held := [param for param in members if param.grad is not None]:
+            torch.nn.utils.clip_grad_value_(held, clip_value)
+
+
+def _params_of(model: nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    if isinstance(model, nn.Parameter):
+        return [model]
+    return list(model.parameters()) if isinstance(model, nn.Module) else list(model)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,6 +24,9 @@ PlacementRequest = str | Mapping[str, float]
 """A tier's name, "auto", or the fraction of the bytes wanted on each tier."""
 
 FRACTION_TOLERANCE = 1e-6
+
+ModuleKey = str | type
+"""Which modules: a class, or a pattern (as fnmatch's) of their names in `named_modules()`."""
 
 
 class Durability(StrEnum):
@@ -74,6 +77,9 @@ class Precision:
     compute: str = "bf16"
     reduce: str = "fp32"
     states: str = "fp32"
+    modules: Mapping[ModuleKey, str] = field(default_factory=dict, hash=False)
+    """Other compute dtypes for some modules and all below them: {"*.router": "fp32", nn.LayerNorm: "fp32"}. The
+    innermost module that a key matches decides; of several keys for one module, the last. See `plan/dtypes.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +139,11 @@ class OffloadConfig:
         return _TORCH_NAMES[self.numerics.reduce]
 
     @property
+    def compute_exceptions(self) -> dict[ModuleKey, str]:
+        """Modules that compute in another dtype, and its name in torch."""
+        return {key: _TORCH_NAMES[name] for key, name in self.numerics.modules.items()}
+
+    @property
     def effective_durability(self) -> Durability:
         """Without a directory there is nowhere to keep a generation: then `scratch`, whatever was asked."""
         return Durability(self.durability) if self.nvme_dirs else Durability.SCRATCH
@@ -158,7 +169,9 @@ class OffloadConfig:
         return cast("int | None", limits[tier])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that JSON and TOML can hold; `from_dict` gives an equal config back."""
+        """Plain values for JSON and TOML, of which `from_dict` makes an equal config. Raises for classes as keys."""
+        if classes := [key.__name__ for key in self.numerics.modules if isinstance(key, type)]:
+            raise ConfigError(_list_problems([_no_classes(classes)]))
         return asdict(self) | {"nvme": [str(path) for path in self.nvme_dirs]}
 
     @classmethod
@@ -171,6 +184,9 @@ class OffloadConfig:
             names = [field.name for field in fields(Precision)]
             problems += _unknown_names(precision, names, prefix="precision.")
             settings["precision"] = Precision(**{name: precision[name] for name in names if name in precision})
+            modules = settings["precision"].modules
+            if isinstance(modules, Mapping) and (classes := [str(key) for key in modules if not isinstance(key, str)]):
+                problems.append(_no_classes(classes))
         if problems:
             raise ConfigError(_list_problems(problems + _find_problems(settings)))
         return cls(**settings)
@@ -208,6 +224,10 @@ def _unknown_names(values: Mapping[str, Any], names: Sequence[str], prefix: str 
         hint = f"did you mean {prefix}{near[0]}? " if near else ""
         problems.append(f"unknown setting {prefix}{key}: {hint}the settings are {', '.join(names)}")
     return problems
+
+
+def _no_classes(names: Sequence[str]) -> str:
+    return f"precision.modules has {', '.join(names)}; where plain values are wanted, use patterns of module names"
 
 
 def _find_problems(settings: Mapping[str, Any]) -> list[str]:
@@ -298,6 +318,16 @@ def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32', 'bf16' or 'fp16'"
     if precision.states != "fp32":
         yield f"Precision(states={precision.states!r}) arrives in a later version; use states='fp32'"
+    yield from _check_module_dtypes(precision.modules)
+
+
+def _check_module_dtypes(modules: object) -> Iterator[str]:
+    if not isinstance(modules, Mapping) or not all(isinstance(key, str | type) for key in modules):
+        yield f"Precision(modules={modules!r}) does not map patterns of names or classes; write {{'*.router': 'fp32'}}"
+        return
+    for key, name in modules.items():
+        if name not in tuple(_TORCH_NAMES):
+            yield f"Precision(modules=) has {name!r} for {key!r}, no compute dtype; use 'fp32', 'bf16' or 'fp16'"
 
 
 def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -361,6 +391,8 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name in _BUDGETS:
         if (size := settings[name]) is not None:
             values[name] = parse_bytes(size)
-    if isinstance(settings["precision"], str):
-        values["precision"] = Precision(compute=_plain(settings["precision"]))
+    precision = settings["precision"]
+    if isinstance(precision, str):
+        precision = Precision(compute=_plain(precision))
+    values["precision"] = replace(precision, modules=dict(precision.modules))
     return values

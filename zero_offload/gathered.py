@@ -100,6 +100,9 @@ def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values
 
 def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
     _one_rank(owner, "grads")
+    for place in places:
+        # Of the same section other parameters may have had a step, whose update reads it still.
+        owner.parts.board.wait(place.unit.index)
     found = {place.name: owner.grads.ledger.read(param) for place, param in places.items()}
     return {name: grad for name, grad in found.items() if grad is not None}
 

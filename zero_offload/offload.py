@@ -27,6 +27,7 @@ from zero_offload.memory.pool import RegionPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel, Parts
+from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
@@ -38,7 +39,7 @@ from zero_offload.plan.memory import (
     estimate_memory,
     measure_units,
 )
-from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
+from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
@@ -66,7 +67,7 @@ def offload(
 ) -> nn.Module:
     """Offload `model` in place and return it: same object, same class, hooks only.
 
-    Its floating parameters become the compute dtype, with fp32 masters from their present values. `units` names
+    Its floating parameters become their compute dtype, with fp32 masters from their present values. `units` names
     what moves together (module names, classes or modules); by default the repeated blocks are found. `mesh` names
     the ranks that train this model, by default all: of one dimension, over which states are divided, or of two,
     (replicate, shard), for hybrid sharding. All of its ranks call this together.
@@ -81,10 +82,11 @@ def offload(
     group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
     collectives = Collectives(group, device.torch_device, config)
     spec = ModelSpec.from_module(model, units)
-    layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
+    dtypes = resolve(model, config)
+    layout = make_layout(spec, dtypes, collectives.num_shards)
     exchange = CommitGroup(group)
     hardware = _agree(_hardware(config, device), exchange)
-    placement = place(_unit_bytes(spec, config, collectives.partition), config, hardware, collectives.partition)
+    placement = place(_unit_bytes(layout, config, collectives.partition), config, hardware, collectives.partition)
     cleanup = contextlib.ExitStack()
     try:
         build = Build(config, layout, placement, collectives, device, cleanup)
@@ -104,8 +106,7 @@ def offload(
         unit.seal()
         guard(unit.params)
     points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
-    compute = getattr(torch, config.compute_dtype_name)
-    install_hooks(model, points, owner.session, compute, owner.grad_ready)
+    install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready)
     install_walk_hooks(model, owner.begin_walk, owner.access.end_walk)
     trim_heap()  # the parameters' old storages are free, and of no use to anyone
     if parts.keeper is not None and parts.keeper.found is not None:
@@ -156,18 +157,14 @@ def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | Non
     """What `offload` would take of each tier; the model may be on meta."""
     device = compute_device()
     partition = RankGroup.of(config).partition
-    unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, partition)
+    layout = make_layout(ModelSpec.from_module(model, units), resolve(model, config), partition.optimizer_shards)
+    unit_bytes = _unit_bytes(layout, config, partition)
     budget = tier_budget(config, _hardware(config, device))
     return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, partition), config, partition)
 
 
-def _unit_bytes(spec: ModelSpec, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:
-    return measure_units([unit_numel(unit) for unit in spec.units], config, partition)
-
-
-def unit_numel(unit: UnitSpec) -> UnitNumel:
-    trained = sum(param.numel for param in unit.params if param.trainable)
-    return UnitNumel(unit.name, trained, unit.numel - trained)
+def _unit_bytes(layout: ShardLayout, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:
+    return measure_units([UnitNumel.of(unit) for unit in layout.units], config, partition)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """`OffloadedModel`: what parameters, optimizers and the public functions talk to once a model is offloaded.
 
-Owns the step: which gradients an update takes, its clip factor, and which generation is due. Moves no bytes: it
+Owns the step: which gradients an update takes, and which generation is due. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
-Order of a step: backward fills `grads`; `unscale` and `clip_grad_norm` set the factor; `update` captures everything
-by value and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
+Order of a step: backward fills `grads`, which clips them; `unscale`; `update` captures everything by value
+and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import atexit
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,7 @@ class OffloadedModel:
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._due = False
+        self._has_new_grads = False
         self._scaler: LossScaler | None = None
         self._completes = False
         """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
@@ -97,14 +98,9 @@ class OffloadedModel:
 
     def grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has a parameter's gradient."""
+        self._has_new_grads = True
         self.session.note_backward()
         self.grads.arrive(param)
-
-    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
-        self.session.settle()
-        self.grads.reduce_waiting()
-        return torch.tensor(self.grads.ledger.clip(max_norm))
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         self._scaler = scaler
@@ -116,10 +112,16 @@ class OffloadedModel:
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
-        self._commit_due()
+        if self._has_new_grads:
+            # Without a backward in between this is a further optimizer's part of the step before.
+            self._commit_due()
+        self._has_new_grads = False
         self.session.settle()
         self.grads.reduce_waiting()
-        if not self.grads.ledger.any_held:
+        self.access.check_frozen(hypers)
+        # An overflow concerns the whole model.
+        taken = None if self.grads.ledger.overflowed else hypers
+        if not self.grads.ledger.any_held(taken):
             return
         if self.resume_pending:
             self.resume_pending = False
@@ -130,17 +132,18 @@ class OffloadedModel:
             )
         self.step_count += 1
         self.groups = list(groups)
-        if self.grads.ledger.norm()[1] and not self.grads.ledger.overflowed:
+        if taken is not None and self.grads.ledger.norm(taken)[1]:
             self._launch(hypers)
         else:
-            self._skip()
+            self._skip(taken)
         self._stats.close_step()
         self._latest = self._record(None, None)
-        self._due = self.step_count % self.parts.config.commit_every == 0
+        # Whatever number of steps one backward has: the last one may not be the one that is due.
+        self._due = self._due or self.step_count % self.parts.config.commit_every == 0
 
-    def _skip(self) -> None:
+    def _skip(self, params: Collection[nn.Parameter] | None) -> None:
         self.skipped_steps += 1
-        self.grads.drop()
+        self.grads.ledger.drop(params)
         # With a scaler overflows are how it finds the scale.
         if self.skipped_steps == 1 and self._scaler is None:
             warnings.warn(
@@ -151,7 +154,7 @@ class OffloadedModel:
 
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
         order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
-        step = StepInput(hypers, self.grads.ledger.factor, order, self.parts.collectives.shard_index)
+        step = StepInput(hypers, order, self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
@@ -160,7 +163,7 @@ class OffloadedModel:
         self.parts.residency.begin_update(units)
         # A backward through weights that are about to change must fail as it does in plain torch.
         torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
-        self.grads.ledger.consume(hypers)
+        self.grads.ledger.forget(hypers)
         threads = torch.get_num_threads()
         if self._overlaps(sections):
             # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.

@@ -7,7 +7,7 @@ then these calls raise, naming the one that gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -172,13 +172,20 @@ class ParamAccess:
     # Gradients
 
     def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
-        """`requires_grad` may be set to what it is; a change needs another layout."""
+        """What was trained at `zo.offload` may be frozen and thawed; what was frozen then stays so."""
         place = self.place(param)
-        if bool(value) != place.section.layout.trainable:
+        if value and not place.section.layout.trainable:
             raise ConfigError(
-                f"requires_grad of {place.name} cannot change after zo.offload: frozen parameters "
-                "have no optimizer state. Set it before, then call zo.offload"
+                f"{place.name} was frozen when zo.offload was called: it has no optimizer state and cannot be trained "
+                "now. Let what is to be trained later require a gradient at zo.offload, and freeze it right after: "
+                "requires_grad_(False) then holds until requires_grad_(True)"
             )
+
+    def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
+        """The same for parameters that an optimizer has: they may have been thawed while no guard saw it."""
+        for param in params:
+            if not self.place(param).section.layout.trainable and param.requires_grad:
+                self.check_requires_grad(param, True)
 
     def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
@@ -191,8 +198,9 @@ class ParamAccess:
         if view is None:
             raise ZeroOffloadError(
                 f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits "
-                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm), unscale with zo.GradScaler, "
-                "step with zo.AdamW, drop it with optimizer.zero_grad(), or read it with "
+                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, "
+                "clip_value), unscale with zo.GradScaler, step with zo.AdamW, drop it with optimizer.zero_grad(), or "
+                "where no optimizer has the parameter with param.grad = None; read it with "
                 'zo.gathered(module, kind="grads")'
             )
         if self._grads.loss_scale != 1.0:
@@ -210,7 +218,7 @@ class ParamAccess:
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
         if self.place(param).section.layout.trainable:
-            self._grads.forget(param)
+            self._grads.forget([param])
 
     # Optimizer states
 

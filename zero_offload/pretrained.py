@@ -206,10 +206,10 @@ def _write_buffers(sources: BufferSources) -> None:
 # Export
 
 
-def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype:
-    compute: torch.dtype = getattr(torch, owner.parts.config.compute_dtype_name)
+def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype | None:
+    """What floating parameters are rounded to; None leaves each as forward uses it."""
     if name is None:
-        return compute
+        return None
     if name not in EXPORT_DTYPES:
         raise ConfigError(f"dtype={name!r} is none of {', '.join(EXPORT_DTYPES)}; None is the compute dtype")
     return EXPORT_DTYPES[name]
@@ -223,12 +223,13 @@ class _Entries:
     buffers: dict[TensorEntry, torch.Tensor]
 
 
-def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype) -> _Entries:
+def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype | None) -> _Entries:
     names = {id(each.tensor): each.names[0] for each in _named_params(model)}
     params = {}
     for unit in owner.parts.units:
         for section, piece, param in unit.placed_params():
-            dtype = target if section.layout.dtype.is_floating_point else section.layout.dtype
+            own = section.layout.dtype
+            dtype = target if target is not None and own.is_floating_point else own
             params[piece] = TensorEntry(names[id(param)], dtype, piece.spec.shape)
     buffers = {
         TensorEntry(each.names[0], each.tensor.dtype, tuple(each.tensor.shape)): each.tensor
@@ -250,11 +251,11 @@ Pieces = Iterator[tuple[int, torch.Tensor]]
 
 
 @contextlib.contextmanager
-def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype) -> Iterator[Callable[[Section], Pieces]]:
+def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype | None) -> Iterator[Callable[[Section], Pieces]]:
     """How to read the sections of a unit; where it is spread over ranks, it is gathered on each first. Collective."""
     if owner.parts.collectives.num_shards == 1:
         yield lambda section: _rested(owner, section, target)
-    elif any(target != section.layout.dtype and section.layout.trainable for section in unit.sections):
+    elif any(_needs_master(section, target) for section in unit.sections):
         masters = _gather_masters(owner, unit)
         yield lambda section: _cut(masters[section.layout.index])
     else:
@@ -298,12 +299,19 @@ def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor
     return gathered
 
 
-def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Pieces:
+def _needs_master(section: Section, target: torch.dtype | None) -> bool:
+    """Whether the value that forward uses is not what is to be written, and there is a better one."""
+    return section.layout.trainable and target not in (None, section.layout.dtype)
+
+
+def _rested(owner: OffloadedModel, section: Section, target: torch.dtype | None) -> Pieces:
     """From where it rests."""
-    store, shard, layout = owner.parts.store, section.shard, section.layout
-    for row, (begin, _) in enumerate(layout.chunks()):
-        as_it_is = target == layout.dtype
-        yield begin, store.read_chunk(shard, Component.VALUE, row) if as_it_is else read_master_chunk(store, shard, row)
+    store, shard = owner.parts.store, section.shard
+    for row, (begin, _) in enumerate(section.layout.chunks()):
+        if _needs_master(section, target):
+            yield begin, read_master_chunk(store, shard, row)
+        else:
+            yield begin, store.read_chunk(shard, Component.VALUE, row)
 
 
 def _cut(flat: torch.Tensor) -> Pieces:

@@ -9,7 +9,6 @@ from torch import nn
 
 from zero_offload.kernels.adamw import AdamWSegment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
-from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grad_ledger import GradLedger, SectionGrads
 from zero_offload.shards.registry import AdamWHyper
 
@@ -19,8 +18,6 @@ class StepInput:
     """One step's values, captured when `step()` is called."""
 
     hypers: Mapping[nn.Parameter, AdamWHyper]
-    grad_factor: float
-    """What gradients are multiplied by: clipping, and the loss scale divided out."""
     order: tuple[int, ...]
     """Units in order of first use."""
     shard_index: int
@@ -34,7 +31,7 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
     wanted = {id(param): hyper for param, hyper in step.hypers.items()}
     found: dict[int, list[SectionUpdate]] = {}
     for section in grads.sections:
-        segments = _segments(section, wanted, step, param_steps)
+        segments = _segments(grads, section, wanted, step, param_steps)
         update = SectionUpdate(
             unit=section.unit.index,
             position=section.unit.sections.index(section.section),
@@ -49,6 +46,7 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
 
 
 def _segments(
+    grads: GradLedger,
     section: SectionGrads,
     wanted: Mapping[int, AdamWHyper],
     step: StepInput,
@@ -60,7 +58,8 @@ def _segments(
         if hyper is None or index not in section.holding:
             continue
         param_steps[piece.spec.name] += 1
-        begin, end = _in_shard(section.layout, step.shard_index, piece.begin, piece.end)
+        begin, end = section.layout.in_shard(piece, step.shard_index)
+        factor = grads.factor(section, index)
         segments.append(
             AdamWSegment(
                 begin,
@@ -70,17 +69,8 @@ def _segments(
                 hyper.beta2,
                 hyper.eps,
                 hyper.weight_decay,
-                -step.grad_factor if hyper.maximize else step.grad_factor,
+                -factor if hyper.maximize else factor,
                 param_steps[piece.spec.name],
             )
         )
     return segments
-
-
-def _in_shard(layout: SectionLayout, shard_index: int, begin: int, end: int) -> tuple[int, int]:
-    """The part of section elements [begin, end) that a shard holds, counted from its start; maybe empty."""
-    offset = shard_index * layout.shard_numel
-    return (
-        min(max(begin - offset, 0), layout.shard_numel),
-        min(max(end - offset, 0), layout.shard_numel),
-    )

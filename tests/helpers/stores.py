@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zero_offload.memory.arena import Arena
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.shards.shard import Component, Shard, component_dtype, components_of
@@ -31,7 +32,7 @@ def open_store(
     num_frames: int = 16,
 ) -> Iterator[ShardStore]:
     """`tiers` of params, grads and optimizer, for every unit."""
-    layout = make_layout(ModelSpec.from_module(model), dtype, 1)
+    layout = make_layout(ModelSpec.from_module(model), ComputeDtypes(dtype), 1)
     placement = dict(zip((StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER), map(Tier, tiers), strict=True))
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory.open(path))

@@ -29,6 +29,7 @@ PUBLIC_NAMES = {
     "ZeroOffloadError",
     "checkpoint",
     "clip_grad_norm_",
+    "clip_grad_value_",
     "close",
     "commit",
     "deferred_init",

@@ -178,3 +178,21 @@ def train_and_evaluate(model: nn.Module, optimizer: zo.AdamW, each: Architecture
 def test_evaluation_between_everything(name: str, nvme_config: zo.OffloadConfig) -> None:
     each = ARCHITECTURES[name]
     assert_same(train_and_evaluate, each, each.build(), nvme_config)
+
+
+def test_modules_kept_in_fp32(nvme: Path) -> None:
+    """As README says to pass what a Hugging Face class keeps in fp32."""
+    each = ARCHITECTURES["t5"]
+    model: Any = each.build()
+    assert "wo" in model._keep_in_fp32_modules
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()
+    plain = copy.deepcopy(model).bfloat16()
+    for name, module in plain.named_modules():
+        if name.endswith(".wo"):
+            module.float()
+            module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            module.register_forward_hook(lambda _, args, output: output.bfloat16())
+    precision = zo.Precision(modules={f"*.{name}": "fp32" for name in model._keep_in_fp32_modules or ()})
+    config = zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=nvme, precision=precision)
+    assert run(train, each, zo.offload(model, config)) == run(train, each, plain)

@@ -84,6 +84,9 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"precision": 16}, "precision=16 is no precision"),
         ({"precision": Precision(reduce="fp8")}, "Precision(reduce='fp8') is unknown; use 'fp32', 'bf16' or 'fp16'"),
         ({"precision": Precision(states="bf16")}, "Precision(states='bf16') arrives in a later version"),
+        ({"precision": Precision(modules=["norm"])}, "Precision(modules=['norm']) does not map patterns"),
+        ({"precision": Precision(modules={"*.norm": "fp64"})}, "has 'fp64' for '*.norm', no compute dtype"),
+        ({"precision": Precision(modules={3: "fp32"})}, "Precision(modules={3: 'fp32'}) does not map patterns"),
         ({"grad_reduction": "max"}, "grad_reduction='max' is unknown; use one of mean, sum"),
         ({"branches": "some"}, "branches='some' is unknown; use one of same, any"),
         ({"precision": Precision(states="int8")}, "Precision(states='int8') arrives in a later version"),
@@ -122,11 +125,28 @@ def test_durability_needs_a_directory() -> None:
         OffloadConfig(),
         OffloadConfig(nvme=["a", "b"], optimizer={"cpu": 0.5, "nvme": 0.5}, precision="fp32", stage=0),
         OffloadConfig(params="auto", device_memory="1GiB", update_overlap="none", commit_every=7),
+        OffloadConfig(precision=Precision(modules={"*.norm": "fp32", "head": "bf16"})),
     ],
 )
 def test_round_trips(config: OffloadConfig) -> None:
     assert OffloadConfig.from_dict(config.to_dict()) == config
     assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_plain_values_name_no_classes() -> None:
+    config = OffloadConfig(precision=Precision(modules={Path: "fp32", "norm": "fp32"}))
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ConfigError, match=r"precision.modules has Path; .* use patterns of module names"):
+        config.to_dict()
+    with pytest.raises(ConfigError, match=r"precision.modules has <class .*Path'>"):
+        OffloadConfig.from_dict({"precision": {"modules": {Path: "fp32"}}})
+
+
+def test_a_callers_modules_are_copied() -> None:
+    modules: dict[Any, str] = {"*.norm": "fp32"}
+    config = OffloadConfig(precision=Precision(modules=modules))
+    modules["*"] = "fp64"
+    assert config.compute_exceptions == {"*.norm": "float32"}
 
 
 def test_from_dict_offers_the_nearest_name_and_checks_the_rest() -> None:
@@ -141,8 +161,12 @@ def test_from_dict_offers_the_nearest_name_and_checks_the_rest() -> None:
 
 def test_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[offload]\noptimizer = {cpu = 0.5, nvme = 0.5}\nnvme = "/mnt/x"\n')
-    expected = OffloadConfig(optimizer={"cpu": 0.5, "nvme": 0.5}, nvme="/mnt/x")
+    file.write_text(
+        '[offload]\noptimizer = {cpu = 0.5, nvme = 0.5}\nnvme = "/mnt/x"\n'
+        '[offload.precision]\ncompute = "bf16"\nmodules = {"*.router" = "fp32"}\n'
+    )
+    precision = Precision(modules={"*.router": "fp32"})
+    expected = OffloadConfig(optimizer={"cpu": 0.5, "nvme": 0.5}, nvme="/mnt/x", precision=precision)
     assert OffloadConfig.from_toml(file) == expected
 
 

@@ -77,6 +77,10 @@ class Generation:
         return cls(**values, payload=payload)
 
 
+_KINDS = ("shape", "dtype", "trainable")
+"""What a parameter is, wherever it lies."""
+
+
 def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
     """What must agree before a byte of a generation is believed: every parameter, in order."""
     return [
@@ -99,8 +103,12 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str) -> None:
     here = fingerprint(layout)
     if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):
         raise IntegrityError(f"{where}: the list of parameters is damaged")
-    for there, mine in zip(saved, here, strict=False):
-        different = [key for key in mine if there.get(key) != mine[key]]
+    # By name first: a parameter of another dtype lies elsewhere, and moves those that came after it.
+    named = {entry.get("name"): entry for entry in saved}
+    same_names = [(named[mine["name"]], mine, _KINDS) for mine in here if mine["name"] in named]
+    in_order = [(there, mine, tuple(mine)) for there, mine in zip(saved, here, strict=False)]
+    for there, mine, keys in same_names + in_order:
+        different = [key for key in keys if there.get(key) != mine[key]]
         if different:
             key = different[0]
             raise CheckpointError(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zero_offload.errors import ConfigError
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 
 ALIGN_NUMEL = 256
@@ -79,6 +80,14 @@ class SectionLayout:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
+    def in_shard(self, piece: ParamSlice, shard_index: int) -> tuple[int, int]:
+        """The part of a parameter that a shard holds, counted from the shard's start; maybe empty."""
+        offset = shard_index * self.shard_numel
+        return (
+            min(max(piece.begin - offset, 0), self.shard_numel),
+            min(max(piece.end - offset, 0), self.shard_numel),
+        )
+
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Element ranges of a shard, `CHUNK_NUMEL` each but the last."""
         return tuple(
@@ -114,8 +123,8 @@ class ShardLayout:
         return tuple(section for unit in self.units for section in unit.sections)
 
 
-def make_layout(spec: ModelSpec, compute: torch.dtype, num_shards: int) -> ShardLayout:
-    """Lay out `spec` for `num_shards` ranks; floating parameters become `compute`.
+def make_layout(spec: ModelSpec, dtypes: ComputeDtypes, num_shards: int) -> ShardLayout:
+    """Lay out `spec` for `num_shards` ranks; floating parameters become what `dtypes` says.
 
     Raises ConfigError for dtypes that have no place: float64, complex, trainable integers.
     """
@@ -125,7 +134,7 @@ def make_layout(spec: ModelSpec, compute: torch.dtype, num_shards: int) -> Shard
     units: list[UnitLayout] = []
     next_index = 0
     for number, unit in enumerate(spec.units):
-        sections = _sections(number, unit, compute, num_shards, next_index)
+        sections = _sections(number, unit, dtypes, num_shards, next_index)
         next_index += len(sections)
         units.append(UnitLayout(unit.name, sections))
     return ShardLayout(tuple(units), num_shards)
@@ -140,11 +149,11 @@ def _problem(param: ParamSpec) -> str | None:
 
 
 def _sections(
-    unit: int, spec: UnitSpec, compute: torch.dtype, num_shards: int, first_index: int
+    unit: int, spec: UnitSpec, dtypes: ComputeDtypes, num_shards: int, first_index: int
 ) -> tuple[SectionLayout, ...]:
     keys: dict[SectionKey, list[ParamSpec]] = {}
     for param in spec.params:
-        dtype = compute if param.dtype in _COMPUTE else getattr(torch, param.dtype)
+        dtype = dtypes.of(param.name) if param.dtype in _COMPUTE else getattr(torch, param.dtype)
         keys.setdefault((dtype, param.trainable, param.num_copies), []).append(param)
     return tuple(
         _section((unit, first_index + i), key, params, num_shards) for i, (key, params) in enumerate(keys.items())

@@ -11,6 +11,8 @@ Bytes per trained parameter (frozen ones have the value only):
     fp16       2        -        4       4         4              14          2, or 4 if several are summed
     fp32       4        -        -       4         4              12          4
 
+Parameters that `Precision.modules` keeps in another dtype count by that one's row.
+
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
 Where params and optimizer both rest in memory, that value is the parameter itself, or a part of it.
 """
@@ -21,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_offload.config import Durability, OffloadConfig
-from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.types import StateKind, Tier, format_bytes
 
@@ -38,8 +40,8 @@ ACTIVATION_BLOCK_BYTES = 1 << 20
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
 """Blocks in memory on their way to the disk, and from it."""
 
-_VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_OPTIMIZER_BYTES = {"bf16": 12, "fp16": 14, "fp32": 12}
+_VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_OPTIMIZER_BYTES = {"bfloat16": 12, "float16": 14, "float32": 12}
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,18 @@ class UnitNumel:
     name: str
     trained: int
     frozen: int = 0
+    sizes: tuple[int, int, int] | None = None
+    """Bytes of trained values, frozen values and optimizer states, where not all is in the compute dtype."""
+
+    @classmethod
+    def of(cls, unit: UnitLayout) -> UnitNumel:
+        numel, nbytes, state_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0
+        for section in unit.sections:
+            numel[section.trainable] += section.used_numel
+            nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
+            if section.trainable:
+                state_bytes += section.used_numel * _OPTIMIZER_BYTES[str(section.dtype).removeprefix("torch.")]
+        return cls(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False], state_bytes))
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,8 @@ class UnitBytes:
     """Self-contained extents: the value and everything that completes the optimizer's state."""
     frozen_bytes: int = 0
     """The part of `params_bytes` that is not trained."""
+    trained_numel: int = 0
+    """Trained elements, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -138,25 +154,27 @@ def measure_units(
     units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    compute = config.numerics.compute
-    value, state = _VALUE_BYTES[compute], _OPTIMIZER_BYTES[compute]
+    value, state = _VALUE_BYTES[config.compute_dtype_name], _OPTIMIZER_BYTES[config.compute_dtype_name]
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
-    grad = value if partition.world_size == num_micro_batches == 1 else 4
-    return tuple(
-        UnitBytes(
+    sums = partition.world_size > 1 or num_micro_batches > 1
+    measured = []
+    for unit in units:
+        trained, frozen, states = unit.sizes or (unit.trained * value, unit.frozen * value, unit.trained * state)
+        bytes_of = UnitBytes(
             name=unit.name,
-            params_bytes=_divide_up((unit.trained + unit.frozen) * value, partition.param_shards),
-            grads_bytes=_grads_bytes(unit.trained, grad, partition),
-            optimizer_bytes=_divide_up(unit.trained * state, partition.optimizer_shards),
-            frozen_bytes=_divide_up(unit.frozen * value, partition.param_shards),
+            params_bytes=_divide_up(trained + frozen, partition.param_shards),
+            grads_bytes=_grads_bytes(unit.trained, unit.trained * 4 if sums else trained, partition),
+            optimizer_bytes=_divide_up(states, partition.optimizer_shards),
+            frozen_bytes=_divide_up(frozen, partition.param_shards),
+            trained_numel=unit.trained,
         )
-        for unit in units
-    )
+        measured.append(bytes_of)
+    return tuple(measured)
 
 
-def _grads_bytes(numel: int, itemsize: int, partition: Partition) -> int:
+def _grads_bytes(numel: int, held_bytes: int, partition: Partition) -> int:
     """Where the reduction is deferred, a rank's own sums are whole, and its shard of their mean is beside them."""
-    held = _divide_up(numel * itemsize, partition.grad_shards)
+    held = _divide_up(held_bytes, partition.grad_shards)
     return held + _divide_up(numel * 4, partition.optimizer_shards) * partition.defers_reduction
 
 
@@ -204,7 +222,7 @@ def _staging_bytes(
     units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
 ) -> dict[Tier, int]:
     num_shards = partition.param_shards
-    shared, value_bytes = placement.budget.shared_memory, _VALUE_BYTES[config.numerics.compute]
+    shared = placement.budget.shared_memory
     arriving, landing, trained = [0], [0], [0]
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
@@ -213,10 +231,11 @@ def _staging_bytes(
             arriving.append(unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
-        numel = (unit.params_bytes - unit.frozen_bytes) * num_shards // value_bytes
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
-        trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
-    chunk_bytes = CHUNK_NUMEL * (_OPTIMIZER_BYTES[config.numerics.compute] + 4)  # and an fp32 gradient
+        values = unit.params_bytes - unit.frozen_bytes
+        trained.append(values if partition.world_size == 1 else unit.trained_numel * GRADS_IN_FLIGHT * 4)
+    dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
+    chunk_bytes = CHUNK_NUMEL * (max(_OPTIMIZER_BYTES[name] for name in dtypes) + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions

@@ -112,7 +112,7 @@ def _repeated_blocks(module: nn.Module, prefix: str) -> Iterator[str]:
     stages = {kind for kind in repeated if _are_stages([c for c in children.values() if type(c) is kind])}
     for name, child in children.items():
         path = f"{prefix}{name}"
-        if type(child) not in repeated or not _has_forward(child):
+        if type(child) not in repeated or not can_be_called(child):
             yield from _repeated_blocks(child, f"{path}.")
         elif type(child) in stages and (inside := list(_repeated_blocks(child, f"{path}."))):
             yield from inside
@@ -147,7 +147,7 @@ def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
 
 
-def _has_forward(module: nn.Module) -> bool:
+def can_be_called(module: nn.Module) -> bool:
     """Whether the module can be called: a list of modules cannot, so no hook of it ever runs."""
     return type(module).forward is not nn.Module.forward
 
@@ -259,7 +259,7 @@ def _hook_points(root: nn.Module, anchors: Sequence[str], units: Sequence[UnitSp
 def _called(root: nn.Module, anchor: str, param_name: str) -> str:
     """The unit module itself; if that is a list, the outermost module in it that is called and has the parameter."""
     path = anchor
-    while not _has_forward(root.get_submodule(path)):
+    while not can_be_called(root.get_submodule(path)):
         below = param_name.removeprefix(f"{path}.") if path else param_name
         if "." not in below:
             break

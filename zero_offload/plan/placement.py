@@ -226,4 +226,5 @@ def _divide(unit: UnitBytes, factor: int) -> UnitBytes:
         grads_bytes=-(-unit.grads_bytes // factor),
         optimizer_bytes=-(-unit.optimizer_bytes // factor),
         frozen_bytes=-(-unit.frozen_bytes // factor),
+        trained_numel=-(-unit.trained_numel // factor),
     )

@@ -1,12 +1,15 @@
-"""Which gradients the current step holds, where, and what they add up to.
+"""Which gradients the current step holds, where, what they add up to, and what they are to be multiplied by.
 
 Owns that knowledge for every trainable section; `GradReducer` enters what arrives, the step asks and consumes.
+[Note: factors]
+Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
+(a gradient added to it, clipping by value, a look at `.grad`) multiplies where the gradient rests, and the factor ends.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,9 +43,15 @@ class SectionGrads:
     """Parameters with a gradient in `local`."""
     params: list[nn.Parameter] = field(default_factory=list)
     sums: dict[int, GradSum] = field(default_factory=dict)
-    """Per parameter that has a gradient; several ranks: the shard's under REDUCED."""
+    """Per parameter that has a gradient; several ranks: of this rank's part."""
+    factors: dict[int, float] = field(default_factory=dict)
+    """See [Note: factors]; what has none is used as it is."""
+    reduced: set[int] = field(default_factory=set)
+    """Several ranks: parameters with a gradient in `shard`."""
     arrived: set[int] = field(default_factory=set)
     """Parameters that this backward has delivered."""
+    num_expected: int = 0
+    """How many it will deliver at most."""
     holding: set[int] = field(default_factory=set)
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
@@ -68,7 +77,6 @@ class GradLedger:
     ) -> None:
         self._collectives = collectives
         self._places: dict[int, tuple[SectionGrads, int]] = {}
-        self._clip_factor = 1.0
         self.loss_scale = 1.0
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
         self.overflowed = False
@@ -94,55 +102,85 @@ class GradLedger:
         """A parameter's section and its index there."""
         return self._places[id(param)]
 
-    def norm(self) -> tuple[float, bool]:
-        """Global 2-norm of the held gradients, and whether all are finite. Collective."""
+    def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
+        """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
-        for grads in self.sections:
-            self._refresh(grads)
+        for grads, indices in self._chosen(params):
+            for index in grads.exposed & grads.holding:
+                # The user may have changed it through `.grad`.
+                self._sum_again(grads, index)
+            squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             # Tensor-parallel ranks that hold the same count it once between them.
-            total += math.fsum(grads.sums[index].sumsq for index in sorted(grads.sums)) / grads.layout.num_copies
-            bad += sum(not entry.finite for entry in grads.sums.values())
+            total += squares / grads.layout.num_copies
+            bad += sum(not grads.sums[index].finite for index in indices)
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
 
-    @property
-    def factor(self) -> float:
-        """What the gradients held now are to be multiplied by; it ends with them."""
-        return self._clip_factor / self.loss_scale
+    def factor(self, grads: SectionGrads, index: int) -> float:
+        """What a gradient held now is to be multiplied by."""
+        return grads.factors.get(index, 1.0) / self.loss_scale
 
     def unscale(self, loss_scale: float, overflowed: bool) -> bool:
-        """Divide the loss scale out of the factor, once; says whether the step must not be taken. Collective.
+        """Divide the loss scale out of all factors, once; says whether the step must not be taken. Collective.
 
         `overflowed` is what this rank knows of gradients that are elsewhere.
         """
-        finite = self.norm()[1]
+        finite = self.norm(None)[1]
         (bad,) = self._collectives.any_rank([overflowed or not finite])
-        if self.any_held:
+        if self.any_held(None):
             self.loss_scale = loss_scale
             self.overflowed |= bad
         return bad or self.overflowed
 
-    def clip(self, max_norm: float) -> float:
-        """Set the factor as torch.nn.utils.clip_grad_norm_ scales; returns the norm before. Collective."""
-        norm = self.norm()[0] * self.factor
-        if math.isfinite(norm):
-            self._clip_factor *= min(1.0, max_norm / (norm + CLIP_EPS))
+    def clip_norm(self, max_norm: float, params: Collection[nn.Parameter]) -> float:
+        """Multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm before. Collective."""
+        norm = self.norm(params)[0]
+        self.multiply(min(1.0, max_norm / (norm + CLIP_EPS)), params)
         return norm
 
-    def _refresh(self, grads: SectionGrads) -> None:
-        """Sum again what the user may have changed through `.grad`."""
-        for index in grads.exposed & grads.holding:
-            view = grads.shard.view(index)
-            grads.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel())
+    def multiply(self, factor: float, params: Collection[nn.Parameter]) -> None:
+        """Let the gradients held of `params` count `factor` times."""
+        for grads, indices in self._chosen(params) if factor != 1.0 else ():
+            for index in indices:
+                grads.factors[index] = grads.factors.get(index, 1.0) * factor
+
+    def clamp(self, limit: float, params: Collection[nn.Parameter]) -> None:
+        """Clip the elements of the gradients held of `params` to [-limit, limit], where they rest."""
+        for grads, indices in self._chosen(params):
+            for index in indices:
+                view = self._apply_factor(grads, index)
+                # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
+                bound = min(limit * self.loss_scale, torch.finfo(view.dtype).max)
+                view.clamp_(-bound, bound)
+                self._sum_again(grads, index)
+            if indices:
+                grads.shard.close()
+
+    def _chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[SectionGrads, list[int]]]:
+        """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
+        wanted = None if params is None else set(map(id, params))
+        for grads in self.sections:
+            held = sorted(grads.holding)
+            yield grads, [index for index in held if wanted is None or id(grads.params[index]) in wanted]
+
+    def _apply_factor(self, grads: SectionGrads, index: int) -> torch.Tensor:
+        """The gradient where it rests, clipped there; its sum is made again by the caller."""
+        view, factor = grads.shard.view(index), grads.factors.pop(index, 1.0)
+        return view if factor == 1.0 else view.mul_(factor)
+
+    def _sum_again(self, grads: SectionGrads, index: int) -> None:
+        view = grads.shard.view(index)
+        grads.sums[index] = sum_of_squares(
+            view.data_ptr(), view.dtype, view.numel(), num_threads=torch.get_num_threads()
+        )
 
     def held(self, param: nn.Parameter) -> bool:
         """Whether a gradient waits for a step."""
         grads, index = self._places[id(param)]
         return index in grads.holding
 
-    @property
-    def any_held(self) -> bool:
-        return any(grads.holding for grads in self.sections)
+    def any_held(self, params: Collection[nn.Parameter] | None) -> bool:
+        return any(indices for _, indices in self._chosen(params))
 
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
         """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
@@ -150,35 +188,35 @@ class GradLedger:
         if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
         grads.exposed.add(index)
-        return grads.shard.view(index).view(grads.layout.params[index].spec.shape)
+        return self._apply_factor(grads, index).view(grads.layout.params[index].spec.shape)
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient, fp32, without the loss scale once that is divided out, or None; one rank only."""
+        """A copy of the gradient as a step would use it, fp32, or None; one rank only."""
         grads, index = self._places[id(param)]
         if index not in grads.holding:
             return None
         copy = grads.shard.view(index).view(grads.layout.params[index].spec.shape).float().clone()
         grads.shard.close()
-        return copy.div_(self.loss_scale)
+        return copy.mul_(self.factor(grads, index))
 
-    def forget(self, param: nn.Parameter) -> None:
-        """Drop one parameter's gradient."""
-        self._forget(*self._places[id(param)])
-
-    def consume(self, params: Iterable[nn.Parameter]) -> None:
-        """A step has taken these parameters' gradients: the next backward starts afresh."""
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
         for param in params:
-            self.forget(param)
+            self._forget(*self._places[id(param)])
 
-    def drop(self) -> None:
-        """Nobody wants the gradients."""
-        for grads in self.sections:
-            for index in list(grads.holding):
+    def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
+        """Nobody wants the gradients (of `params`; by default all); says whether there were any."""
+        found = False
+        for grads, indices in self._chosen(params):
+            found = found or bool(indices)
+            for index in indices:
                 self._forget(grads, index)
-            grads.shard.release()
-            if grads.local is not None:
+            if indices:
+                grads.shard.release()
+            if grads.local is not None and not grads.waiting:
                 grads.local.held = False
                 grads.local.release()
+        return found
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
         if index not in grads.holding:
@@ -186,9 +224,12 @@ class GradLedger:
         grads.holding.discard(index)
         grads.exposed.discard(index)
         grads.waiting.discard(index)
+        grads.reduced.discard(index)
         grads.sums.pop(index, None)
+        grads.factors.pop(index, None)
         if not grads.holding:
             grads.sums.clear()
+            grads.reduced.clear()
             grads.shard.held = False
-            if not self.any_held:
-                self._clip_factor, self.loss_scale, self.overflowed = 1.0, 1.0, False
+            if not any(each.holding for each in self.sections):
+                self.loss_scale, self.overflowed = 1.0, False

@@ -3,12 +3,13 @@
 Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
 in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
 gathered in a flat fp32 buffer and reduced when all are there, in the same order on every rank. On a GPU they are
-downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`; or `drop`.
+downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`; then
+`clip_norm`, `clip_value`; or `drop`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -61,24 +62,28 @@ class GradReducer:
         self._deferred = False
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
-        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach)
+        index = self._collectives.shard_index if layout.num_shards > 1 else 0
+        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
 
     def arrive(self, param: nn.Parameter) -> None:
         """Autograd has accumulated `param.grad`: take it."""
+        grads, index = self.ledger.place(param)
         with torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
+            if not grads.arrived:
+                grads.num_expected = sum(each.requires_grad for each in grads.params)
         assert grad is not None
         grad = local_grad(param, grad)
-        grads, index = self.ledger.place(param)
         if grad.layout is not torch.strided:
             raise ZeroOffloadError(
                 f"the gradient of {grads.layout.params[index].spec.name} is sparse; "
                 "build the embedding with sparse=False"
             )
-        if self.ledger.factor != 1.0:
+        if self.ledger.loss_scale != 1.0:
             raise ZeroOffloadError(
-                "a backward adds to gradients that zo.clip_grad_norm_ has clipped or a scaler unscaled and no step has "
-                "used; do that once, after the last backward of a step, or drop them with optimizer.zero_grad()"
+                "a backward adds to gradients that a scaler has unscaled and no step has used; unscale once, after the "
+                "last backward of a step, or drop them with optimizer.zero_grad(), or where no optimizer has the "
+                "parameter with param.grad = None"
             )
         self._board.wait(grads.unit.index)
         if self._collectives.world_size == 1:
@@ -92,7 +97,7 @@ class GradReducer:
             self._partial(grads)[piece.begin : piece.end].add_(grad.reshape(-1))
         grads.arrived.add(index)
         grads.holding.add(index)
-        if len(grads.arrived) == len(grads.layout.params):
+        if len(grads.arrived) == grads.num_expected:
             self._complete(grads)
 
     def finish_backward(self) -> None:
@@ -121,6 +126,20 @@ class GradReducer:
                 self._complete(grads)
         self._staging.drain()
 
+    def clip_norm(self, params: Collection[nn.Parameter], max_norm: float) -> float:
+        """Let the next update multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm. Collective."""
+        self.reduce_waiting()
+        return self.ledger.clip_norm(max_norm, params)
+
+    def clip_value(self, params: Collection[nn.Parameter], clip_value: float) -> None:
+        """Clip elements where they rest, as torch.nn.utils.clip_grad_value_ would. Collective."""
+        self.reduce_waiting()
+        for grads in self.ledger.sections:
+            if grads.holding:
+                # Other parameters of the section may have had a step, whose update reads it still.
+                self._board.wait(grads.unit.index)
+        self.ledger.clamp(clip_value, params)
+
     def _keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient to rest on this rank."""
         if self._device.is_host:
@@ -147,11 +166,19 @@ class GradReducer:
         self._keep_open(grads)
         if adds:
             shard.widen()
-        place = shard.place(index)
-        written = _write(adds, place.data_ptr(), place.dtype, grad)
         if grads.local is None:
-            grads.sums[index] = written
+            self._put(grads, index, grad, adds=adds)
+        else:
+            _write(adds, shard.place(index), grad)
         shard.held = True
+
+    def _put(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Write a shard's part of one gradient, host, or add it to what a step would make of the one there."""
+        place = grads.shard.place(index)
+        factor = grads.factors.pop(index, 1.0)
+        if adds and factor != 1.0:
+            place.mul_(factor)
+        grads.sums[index] = _write(adds, place, grad)
 
     def _keep_open(self, grads: SectionGrads) -> None:
         """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
@@ -207,8 +234,11 @@ class GradReducer:
         local.close()
 
     def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
-        array = grads.shard.widen()
-        grads.sums = {REDUCED: _write(grads.shard.held, array.data_ptr(), array.dtype, reduced)}
+        grads.shard.widen()
+        for index, piece in enumerate(grads.layout.params):
+            begin, end = grads.layout.in_shard(piece, self._collectives.shard_index)
+            self._put(grads, index, reduced[begin:end], adds=index in grads.reduced)
+            grads.reduced.add(index)
         grads.shard.held = True
 
     def _land(self, grads: SectionGrads, index: int, grad: torch.Tensor, adds: bool) -> None:
@@ -229,14 +259,12 @@ class GradReducer:
 
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
-        held = self.ledger.any_held
         self._staging.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._drop_partial(grads)
         self._deferred = False
-        self.ledger.drop()
-        return held
+        return self.ledger.drop()
 
 
 def _close(grads: SectionGrads) -> None:
@@ -257,10 +285,10 @@ def _largest_grad(units: Sequence[Unit]) -> int:
     return max(section.layout.numel * 4 for unit in units for section in unit.sections)
 
 
-def _write(adds: bool, address: int, dtype: torch.dtype, grad: torch.Tensor) -> GradSum:
-    """Store `grad` at `address`, or add it to the fp32 values there; the sums are of what stands there then."""
+def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:
+    """Store `grad` at `place`, or add it to the fp32 values there; the sums are of what stands there then."""
     threads = torch.get_num_threads()
     if adds:
-        assert dtype == torch.float32
-        return accumulate_grad(address, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
-    return store_grad(address, dtype, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
+        assert place.dtype == torch.float32
+        return accumulate_grad(place.data_ptr(), grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
+    return store_grad(place.data_ptr(), place.dtype, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)

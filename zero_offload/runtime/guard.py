@@ -98,6 +98,8 @@ def _set_requires_grad(param: nn.Parameter, value: bool) -> None:
     owner = owner_of(param)
     if owner is not None:
         owner.access.check_requires_grad(param, value)
+    with torch._C.DisableTorchFunctionSubclass():
+        param.requires_grad = value
 
 
 def _call_requires_grad_(param: nn.Parameter, requires_grad: bool = True) -> nn.Parameter:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.boundary import Group
 from zero_offload.runtime.recompute import Recompute
 from zero_offload.runtime.session import Session
@@ -29,14 +30,14 @@ def install_hooks(
     root: nn.Module,
     points: Mapping[str, Sequence[Unit]],
     session: Session,
-    compute: torch.dtype,
+    casts: Mapping[str, Cast],
     grad_ready: GradReady,
 ) -> list[RemovableHandle]:
-    """Hook `root` and the modules named in `points`, and every trainable parameter; the handles undo it."""
-    handles = []
-    if compute is not torch.float32:
-        # With fp32 nothing is cast: a float64 input stays what it is, as on the plain model.
-        handles.append(root.register_forward_pre_hook(functools.partial(_cast_inputs, compute), with_kwargs=True))
+    """Hook `root`, the modules named in `points` and `casts`, every trainable parameter; the handles undo it."""
+    handles: list[RemovableHandle] = []
+    # First, so that outputs, which may be parameters, are cast while their unit is here.
+    for name, cast in casts.items():
+        handles += _install_cast(root.get_submodule(name), cast)
     for name in dict.fromkeys(("", *points)):
         units = tuple(points.get(name, ()))
         module = root.get_submodule(name)
@@ -102,13 +103,31 @@ class _WeakCall:
             method(param)
 
 
-def _cast_inputs(
-    compute: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any]:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(compute) if tensor.is_floating_point() else tensor
+def _install_cast(module: nn.Module, cast: Cast) -> list[RemovableHandle]:
+    handles = []
+    if cast.inputs is not None:
+        before = functools.partial(_cast_inputs, cast.inputs)
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    if cast.outputs is not None:
+        handles.append(module.register_forward_hook(functools.partial(_cast_output, cast.outputs)))
+    return handles
 
-    return tree_map_only(Tensor, cast, (args, kwargs))  # type: ignore[no-any-return]
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any]:
+    return _cast_floats(dtype, (args, kwargs))  # type: ignore[no-any-return]
+
+
+def _cast_output(dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return _cast_floats(dtype, output)
+
+
+def _cast_floats(dtype: torch.dtype, tree: Any) -> Any:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(Tensor, cast, tree)
 
 
 def _before(

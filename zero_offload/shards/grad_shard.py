@@ -35,8 +35,11 @@ class GradSource(NamedTuple):
 class GradShard:
     """The gradients of one shard; `held` says whether a step's gradients are inside."""
 
-    def __init__(self, store: ShardStore, layout: SectionLayout, tier: Tier, attach: AttachBuffer) -> None:
+    def __init__(
+        self, store: ShardStore, layout: SectionLayout, tier: Tier, attach: AttachBuffer, shard_index: int = 0
+    ) -> None:
         """`layout` says how long the array is: a section cut into one shard has it whole."""
+        self._shard_index = shard_index
         self._store = store
         self.layout = layout
         self.tier = tier
@@ -73,17 +76,17 @@ class GradShard:
         self._adopted[index] = grad
 
     def place(self, index: int) -> torch.Tensor:
-        """Where a parameter's gradient is to be written: its part of the open array, (numel,) `dtype`."""
+        """Where this shard's part of a parameter's gradient is to be written, in the open array; `dtype`."""
         self._adopted.pop(index, None)
         return self._part(self.open(), index)
 
     def view(self, index: int) -> torch.Tensor:
-        """A parameter's gradient where it is, (numel,) `dtype`."""
+        """This shard's part of a parameter's gradient (one shard: all of it) where it is; `dtype`, maybe empty."""
         return self._adopted[index] if index in self._adopted else self._part(self.open(), index)
 
     def _part(self, array: torch.Tensor, index: int) -> torch.Tensor:
-        piece = self.layout.params[index]
-        return array[piece.begin : piece.end]
+        begin, end = self.layout.in_shard(self.layout.params[index], self._shard_index)
+        return array[begin:end]
 
     def release(self) -> None:
         """The gradients are of no use any more, unless some are still held."""

@@ -53,7 +53,7 @@ class ParamAccess(Protocol):
         """What `param.grad = grad` does."""
 
     def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
-        """Raise unless `requires_grad` stays what the layout was made for."""
+        """Raise unless the layout allows `requires_grad` to be `value`."""
 
     def name_of(self, param: nn.Parameter) -> str:
         """The parameter's name in its model."""

@@ -13,6 +13,7 @@ from torch import nn
 from tests.helpers.models import TinyLM
 from zero_offload.checkpoint.format import Generation, check_fingerprint, dtype_of, fingerprint, rank_manifest_name
 from zero_offload.errors import CheckpointError, IntegrityError
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 
@@ -27,7 +28,7 @@ PAYLOAD: dict[str, Any] = {
 
 
 def _layout(model: nn.Module | None = None, num_shards: int = 1, dtype: torch.dtype = torch.bfloat16) -> ShardLayout:
-    return make_layout(ModelSpec.from_module(model or TinyLM(), None), dtype, num_shards)
+    return make_layout(ModelSpec.from_module(model or TinyLM(), None), ComputeDtypes(dtype), num_shards)
 
 
 def test_a_generation_is_read_back() -> None:

@@ -16,6 +16,7 @@ from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import read_masters
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.collectives import CommitGroup
@@ -89,7 +90,7 @@ def test_a_loaded_checkpoint_is_committed_with_the_next_step(saved: Path, tmp_pa
 
 
 def _layout(num_shards: int) -> ShardLayout:
-    return make_layout(ModelSpec.from_module(_partly_frozen(), None), torch.bfloat16, num_shards)
+    return make_layout(ModelSpec.from_module(_partly_frozen(), None), ComputeDtypes(torch.bfloat16), num_shards)
 
 
 @pytest.mark.parametrize("num_shards", [2, 3, 7])

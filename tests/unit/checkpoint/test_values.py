@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.helpers.models import TinyLM, build
 from zero_offload.checkpoint.values import ComponentSource, fill_from_array, fill_from_readers, read_master
 from zero_offload.memory.arena import Arena
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.shards.shard import Component
@@ -24,7 +25,7 @@ WIDTH = 33
 def _layout(dtype: torch.dtype, num_shards: int) -> tuple[dict[str, Tensor], ShardLayout]:
     model = build(lambda: TinyLM(WIDTH))
     params = {name: param.detach() for name, param in model.named_parameters()}
-    return params, make_layout(ModelSpec.from_module(model, None), dtype, num_shards)
+    return params, make_layout(ModelSpec.from_module(model, None), ComputeDtypes(dtype), num_shards)
 
 
 def _elements(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_offload.errors import ConfigError
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL, SHARD_NUMEL, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 
@@ -16,7 +17,7 @@ SHAPES = st.lists(st.lists(st.integers(0, 60), max_size=3).map(tuple), min_size=
 
 
 def layout_of(model: nn.Module, dtype: torch.dtype = torch.float32, num_shards: int = 1) -> ShardLayout:
-    return make_layout(ModelSpec.from_module(model), dtype, num_shards)
+    return make_layout(ModelSpec.from_module(model), ComputeDtypes(dtype), num_shards)
 
 
 @given(SHAPES, st.lists(st.booleans(), min_size=12, max_size=12), st.sampled_from([1, 2, 3, 8]))

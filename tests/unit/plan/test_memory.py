@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zero_offload.config import OffloadConfig
+from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
     CHUNKS_IN_FLIGHT,
@@ -71,7 +72,7 @@ def test_fp16_has_a_master_beside_its_value() -> None:
 def test_the_table_is_what_shards_have(precision: str) -> None:
     config = OffloadConfig(precision=precision)
     spec = ModelSpec.from_module(nn.Linear(512, 512, bias=False))
-    (section,) = make_layout(spec, getattr(torch, config.compute_dtype_name), 1).sections
+    (section,) = make_layout(spec, ComputeDtypes(getattr(torch, config.compute_dtype_name)), 1).sections
     (unit,) = measure_units([UnitNumel("a", section.numel)], config)
     sizes = [component_dtype(section, each).itemsize for each in components_of(section)]
     assert (unit.optimizer_bytes, unit.params_bytes) == (sum(sizes) * section.numel, section.nbytes)

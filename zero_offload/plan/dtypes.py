@@ -1,0 +1,138 @@
+"""In which dtype every parameter is kept and every module computes: the compute dtype, and its exceptions.
+
+Owns what `Precision.modules` means for a model. A module has the dtype of the innermost module, from itself up to the
+root, that a key matches (by class, or by name with the wildcards of fnmatch; of several keys that match one module the
+last counts), else the compute dtype. Its parameters have it too. Where the dtype changes between a module that is
+called and the one around it, floating inputs and outputs are cast. Pure; never touches data. The call: `resolve`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from zero_offload.config import ModuleKey, OffloadConfig
+from zero_offload.errors import ConfigError
+from zero_offload.plan.model_spec import can_be_called
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What happens to floating tensors at a module's forward; None leaves them as they are."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class ComputeDtypes:
+    """Dtypes of one model."""
+
+    compute: torch.dtype
+    params: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """Of the parameters, by each of their names, that are kept in another dtype."""
+    casts: Mapping[str, Cast] = field(default_factory=dict)
+    """By the name of a module; "" is the root, whose outputs are never cast."""
+
+    def of(self, name: str) -> torch.dtype:
+        return self.params.get(name, self.compute)
+
+
+def resolve(root: nn.Module, config: OffloadConfig) -> ComputeDtypes:
+    """The dtypes of `root` under `config.precision`.
+
+    Raises ConfigError, all problems at once, for a key that matches no module, and for a parameter or module with
+    several names that would have several dtypes.
+    """
+    modules = dict(root.named_modules(remove_duplicate=False))
+    exceptions = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}
+    problems = [
+        _unmatched(key, modules) for key in exceptions if not any(_matches(key, *item) for item in modules.items())
+    ]
+    compute = getattr(torch, config.compute_dtype_name)
+    inside = {name: _dtype_of(name, modules, exceptions) or compute for name in modules}
+    params = {name: inside[name.rpartition(".")[0]] for name, _ in root.named_parameters(remove_duplicate=False)}
+    casts = {
+        name: _cast(name, modules, inside) for name, module in modules.items() if can_be_called(module) or not name
+    }
+    problems += _ties(root, params)
+    problems += _shared_modules(modules, casts)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    kept = {name: dtype for name, dtype in params.items() if dtype != compute}
+    once = {name: cast for name, _ in root.named_modules() if (cast := casts.get(name)) is not None}
+    return ComputeDtypes(compute, kept, once)
+
+
+def _matches(key: ModuleKey, name: str, module: nn.Module) -> bool:
+    return fnmatchcase(name, key) if isinstance(key, str) else isinstance(module, key)
+
+
+def _dtype_of(
+    name: str, modules: Mapping[str, nn.Module], exceptions: Mapping[ModuleKey, torch.dtype]
+) -> torch.dtype | None:
+    """That of the innermost match around `name`."""
+    for around in _outwards(name):
+        found = [dtype for key, dtype in exceptions.items() if _matches(key, around, modules[around])]
+        if found:
+            return found[-1]
+    return None
+
+
+def _outwards(name: str) -> Iterator[str]:
+    """The name, those of the modules around it, and the root's."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _cast(name: str, modules: Mapping[str, nn.Module], inside: Mapping[str, torch.dtype]) -> Cast | None:
+    if name == "":
+        # With fp32 nothing is cast: a float64 input stays what it is, as on the plain model.
+        return None if inside[""] == torch.float32 else Cast(inside[""], None)
+    around = next(each for each in list(_outwards(name))[1:] if each == "" or can_be_called(modules[each]))
+    return None if inside[around] == inside[name] else Cast(inside[name], inside[around])
+
+
+def _ties(root: nn.Module, params: Mapping[str, torch.dtype]) -> Iterator[str]:
+    first: dict[int, str] = {}
+    for name, param in root.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        if params[name] != params[other]:
+            yield (
+                f"{other} ({_name(params[other])}) and {name} ({_name(params[name])}) are one parameter; let "
+                "Precision(modules=) give the modules of both names the same dtype"
+            )
+
+
+def _shared_modules(modules: Mapping[str, nn.Module], casts: Mapping[str, Cast | None]) -> Iterator[str]:
+    first: dict[int, str] = {}
+    for name in casts:
+        other = first.setdefault(id(modules[name]), name)
+        if casts[name] != casts[other]:
+            yield (
+                f"{other} and {name} are one module, for which Precision(modules=) asks different casts; let keys "
+                "match both names, and what is around them, alike"
+            )
+
+
+def _unmatched(key: ModuleKey, modules: Mapping[str, nn.Module]) -> str:
+    where = f"matches no module of this {type(modules['']).__name__}"
+    if not isinstance(key, str):
+        classes = sorted({type(module).__name__ for module in modules.values()})
+        return f"Precision(modules=): {key.__name__} {where}; its classes are {', '.join(classes)}"
+    names = [name for name in modules if name]
+    known = dict.fromkeys([*names, *(name.rpartition(".")[2] for name in names)])
+    near = difflib.get_close_matches(key.strip("*."), list(known), n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"Precision(modules=): {key!r} {where}; {hint}Names are those of model.named_modules()"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
