@@ -9,6 +9,7 @@ kept, and says so once. Never moves bytes.
 from __future__ import annotations
 
 import gc
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,6 +20,9 @@ from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.saved import Saved
 from zero_offload.runtime.unit import Unit
 from zero_offload.shards.state import UnitState
+
+TRANSPORT_S = 5.0
+"""What the thread of a process group may take to drop its tensors on a machine that is busy."""
 
 
 class Loans:
@@ -37,7 +41,7 @@ class Loans:
         if self._world_size > 1:
             # Ranks have to evict alike, and another one may not hold such a view.
             _collect(unit)
-            if unit.lent:
+            if not _let_go(unit):
                 raise ZeroOffloadError(f"{_what_is_held(unit)}, which has to leave memory now. {_INSTEAD}")
             return False
         unit.kept = True
@@ -93,6 +97,14 @@ def _collect(unit: Unit) -> None:
     """Views that only garbage holds are gone."""
     if unit.lent:
         gc.collect()
+
+
+def _let_go(unit: Unit) -> bool:
+    """Whether the views are gone soon: the thread of a process group drops tensors some time after its work is over."""
+    until = time.monotonic() + TRANSPORT_S
+    while unit.lent and time.monotonic() < until:
+        time.sleep(0.001)
+    return not unit.lent
 
 
 def _what_is_held(unit: Unit) -> str:
