@@ -27,6 +27,7 @@ from zero_offload.errors import (
     IntegrityError,
     LockError,
     NonFiniteError,
+    RankError,
     StorageError,
     ZeroOffloadError,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadConfig",
     "Precision",
+    "RankError",
     "Resumed",
     "Stats",
     "StorageError",

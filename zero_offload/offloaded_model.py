@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -257,7 +258,10 @@ class OffloadedModel:
             # The script ended between `step` and `commit`; the generation before has what a resume needs.
             self._latest = None
         try:
-            self._commit_latest()
+            self.worker.drain()
+            # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
+            if self._latest is not None and (sys.exc_info()[1] is None or self.parts.ranks.exchange.all_come()):
+                self._commit_latest()
             self.worker.drain()
         finally:
             self.worker.shutdown()

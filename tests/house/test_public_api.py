@@ -22,6 +22,7 @@ PUBLIC_NAMES = {
     "NonFiniteError",
     "OffloadConfig",
     "Precision",
+    "RankError",
     "Resumed",
     "Stats",
     "StorageError",

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zero_offload import errors
 from zero_offload.config import GradReduction
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.rank_group import RankGroup
 from zero_offload.telemetry.events import Counters
+
+COME_S = timedelta(seconds=5)
 
 
 class Collectives:
@@ -35,6 +38,7 @@ class Collectives:
         self._reduce_dtype = reduce_dtype
         self._device = device
         self._group = group
+        self._watch = group.watch
         self.partition = group.partition
         self.rank = group.rank
         self.world_size = self.partition.world_size
@@ -43,20 +47,25 @@ class Collectives:
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
-    def all_gather(self, flat: torch.Tensor) -> None:
-        """Fill `flat`, (numel,), of which this rank's part is in place, from all ranks."""
+    def all_gather(self, flat: torch.Tensor, unit: str) -> None:
+        """Fill `flat`, (numel,), parameters of `unit` of which this rank's part is in place, from all ranks."""
         if self.num_shards == 1:
             return
         numel = flat.numel() // self.num_shards
         mine = flat[self.shard_index * numel : (self.shard_index + 1) * numel]
         self.counters.add("gathered", flat.nbytes)
         # Bytes, since not every backend gathers every dtype.
-        dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
+        with self._watch.waiting(f"the gather of parameters of {unit}"):
+            dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
 
-    def reduce_grads(self, flat: torch.Tensor) -> torch.Tensor:
-        """Mean (or sum) over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,) fp32."""
+    def reduce_grads(self, flat: torch.Tensor, unit: str) -> torch.Tensor:
+        """This rank's shard, (shard_numel,) fp32, of the mean (or sum) over ranks of `unit`'s `flat`, (numel,) fp32."""
         if self.world_size == 1:
             return flat
+        with self._watch.waiting(f"the reduction of gradients of {unit}"):
+            return self._reduce(flat)
+
+    def _reduce(self, flat: torch.Tensor) -> torch.Tensor:
         sent = flat.to(self._reduce_dtype)
         self.counters.add("reduced", sent.nbytes)
         if self.num_shards == 1:
@@ -73,7 +82,8 @@ class Collectives:
         if self.num_shards == 1:
             return values
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.all_reduce(total, group=self._group.sharers)
+        with self._watch.waiting("the gradient norm"):
+            dist.all_reduce(total, group=self._group.sharers)
         return [float(value) for value in total]
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
@@ -81,7 +91,8 @@ class Collectives:
         if self.world_size == 1:
             return list(flags)
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
+        with self._watch.waiting("the list of parameters that have a gradient"):
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
         return [bool(flag) for flag in found.tolist()]
 
 
@@ -89,7 +100,9 @@ class CommitGroup:
     """Agreements of ranks about files, on a process group of their own."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group = group.control_group()
+        self._watch = group.watch
+        with self._watch.waiting("zo.offload, which all ranks call"):
+            self._group = group.control_group()
         ascending = sorted(group.members)
         self._order = [ascending.index(member) for member in group.members]
         """torch's number of each of our ranks."""
@@ -99,14 +112,16 @@ class CommitGroup:
         if self._group is None:
             return text
         holder = [text]
-        dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
+        with self._watch.waiting("rank 0's word"):
+            dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
         return holder[0]
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks: what all can rely on."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
+            with self._watch.waiting("zo.offload, which all ranks call"):
+                dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
         return [int(value) for value in values]
 
     def gather_digests(self, digest: str) -> list[str]:
@@ -115,8 +130,22 @@ class CommitGroup:
             return [digest]
         mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in self._order]
-        dist.all_gather(every, mine, group=self._group)
+        with self._watch.waiting("a commit"):
+            dist.all_gather(every, mine, group=self._group)
         return [bytes(every[number].tolist()).decode() for number in self._order]
+
+    def all_come(self) -> bool:
+        """Whether every rank calls this, within `COME_S`: what asks may have been left by an exception on one alone.
+
+        After a False the group is of no more use.
+        """
+        if self._group is None:
+            return True
+        try:
+            dist.monitored_barrier(self._group, timeout=COME_S, wait_all_ranks=True)
+        except RuntimeError:
+            return False
+        return True
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -135,7 +164,12 @@ class CommitGroup:
             return
         found: list[tuple[str, str] | None] = [None] * len(self._order)
         mine = None if failure is None else (type(failure).__name__, str(failure))
-        dist.all_gather_object(found, mine, group=self._group)
+        try:
+            with self._watch.waiting("a commit or another agreement about files"):
+                dist.all_gather_object(found, mine, group=self._group)
+        except RankError:
+            if failure is None:
+                raise
         if failure is not None:
             raise failure
         for rank, number in enumerate(self._order):

@@ -174,7 +174,7 @@ class GradReducer:
         grads.arrived.clear()
         if grads.partial is not None:
             self._add_waiting(grads, grads.partial)
-            reduced = self._collectives.reduce_grads(grads.partial)
+            reduced = self._collectives.reduce_grads(grads.partial, grads.unit.name)
             if self._device.is_host:
                 self._store_reduced(grads, reduced)
             else:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.plan.partition import Partition
+from zero_offload.runtime.rank_watch import RankWatch, time_limit
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
@@ -37,6 +39,10 @@ class RankGroup:
     def shard_index(self) -> int:
         return self.rank % self.partition.optimizer_shards
 
+    @cached_property
+    def watch(self) -> RankWatch:
+        return RankWatch(self.members)
+
     @classmethod
     def of(cls, stage: int, mesh: DeviceMesh | None = None) -> RankGroup:
         """The group that `mesh`, checked by `mesh_problems`, describes; without one, all ranks."""
@@ -59,7 +65,8 @@ class RankGroup:
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
     # Only the members call: ranks outside of the mesh know nothing of this model.
-    group: Group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+    # torch would give it the default time-out, not the one that init_process_group was given.
+    group: Group = dist.new_group(list(members), timeout=time_limit(), backend=backend, use_local_synchronization=True)
     return group
 
 

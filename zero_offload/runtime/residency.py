@@ -208,7 +208,7 @@ class Residency:
         self._carrier.finish(unit)
         for section in unit.to_read:
             if section.shard.fresh_replica is None:
-                self._collectives.all_gather(section.flat)
+                self._collectives.all_gather(section.flat, unit.name)
                 self._carrier.keep(unit, section)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
