@@ -1,15 +1,17 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
-gradients and flags travel. Blocking calls on the control thread; nothing else communicates but `CommitGroup`, which
-has a process group of its own because it runs on the update worker's thread.
+gradients and flags travel. Parameters and gradients have a lane each: launched here, waited for by calling what the
+launch returned. Flags and sums are blocking calls. All on the control thread; nothing else communicates but
+`CommitGroup`, which has a process group of its own because it runs on the update worker's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,14 @@ import torch.distributed as dist
 from zero_offload import errors
 from zero_offload.config import GradReduction
 from zero_offload.errors import RankError, ZeroOffloadError
+from zero_offload.runtime.lanes import Lane, lane
 from zero_offload.runtime.rank_group import RankGroup
 from zero_offload.telemetry.events import Counters
 
+T = TypeVar("T")
+
 COME_S = timedelta(seconds=5)
+"""How long ranks wait for each other where one may have been left by an exception."""
 
 
 class Collectives:
@@ -44,38 +50,58 @@ class Collectives:
         self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
         self.shard_index = group.shard_index
+        self._gathers = self._reductions = self._twins = None
+        if self.num_shards > 1:
+            self._gathers = lane(group.copy_of(group.sharers), device)
+            self._reductions = lane(group.copy_of(group.sharers), device)
+            if self.partition.num_replicas > 1:
+                self._twins = lane(group.copy_of(group.twins), device)
+        elif self.world_size > 1:
+            self._reductions = lane(group.copy_of(group.everyone), device)
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
-    def all_gather(self, flat: torch.Tensor, unit: str) -> None:
-        """Fill `flat`, (numel,), parameters of `unit` of which this rank's part is in place, from all ranks."""
-        if self.num_shards == 1:
-            return
-        numel = flat.numel() // self.num_shards
-        mine = flat[self.shard_index * numel : (self.shard_index + 1) * numel]
+    def launch_gather(self, flat: torch.Tensor, unit: str) -> Callable[[], None]:
+        """Fill `flat`, (numel,), parameters of `unit` of which this rank's part is in place; returns the wait."""
+        if self._gathers is None:
+            return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        # Bytes, since not every backend gathers every dtype.
-        with self._watch.waiting(f"the gather of parameters of {unit}"):
-            dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
+        return self._watched(lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}")
 
-    def reduce_grads(self, flat: torch.Tensor, unit: str) -> torch.Tensor:
-        """This rank's shard, (shard_numel,) fp32, of the mean (or sum) over ranks of `unit`'s `flat`, (numel,) fp32."""
-        if self.world_size == 1:
-            return flat
-        with self._watch.waiting(f"the reduction of gradients of {unit}"):
-            return self._reduce(flat)
+    def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
+        """Mean (or sum) over ranks of each of `flats`, (numel,) fp32; the wait returns this rank's shards, fp32.
 
-    def _reduce(self, flat: torch.Tensor) -> torch.Tensor:
-        sent = flat.to(self._reduce_dtype)
+        They cross the network as one; the last of them is `unit`'s. Not called by a rank that is alone.
+        """
+        assert self._reductions is not None
+        # Shard by shard, (num_shards, numel of all their shards): what is one rank's lies together.
+        rows = [flat.to(self._reduce_dtype).view(self.num_shards, -1) for flat in flats]
+        sent = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
         self.counters.add("reduced", sent.nbytes)
-        if self.num_shards == 1:
-            dist.all_reduce(sent, group=self._group.everyone)
-            return sent.float().div_(self._divisor)
-        shard = torch.empty(sent.numel() // self.num_shards, dtype=sent.dtype, device=sent.device)
-        dist.reduce_scatter_tensor(shard, sent, group=self._group.sharers)
-        if self.partition.num_replicas > 1:
-            dist.all_reduce(shard, group=self._group.twins)
-        return shard.float().div_(self._divisor)
+        what = f"the reduction of gradients of {unit}"
+        one_shard = self.num_shards == 1
+        wait = self._watched(
+            lambda lane: lane.all_reduce(sent) if one_shard else lane.reduce_scatter(sent), self._reductions, what
+        )
+
+        def finish() -> list[torch.Tensor]:
+            shard = wait()
+            if self._twins is not None:
+                shard = self._watched(lambda lane: lane.all_reduce(shard), self._twins, what)()
+            mean = shard.float().div_(self._divisor)
+            return list(mean.split([row.shape[1] for row in rows]))
+
+        return finish
+
+    def _watched(self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str) -> Callable[[], T]:
+        with self._watch.waiting(what):
+            wait = launch(lane)
+
+        def watched() -> T:
+            with self._watch.waiting(what):
+                return wait()
+
+        return watched
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards."""

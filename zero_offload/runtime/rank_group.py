@@ -58,6 +58,10 @@ class RankGroup:
         partition = Partition(stage, len(members), mesh.size(0))
         return cls(partition, place, members, everyone, mesh.get_group(1), mesh.get_group(0))
 
+    def copy_of(self, group: Group) -> Group:
+        """Another group of the same ranks."""
+        return _new_group(self.members if group is None else tuple(dist.get_process_group_ranks(group)))
+
     def control_group(self) -> Group:
         """A group of its own over gloo, for agreements from another thread; None when this rank is alone."""
         return _new_group(self.members, "gloo") if len(self.members) > 1 else None

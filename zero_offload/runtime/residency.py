@@ -8,7 +8,7 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from zero_offload.errors import CapacityError
 from zero_offload.memory.arena import MovableBuffer
@@ -44,6 +44,8 @@ class Residency:
         self._collectives = collectives
         self._carrier = carrier
         self._budget = budget
+        self._gathering: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
+        """By unit: gathers that are under way."""
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
 
@@ -85,7 +87,7 @@ class Residency:
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
-                self._carrier.abandon(unit)
+                self._abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
@@ -205,18 +207,33 @@ class Residency:
         self._carrier.launch(unit, unit.to_read, urgency)
 
     def _finish(self, unit: Unit) -> None:
-        self._carrier.finish(unit)
-        for section in unit.to_read:
-            if section.shard.fresh_replica is None:
-                self._collectives.all_gather(section.flat, unit.name)
-                self._carrier.keep(unit, section)
+        if unit.index not in self._gathering:
+            self._launch_gathers(unit)
+        for section, wait in self._gathering.pop(unit.index):
+            wait()
+            self._carrier.keep(unit, section)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
+
+    def _launch_gathers(self, unit: Unit) -> None:
+        """This rank's parts are here, or as good as here: exchange them with the others'."""
+        self._carrier.finish(unit)
+        self._gathering[unit.index] = [
+            (section, self._collectives.launch_gather(section.flat, unit.name))
+            for section in unit.to_read
+            if section.shard.fresh_replica is None
+        ]
+
+    def _abandon(self, unit: Unit) -> None:
+        """End what brings the unit's values, so that its buffers may go or be filled anew."""
+        for _, wait in self._gathering.pop(unit.index, ()):
+            wait()
+        self._carrier.abandon(unit)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
             self._board.wait(unit.index)
-        self._carrier.abandon(unit)
+        self._abandon(unit)
         unit.detach()
         self._advance(unit, UnitState.AWAY)
 
