@@ -18,6 +18,7 @@ from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.shard import Component
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -46,6 +47,8 @@ class Residency:
         self._budget = budget
         self._gathering: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
         """By unit: gathers that are under way."""
+        self._updating: set[int] = set()
+        """Units whose update some rank may still be computing."""
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
 
@@ -64,6 +67,7 @@ class Residency:
         self.bring(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
+        self._gather_ahead()
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
@@ -72,6 +76,7 @@ class Residency:
             return
         with self._store.counters.timed("stall_s"):
             self._board.wait(unit.index)
+            self._updating.discard(unit.index)
             if unit.state is UnitState.AWAY:
                 self._make_room(unit.num_frames, unit.name)
                 self._reserve(unit)
@@ -82,6 +87,7 @@ class Residency:
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
+        self._updating.update(order)
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         self._hand_frames_on(stale)
         for unit in stale:
@@ -99,6 +105,10 @@ class Residency:
                 if unit.num_frames > self._budget.free_frames:
                     break
                 self._reserve(unit)
+
+    def end_update(self) -> None:
+        """The update that was begun is over, on every rank: it ran on the control thread."""
+        self._updating.clear()
 
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
@@ -143,6 +153,24 @@ class Residency:
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
                 self._carrier.advance(unit)
+
+    def _gather_ahead(self) -> None:
+        """Launch the gathers of the unit that comes next: they run beside the compute of the one in use.
+
+        Only where every rank knows without asking that its part is in memory: no drive and no update to wait for.
+        """
+        if self._num_absent == 0 or self._collectives.num_shards == 1:
+            return
+        index = next(iter(self.schedule.upcoming()), None)
+        if index is None or index in self._updating or index in self._gathering:
+            return
+        unit = self._units[index]
+        if any(s.shard.replica is not None or Component.VALUE not in s.shard.memory for s in unit.sections):
+            return
+        if unit.state is UnitState.AWAITING:
+            self._resolve(unit, Urgency.NORMAL)
+        if unit.state is UnitState.FETCHING:
+            self._launch_gathers(unit)
 
     def _readable(self, unit: Unit) -> bool:
         """Whether reading the unit would not wait for its update."""
