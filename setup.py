@@ -32,7 +32,7 @@ COMPILE_FLAGS = [
 LINK_FLAGS = ["-shared", "-fopenmp", "-pthread", "-static-libgcc", "-static-libstdc++", "-Wl,--no-undefined"]
 # GCC 12 warns about its own AVX-512 headers, which start from an undefined register on purpose.
 ISA_FLAGS = {
-    "kernel_avx2.cpp": ["-mavx2", "-mfma"],
+    "kernel_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "kernel_avx512.cpp": [
         *["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma"],
         *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],

@@ -47,8 +47,8 @@ int check_range(const char *call, int64_t numel, uint32_t num_threads) {
 }
 
 int check_kind(const char *call, const char *name, uint32_t kind) {
-    if (kind <= ZO_BF16) return ZO_OK;
-    return fail(ZO_INVALID, "%s: %s is %u, not 0 (fp32) or 1 (bf16)", call, name, kind);
+    if (kind < ZO_NUM_KINDS) return ZO_OK;
+    return fail(ZO_INVALID, "%s: %s is %u, not 0 (fp32), 1 (bf16) or 2 (fp16)", call, name, kind);
 }
 
 int check_pointer(const char *call, const char *name, const void *pointer) {
@@ -91,6 +91,7 @@ int check_adamw(const zo_adamw_args &args) {
     ZO_CHECK(check_segments(args));
     ZO_CHECK(check_pointer(call, "value", args.value));
     if (args.value_kind == ZO_BF16) ZO_CHECK(check_pointer(call, "residual of a bf16 value", args.residual));
+    if (args.value_kind == ZO_FP16) ZO_CHECK(check_pointer(call, "master of an fp16 value", args.master));
     ZO_CHECK(check_pointer(call, "exp_avg", args.exp_avg));
     ZO_CHECK(check_pointer(call, "exp_avg_sq", args.exp_avg_sq));
     return check_pointer(call, "grad", args.grad);
@@ -171,8 +172,7 @@ int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src,
         ZO_CHECK(check_range("zo_convert", numel, num_threads));
         if (numel > 0 && (dst == nullptr || src == nullptr))
             return fail(ZO_INVALID, "zo_convert: a buffer is NULL");
-        zo::convert(dst_kind, dst, src_kind, src, numel, num_threads);
-        return ZO_OK;
+        return zo::convert(dst_kind, dst, src_kind, src, numel, num_threads);
     });
 }
 

@@ -34,6 +34,7 @@ from zero_offload.errors import (
 from zero_offload.gathered import gathered
 from zero_offload.offload import offload
 from zero_offload.optim.adamw import AdamW
+from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.pretrained import export_pretrained, load_pretrained
 from zero_offload.telemetry.stats import Stats
 
@@ -44,6 +45,7 @@ __all__ = [
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "GradScaler",
     "IntegrityError",
     "LockError",
     "NonFiniteError",

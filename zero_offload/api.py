@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from zero_offload.errors import ConfigError
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.adamw import check_groups, group_record, restore_groups
+from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.shards.registry import owner_of
@@ -87,8 +89,9 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    Hyperparameters and random number generators are taken now. `extra` is any JSON value: scheduler state, data
-    position, ... Without a directory for generations this does nothing. Raises ConfigError when `extra` is not JSON.
+    Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
+    `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
+    nothing. Raises ConfigError when `extra` is not JSON.
     """
     owner = _need_runtime(model, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
@@ -115,15 +118,19 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     owner.save(Path(path), capture_rng, _json(extra))
 
 
-def load_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path) -> Resumed:
+def load_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, scaler: GradScaler | None = None
+) -> Resumed:
     """Replace parameters, optimizer states and hyperparameters by a checkpoint's. Every rank must call.
 
-    Generators are restored when the number of ranks is the same. Raises CheckpointError naming the first
-    difference when it is another model's, IntegrityError when a byte is not what was written.
+    `scaler` gets the state of the one that the run had. Generators are restored when the number of ranks is the same.
+    Raises CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not
+    what was written.
     """
     owner = _need_runtime(model, "zo.load_checkpoint")
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
     restore_groups(optimizer, _groups(generation), str(path))
+    _restore_scaler(generation, scaler, str(path))
     if rng is not None:
         restore_rng(rng)
     return Resumed(generation.step, generation.payload.get("extra"), generation.committed_at)
@@ -134,11 +141,22 @@ def _groups(generation: Generation) -> list[dict[str, Any]]:
     return groups
 
 
-def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None:
+def _restore_scaler(generation: Generation, scaler: GradScaler | None, where: str) -> None:
+    state = generation.payload.get("scaler")
+    if state is None:
+        return
+    if scaler is None:
+        warnings.warn(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=", stacklevel=3)
+    else:
+        scaler.load_state_dict(state)
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
     Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
-    number generators, and returns the step and `extra`. Raises CheckpointError when the optimizer differs.
+    number generators and the state of `scaler`, and returns the step and `extra`. Raises CheckpointError when the
+    optimizer differs.
     """
     owner = _need_runtime(model, "zo.resume")
     keeper = owner.parts.keeper
@@ -148,6 +166,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer) -> Resumed | None
     owner.resume_pending = False
     where = f"the generation of step {found.step}"
     restore_groups(optimizer, _groups(found), where)
+    _restore_scaler(found, scaler, where)
     rng = keeper.rank_payload().get("rng")
     if rng is not None:
         restore_rng(rng)

@@ -84,7 +84,7 @@ class OffloadConfig:
     """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
     existing: str = "refuse"
     precision: str | Precision = "bf16"
-    """"bf16", "fp32" or a Precision. Read it as `numerics`."""
+    """"bf16", "fp16" (with `zo.GradScaler`), "fp32" or a Precision. Read it as `numerics`."""
     device_memory: int | str | None = None
     cpu_memory: int | str | None = None
     nvme_capacity: int | str | None = None
@@ -114,7 +114,7 @@ class OffloadConfig:
 
     @property
     def compute_dtype_name(self) -> str:
-        """The compute dtype's name in torch: "float32" or "bfloat16"."""
+        """The compute dtype's name in torch: "float32", "bfloat16" or "float16"."""
         return _TORCH_NAMES[self.numerics.compute]
 
     @property
@@ -174,7 +174,7 @@ class OffloadConfig:
         return cls.from_dict(values)
 
 
-_TORCH_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TIERS = tuple(tier.value for tier in Tier)
 _STATES = ("params", "grads", "optimizer")
 _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
@@ -276,14 +276,12 @@ def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(precision, str):
         precision = Precision(compute=precision)
     if not isinstance(precision, Precision):
-        yield f"precision={precision!r} is no precision; use 'bf16', 'fp32' or a Precision"
+        yield f"precision={precision!r} is no precision; use 'bf16', 'fp16', 'fp32' or a Precision"
         return
-    if precision.compute == "fp16":
-        yield "precision 'fp16' arrives in a later version; use 'bf16' or 'fp32'"
-    elif precision.compute not in tuple(_TORCH_NAMES):
-        yield f"precision {precision.compute!r} is unknown; use 'bf16' or 'fp32'"
+    if precision.compute not in tuple(_TORCH_NAMES):
+        yield f"precision {precision.compute!r} is unknown; use 'bf16', 'fp16' or 'fp32'"
     if precision.reduce not in tuple(_TORCH_NAMES):
-        yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32' or 'bf16'"
+        yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32', 'bf16' or 'fp16'"
     if precision.states != "fp32":
         yield f"Precision(states={precision.states!r}) arrives in a later version; use states='fp32'"
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from zero_offload.errors import CapacityError, ConfigError, StorageError, ZeroOffloadError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY_PATH = Path(__file__).resolve().with_name("_native.so")
 
 
@@ -33,10 +33,11 @@ class Isa(IntEnum):
 
 
 class Kind(IntEnum):
-    """Element types. As an AdamW value, BF16 is the half of an fp32 master that a residual completes."""
+    """Element types. As an AdamW value, BF16 is the half of a master that a residual completes, FP16 a copy of one."""
 
     FP32 = 0
     BF16 = 1
+    FP16 = 2
 
 
 class GradMode(IntEnum):
@@ -106,6 +107,7 @@ class AdamWArgsStruct(C.Structure):
         ("num_segments", C.c_int64),
         ("value", C.c_void_p),
         ("residual", C.c_void_p),
+        ("master", C.c_void_p),
         ("exp_avg", C.c_void_p),
         ("exp_avg_sq", C.c_void_p),
         ("grad", C.c_void_p),
@@ -212,7 +214,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_io_fault": (_INT, [_P, _INT, _I64]),
 }
 
-
 # zo_status -> what to raise; anything else is a defect of ours.
 _ERRORS = {-1: ConfigError, -2: ConfigError, -3: CapacityError, -4: CapacityError, -5: StorageError}
 
@@ -223,6 +224,7 @@ class AdamWArgs:
 
     value: int
     residual: int
+    master: int
     exp_avg: int
     exp_avg_sq: int
     grad: int
@@ -367,8 +369,7 @@ def io_close(handle: int) -> None:
 
 def io_submit(handle: int, submission: IoSubmission) -> int:
     """Launch; the result is the ticket to wait for."""
-    s = submission
-    ticket = C.c_uint64()
+    s, ticket = submission, C.c_uint64()
     _check(lib().zo_io_submit(handle, s.op, s.blocks, s.num_blocks, s.base, s.urgency, C.byref(ticket)))
     return ticket.value
 

@@ -2,8 +2,8 @@
 
 Owns the step: which gradients an update takes, its clip factor, and which generation is due. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
-Order of a step: backward fills `grads`; `clip_grad_norm` sets the factor; `update` captures everything by value
-and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
+Order of a step: backward fills `grads`; `unscale` and `clip_grad_norm` set the factor; `update` captures everything
+by value and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.unit import Unit
-from zero_offload.shards.registry import AdamWHyper
+from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
@@ -79,6 +79,7 @@ class OffloadedModel:
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._due = False
+        self._scaler: LossScaler | None = None
         self._completes = False
         """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
         self._closed = False
@@ -101,6 +102,11 @@ class OffloadedModel:
         self.grads.reduce_waiting()
         return torch.tensor(self.grads.ledger.clip(max_norm))
 
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        self._scaler = scaler
+        self.grads.reduce_waiting()
+        return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
+
     # The step
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
@@ -118,7 +124,7 @@ class OffloadedModel:
             )
         self.step_count += 1
         self.groups = list(groups)
-        if self.grads.ledger.norm()[1]:
+        if self.grads.ledger.norm()[1] and not self.grads.ledger.overflowed:
             self._launch(hypers)
         else:
             self._skip()
@@ -129,7 +135,8 @@ class OffloadedModel:
     def _skip(self) -> None:
         self.skipped_steps += 1
         self.grads.drop()
-        if self.skipped_steps == 1:
+        # With a scaler overflows are how it finds the scale.
+        if self.skipped_steps == 1 and self._scaler is None:
             warnings.warn(
                 f"step {self.step_count}: a gradient is NaN or infinite; the step is skipped and the states "
                 "stay as they are. zo.stats(model).skipped_steps counts such steps",
@@ -138,7 +145,7 @@ class OffloadedModel:
 
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
         order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
-        step = StepInput(hypers, self.grads.ledger.clip_factor, order, self.parts.collectives.shard_index)
+        step = StepInput(hypers, self.grads.ledger.factor, order, self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
@@ -175,13 +182,14 @@ class OffloadedModel:
         self.param_steps = {name: int(steps.get(name, 0)) for name in self.param_steps}
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
-        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra)
+        scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
+        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra, scaler)
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self._completes = True
         if self._latest is not None:
-            self._latest = replace(self._latest, optimizer=self.groups, rng=capture_rng(), extra=extra)
+            self._latest = self._record(capture_rng(), extra)
         self._commit_due()
 
     def _commit_due(self) -> None:

@@ -182,8 +182,14 @@ class ParamAccess:
         if view is None:
             raise ZeroOffloadError(
                 f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits "
-                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm), step with zo.AdamW, "
-                'drop it with optimizer.zero_grad(), or read it with zo.gathered(module, kind="grads")'
+                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm), unscale with zo.GradScaler, "
+                "step with zo.AdamW, drop it with optimizer.zero_grad(), or read it with "
+                'zo.gathered(module, kind="grads")'
+            )
+        if self._grads.loss_scale != 1.0:
+            raise ZeroOffloadError(
+                f"the gradient of {place.name} is unscaled by the step itself: in memory it still has the loss scale. "
+                'Clip with zo.clip_grad_norm_(model, max_norm), or read a copy with zo.gathered(module, kind="grads")'
             )
         return view
 

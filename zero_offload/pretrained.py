@@ -22,14 +22,13 @@ from zero_offload.api import runtime_of
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.checkpoint.hf_match import Wanted, match
-from zero_offload.checkpoint.values import ComponentSource, fill_from_readers
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master_chunk
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.master import join_master
 from zero_offload.memory.pages import trim_heap
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.unit import Section, Unit
-from zero_offload.shards.shard import Component, components_of
+from zero_offload.shards.shard import Component
 from zero_offload.types import parse_bytes
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -194,8 +193,8 @@ def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype:
     if name not in EXPORT_DTYPES:
         raise ConfigError(f"dtype={name!r} is none of {', '.join(EXPORT_DTYPES)}; None is the compute dtype")
     target, num_shards = EXPORT_DTYPES[name], owner.parts.collectives.num_shards
-    halved = any(Component.RESIDUAL in components_of(section) for section in owner.parts.layout.sections)
-    if target != compute and halved and num_shards > 1:
+    rounded = any(each.trainable and each.dtype != torch.float32 for each in owner.parts.layout.sections)
+    if target != compute and rounded and num_shards > 1:
         raise ConfigError(
             f"dtype={name!r} needs the fp32 masters, which are spread over {num_shards} ranks. Export in the compute "
             "dtype (dtype=None); or zo.save_checkpoint here, and on one rank zo.load_checkpoint and export"
@@ -266,13 +265,9 @@ def _write_unit(
 def _rested(owner: OffloadedModel, section: Section, target: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """A section from where it rests, chunk by chunk: (first element, values on the host, valid until the next)."""
     store, shard, layout = owner.parts.store, section.shard, section.layout
-    joined = target != layout.dtype and Component.RESIDUAL in components_of(layout)
-    for row, (begin, end) in enumerate(layout.chunks()):
-        values = store.read_chunk(shard, Component.VALUE, row)
-        if joined:
-            half, values = values.clone(), torch.empty(end - begin)
-            join_master(half, store.read_chunk(shard, Component.RESIDUAL, row), values)
-        yield begin, values
+    for row, (begin, _) in enumerate(layout.chunks()):
+        as_it_is = target == layout.dtype
+        yield begin, store.read_chunk(shard, Component.VALUE, row) if as_it_is else read_master_chunk(store, shard, row)
 
 
 def _gathered(section: Section) -> Iterator[tuple[int, torch.Tensor]]:

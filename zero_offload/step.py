@@ -19,7 +19,8 @@ class StepInput:
     """One step's values, captured when `step()` is called."""
 
     hypers: Mapping[nn.Parameter, AdamWHyper]
-    clip_factor: float
+    grad_factor: float
+    """What gradients are multiplied by: clipping, and the loss scale divided out."""
     order: tuple[int, ...]
     """Units in order of first use."""
     shard_index: int
@@ -69,7 +70,7 @@ def _segments(
                 hyper.beta2,
                 hyper.eps,
                 hyper.weight_decay,
-                -step.clip_factor if hyper.maximize else step.clip_factor,
+                -step.grad_factor if hyper.maximize else step.grad_factor,
                 param_steps[piece.spec.name],
             )
         )

@@ -44,7 +44,9 @@ std::atomic<int> &chosen_isa() {
 uint32_t supported_isa_mask() {
     uint32_t mask = 1u << ZO_ISA_SCALAR;
 #if ZO_X86
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) mask |= 1u << ZO_ISA_AVX2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        mask |= 1u << ZO_ISA_AVX2;
+    }
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
         mask |= 1u << ZO_ISA_AVX512;

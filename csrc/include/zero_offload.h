@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 1
+#define ZO_ABI_VERSION 2
 
 enum zo_status {
     ZO_OK = 0,
@@ -34,9 +34,10 @@ enum zo_status {
 
 enum zo_isa_kind { ZO_ISA_SCALAR = 0, ZO_ISA_AVX2 = 1, ZO_ISA_AVX512 = 2, ZO_ISA_NEON = 3 };
 
-/* Element types. As an AdamW value, ZO_BF16 is the rounded half of an fp32 master that `residual` completes.
- */
-enum zo_kind { ZO_FP32 = 0, ZO_BF16 = 1 };
+/* Element types. As an AdamW value, ZO_BF16 is the rounded half of an fp32 master that `residual` completes;
+ * ZO_FP16 is a rounded copy of the fp32 `master`, since five bits of exponent leave no half to complete. */
+enum zo_kind { ZO_FP32 = 0, ZO_BF16 = 1, ZO_FP16 = 2 };
+#define ZO_NUM_KINDS 3
 
 enum zo_grad_mode { ZO_OVERWRITE = 0, ZO_ACCUMULATE = 1 };
 
@@ -93,6 +94,7 @@ typedef struct {
     int64_t num_segments;
     void *value;
     uint16_t *residual;
+    float *master;
     float *exp_avg;
     float *exp_avg_sq;
     const void *grad;
@@ -101,7 +103,8 @@ typedef struct {
 } zo_adamw_args;
 
 /* One fused pass over the segments, which are sorted and disjoint; elements in no segment are not touched.
- * `residual` is NULL for fp32 values. `value_out`, when not NULL, receives a second copy of the new value. */
+ * `residual` is read for bf16 values only, `master` for fp16 values only. `value_out`, when not NULL,
+ * receives a second copy of the new value. */
 ZO_API int zo_adamw(const zo_adamw_args *args);
 
 /* ---- master weights and conversions -----------------------------------------------------------------------
@@ -117,7 +120,8 @@ ZO_API int zo_master_split(const float *master, uint16_t *half, uint16_t *residu
 ZO_API int zo_master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,
                           uint32_t num_threads);
 
-/* Between zo_kinds. To bf16: round to nearest, ties to even; any NaN becomes 0x7FC0. */
+/* Between fp32 and each zo_kind. To bf16 and fp16: round to nearest, ties to even; any NaN becomes 0x7FC0 or
+ * 0x7E00. Between bf16 and fp16 is not offered: it would round what was whole. */
 ZO_API int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
                       uint32_t num_threads);
 
@@ -125,8 +129,8 @@ ZO_API int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const voi
  */
 
 /* dst = src * scale, or dst += src * scale in fp32. `sumsq` and `finite` are of the values written to dst.
- * bf16 from fp32 is not offered, and only an fp32 dst accumulates. A scale of exactly 1 multiplies nothing.
- */
+ * bf16 and fp16 are stored from their own kind only, and only an fp32 dst accumulates. A scale of exactly 1
+ * multiplies nothing. */
 typedef struct {
     uint32_t size;
     uint32_t dst_kind;

@@ -33,7 +33,7 @@ AdamwScalars scalars_of(const zo_adamw_segment &s) {
 
 void adamw_update(const zo_adamw_args &args) {
     const AdamwKernel kernel = table().kernel[args.value_kind][args.grad_kind][args.value_out != nullptr];
-    const AdamwBuffers buffers = {args.value,      args.residual, args.exp_avg,
+    const AdamwBuffers buffers = {args.value,      args.residual, args.master,   args.exp_avg,
                                   args.exp_avg_sq, args.grad,     args.value_out};
 
     // Segments laid end to end: chunks are cut from this line, so a thousand small segments share one region.

@@ -9,6 +9,7 @@ namespace zo {
 struct AdamwBuffers {
     void *value;
     uint16_t *residual;
+    float *master;
     float *exp_avg;
     float *exp_avg_sq;
     const void *grad;
@@ -31,7 +32,7 @@ using AdamwKernel = void (*)(AdamwBuffers buffers, AdamwScalars scalars, int64_t
 
 // [value kind][grad kind][0: no value_out, 1: with]
 struct AdamwTable {
-    AdamwKernel kernel[2][2][2];
+    AdamwKernel kernel[ZO_NUM_KINDS][ZO_NUM_KINDS][2];
 };
 
 extern const AdamwTable adamw_scalar;

@@ -31,7 +31,7 @@ struct Lanes {
     F grad_scale, decay, one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, neg_step_size;
 };
 
-// Where the fp32 master lives: in one fp32 array, or in a bf16 half and a residual.
+// Where the fp32 master lives: in one fp32 array, in a bf16 half and a residual, or beside its fp16 copy.
 struct WholeMaster {
     template <class W>
     static typename W::F load(const AdamwBuffers &b, int64_t i) {
@@ -55,6 +55,19 @@ struct SplitMaster {
         W::store_u16(static_cast<uint16_t *>(b.value) + i, half);
         W::store_u16(b.residual + i, W::bits(p));
         if (kCopy) W::store_u16(static_cast<uint16_t *>(b.value_out) + i, half);
+    }
+};
+
+struct MasterBeside {
+    template <class W>
+    static typename W::F load(const AdamwBuffers &b, int64_t i) {
+        return W::load(b.master + i);
+    }
+    template <class W, bool kCopy>
+    static void store(const AdamwBuffers &b, int64_t i, typename W::F p) {
+        W::store(b.master + i, p);
+        W::store_f16(static_cast<uint16_t *>(b.value) + i, p);
+        if (kCopy) W::store_f16(static_cast<uint16_t *>(b.value_out) + i, p);
     }
 };
 
@@ -88,12 +101,16 @@ void update_range(AdamwBuffers buffers, AdamwScalars scalars, int64_t begin, int
     for (; i < end; ++i) update_lanes<ScalarVec, Master, Grad, kCopy>(buffers, single, i);
 }
 
+// Without and with a second copy, for a table's row.
+#define ZO_UPDATE(Master, Grad) {update_range<Master, Grad, false>, update_range<Master, Grad, true>}
+
 constexpr AdamwTable kTable = {{
-    {{update_range<WholeMaster, Fp32, false>, update_range<WholeMaster, Fp32, true>},
-     {update_range<WholeMaster, Bf16, false>, update_range<WholeMaster, Bf16, true>}},
-    {{update_range<SplitMaster, Fp32, false>, update_range<SplitMaster, Fp32, true>},
-     {update_range<SplitMaster, Bf16, false>, update_range<SplitMaster, Bf16, true>}},
+    {ZO_UPDATE(WholeMaster, Fp32), ZO_UPDATE(WholeMaster, Bf16), ZO_UPDATE(WholeMaster, Fp16)},
+    {ZO_UPDATE(SplitMaster, Fp32), ZO_UPDATE(SplitMaster, Bf16), ZO_UPDATE(SplitMaster, Fp16)},
+    {ZO_UPDATE(MasterBeside, Fp32), ZO_UPDATE(MasterBeside, Bf16), ZO_UPDATE(MasterBeside, Fp16)},
 }};
+
+#undef ZO_UPDATE
 
 }  // namespace
 }  // namespace zo

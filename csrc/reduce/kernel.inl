@@ -88,6 +88,20 @@ struct StoreBf16 {
     }
 };
 
+template <class Src, bool kScaled>
+struct StoreFp16 {
+    uint16_t *dst;
+    const typename Src::Element *src;
+    float scale;
+    template <class W>
+    typename W::F at(int64_t i) const {
+        typename W::F x = Src::template load<W>(src + i);
+        if (kScaled) x = W::mul(x, W::set(scale));
+        W::store_f16(dst + i, canonical<W>(x));
+        return W::load_f16(dst + i);
+    }
+};
+
 template <class Dst, class Src, template <class, bool> class Operation, bool kScaled>
 ChunkSum store_chunk(void *dst, const void *src, int64_t numel, float scale) {
     const Operation<Src, kScaled> operation{static_cast<typename Dst::Element *>(dst),
@@ -108,21 +122,31 @@ inline void for_each_lane(const Each &each, int64_t numel) {
     for (; i < numel; ++i) each.template at<ScalarVec>(i);
 }
 
+template <class Src>
 struct Widen {
     const uint16_t *src;
     float *dst;
     template <class W>
     void at(int64_t i) const {
-        W::store(dst + i, from_bf16<W>(src + i));
+        W::store(dst + i, Src::template load<W>(src + i));
     }
 };
 
-struct Narrow {
+struct NarrowBf16 {
     const float *src;
     uint16_t *dst;
     template <class W>
     void at(int64_t i) const {
         W::store_u16(dst + i, W::down16(round_bf16<W>(W::load(src + i))));
+    }
+};
+
+struct NarrowFp16 {
+    const float *src;
+    uint16_t *dst;
+    template <class W>
+    void at(int64_t i) const {
+        W::store_f16(dst + i, canonical<W>(W::load(src + i)));
     }
 };
 
@@ -151,9 +175,15 @@ struct Join {
     }
 };
 
-void widen(const uint16_t *src, float *dst, int64_t numel) { for_each_lane(Widen{src, dst}, numel); }
+template <class Src>
+void widen(void *dst, const void *src, int64_t numel) {
+    for_each_lane(Widen<Src>{static_cast<const uint16_t *>(src), static_cast<float *>(dst)}, numel);
+}
 
-void narrow(const float *src, uint16_t *dst, int64_t numel) { for_each_lane(Narrow{src, dst}, numel); }
+template <class Narrow>
+void narrow(void *dst, const void *src, int64_t numel) {
+    for_each_lane(Narrow{static_cast<const float *>(src), static_cast<uint16_t *>(dst)}, numel);
+}
 
 void split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel) {
     for_each_lane(Split{master, half, residual}, numel);
@@ -163,20 +193,23 @@ void join(const uint16_t *half, const uint16_t *residual, float *master, int64_t
     for_each_lane(Join{half, residual, master}, numel);
 }
 
+// Without and with a scale, for a table's row.
+#define ZO_STORE(Dst, Src, Operation) \
+    {store_chunk<Dst, Src, Operation, false>, store_chunk<Dst, Src, Operation, true>}
+
 constexpr ReduceTable kTable = {
-    {{{store_chunk<Fp32, Fp32, StoreFp32, false>, store_chunk<Fp32, Fp32, StoreFp32, true>},
-      {store_chunk<Fp32, Bf16, StoreFp32, false>, store_chunk<Fp32, Bf16, StoreFp32, true>}},
-     {{nullptr, nullptr},
-      {store_chunk<Bf16, Bf16, StoreBf16, false>, store_chunk<Bf16, Bf16, StoreBf16, true>}}},
-    {{{store_chunk<Fp32, Fp32, AccumulateFp32, false>, store_chunk<Fp32, Fp32, AccumulateFp32, true>},
-      {store_chunk<Fp32, Bf16, AccumulateFp32, false>, store_chunk<Fp32, Bf16, AccumulateFp32, true>}},
-     {{nullptr, nullptr}, {nullptr, nullptr}}},
-    {sumsq_chunk<Fp32>, sumsq_chunk<Bf16>},
-    widen,
-    narrow,
+    {{ZO_STORE(Fp32, Fp32, StoreFp32), ZO_STORE(Fp32, Bf16, StoreFp32), ZO_STORE(Fp32, Fp16, StoreFp32)},
+     {{}, ZO_STORE(Bf16, Bf16, StoreBf16), {}},
+     {{}, {}, ZO_STORE(Fp16, Fp16, StoreFp16)}},
+    {{ZO_STORE(Fp32, Fp32, AccumulateFp32), ZO_STORE(Fp32, Bf16, AccumulateFp32),
+      ZO_STORE(Fp32, Fp16, AccumulateFp32)}},
+    {sumsq_chunk<Fp32>, sumsq_chunk<Bf16>, sumsq_chunk<Fp16>},
+    {{nullptr, widen<Bf16>, widen<Fp16>}, {narrow<NarrowBf16>}, {narrow<NarrowFp16>}},
     split,
     join,
 };
+
+#undef ZO_STORE
 
 }  // namespace
 }  // namespace zo

@@ -83,22 +83,24 @@ void sum_of_squares(uint32_t kind, const void *values, int64_t numel, uint32_t n
     *finite = is_finite(total);
 }
 
-void convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
-             uint32_t num_threads) {
-    const ReduceTable &kernels = table();
-    auto *to_bytes = static_cast<char *>(dst);
-    const auto *from_bytes = static_cast<const char *>(src);
+int convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
+            uint32_t num_threads) {
+    const ConvertKernel kernel = table().convert[dst_kind][src_kind];
+    if (kernel == nullptr && dst_kind != src_kind) {
+        return fail(ZO_UNSUPPORTED, "zo_convert: kind %u from kind %u is not offered; go through fp32",
+                    dst_kind, src_kind);
+    }
+    const auto dst_bytes = int64_t(element_bytes(dst_kind)), src_bytes = int64_t(element_bytes(src_kind));
     for_each_chunk(numel, num_threads, [&](int64_t begin, int64_t count) {
-        char *to = to_bytes + begin * int64_t(element_bytes(dst_kind));
-        const char *from = from_bytes + begin * int64_t(element_bytes(src_kind));
-        if (dst_kind == src_kind) {
-            std::memcpy(to, from, size_t(count) * element_bytes(dst_kind));
-        } else if (dst_kind == ZO_FP32) {
-            kernels.widen(reinterpret_cast<const uint16_t *>(from), reinterpret_cast<float *>(to), count);
+        char *to = static_cast<char *>(dst) + begin * dst_bytes;
+        const char *from = static_cast<const char *>(src) + begin * src_bytes;
+        if (kernel != nullptr) {
+            kernel(to, from, count);
         } else {
-            kernels.narrow(reinterpret_cast<const float *>(from), reinterpret_cast<uint16_t *>(to), count);
+            std::memcpy(to, from, size_t(count * dst_bytes));
         }
     });
+    return ZO_OK;
 }
 
 void master_split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel,

@@ -19,15 +19,17 @@ struct ChunkSum {
 
 using StoreKernel = ChunkSum (*)(void *dst, const void *src, int64_t numel, float scale);
 using SumKernel = ChunkSum (*)(const void *values, int64_t numel);
+using ConvertKernel = void (*)(void *dst, const void *src, int64_t numel);
 using SplitKernel = void (*)(const float *master, uint16_t *half, uint16_t *residual, int64_t numel);
 using JoinKernel = void (*)(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel);
 
 struct ReduceTable {
-    StoreKernel store[2][2][2];       // [dst kind][src kind][0: scale is 1]; nullptr where not offered
-    StoreKernel accumulate[2][2][2];  // the same
-    SumKernel sumsq[2];               // [kind]
-    void (*widen)(const uint16_t *src, float *dst, int64_t numel);
-    void (*narrow)(const float *src, uint16_t *dst, int64_t numel);
+    StoreKernel store[ZO_NUM_KINDS][ZO_NUM_KINDS]
+                     [2];  // [dst kind][src kind][0: scale is 1]; nullptr: not offered
+    StoreKernel accumulate[ZO_NUM_KINDS][ZO_NUM_KINDS][2];  // the same
+    SumKernel sumsq[ZO_NUM_KINDS];                          // [kind]
+    ConvertKernel convert[ZO_NUM_KINDS]
+                         [ZO_NUM_KINDS];  // [dst kind][src kind]; nullptr: a copy, or not offered
     SplitKernel split;
     JoinKernel join;
 };
@@ -38,12 +40,12 @@ extern const ReduceTable reduce_avx2;
 extern const ReduceTable reduce_avx512;
 #endif
 
-// The arguments have been validated, except that zo_grad_args may name a kernel that is not offered.
+// The arguments have been validated, except that they may name a kernel that is not offered.
 int grad_store(zo_grad_args *args);
 void sum_of_squares(uint32_t kind, const void *values, int64_t numel, uint32_t num_threads, double *sumsq,
                     int32_t *finite);
-void convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
-             uint32_t num_threads);
+int convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
+            uint32_t num_threads);
 void master_split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel,
                   uint32_t num_threads);
 void master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,

@@ -55,5 +55,13 @@ struct Bf16 {
     }
 };
 
+struct Fp16 {
+    using Element = uint16_t;
+    template <class W>
+    static typename W::F load(const uint16_t *p) {
+        return W::load_f16(p);
+    }
+};
+
 }  // namespace
 }  // namespace zo

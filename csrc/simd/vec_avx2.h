@@ -1,4 +1,4 @@
-// Eight lanes: AVX2 and FMA. See vec_scalar.h for what each operation means.
+// Eight lanes: AVX2, FMA and F16C. See vec_scalar.h for what each operation means.
 #pragma once
 
 #include <immintrin.h>
@@ -22,6 +22,11 @@ struct Vec {
         const I low = _mm256_and_si256(x, _mm256_set1_epi32(0xFFFF));  // the pack saturates
         const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
         _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_castsi256_si128(packed));
+    }
+
+    static F load_f16(const uint16_t *p) { return _mm256_cvtph_ps(half_register(p)); }
+    static void store_f16(uint16_t *p, F x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     }
 
     static F add(F a, F b) { return _mm256_add_ps(a, b); }

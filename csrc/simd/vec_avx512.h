@@ -22,6 +22,11 @@ struct Vec {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(x));
     }
 
+    static F load_f16(const uint16_t *p) { return _mm512_cvtph_ps(half_register(p)); }
+    static void store_f16(uint16_t *p, F x) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    }
+
     static F add(F a, F b) { return _mm512_add_ps(a, b); }
     static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
     static F mul(F a, F b) { return _mm512_mul_ps(a, b); }

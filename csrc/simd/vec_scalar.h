@@ -21,6 +21,30 @@ struct ScalarVec {
     static I load_s16(const uint16_t *p) { return I(int32_t(int16_t(*p))); }
     static void store_u16(uint16_t *p, I x) { *p = uint16_t(x); }  // the low half of each word
 
+    // fp16 to fp32; a NaN becomes quiet and keeps its payload.
+    static F load_f16(const uint16_t *p) {
+        const I magnitude = *p & 0x7FFFu, sign = (*p & 0x8000u) << 16;
+        if (magnitude < 0x0400) {  // below 2^-14, all fp16 numbers are multiples of 2^-24
+            return from_bits(bits(float(magnitude) * 0x1p-24f) | sign);
+        }
+        if (magnitude < 0x7C00) return from_bits(((magnitude << 13) + (112u << 23)) | sign);
+        const I quiet = magnitude > 0x7C00 ? 0x00400000u : 0;
+        return from_bits(0x7F800000u | (magnitude << 13) | quiet | sign);
+    }
+    // The nearest fp16, ties to even; the only NaN it takes is the canonical one.
+    static void store_f16(uint16_t *p, F x) {
+        const I sign = (bits(x) >> 16) & 0x8000u, magnitude = bits(x) & 0x7FFFFFFFu;
+        I half;
+        if (magnitude >= 0x47800000) {  // 65536, infinity, NaN
+            half = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
+        } else if (magnitude < 0x38800000) {  // below 2^-14: an fp32 addition rounds to multiples of 2^-24
+            half = bits(from_bits(magnitude) + 0.5f) - bits(0.5f);
+        } else {
+            half = (magnitude - (112u << 23) + 0x0FFF + ((magnitude >> 13) & 1)) >> 13;
+        }
+        *p = uint16_t(half | sign);
+    }
+
     static F add(F a, F b) { return a + b; }
     static F sub(F a, F b) { return a - b; }
     static F mul(F a, F b) { return a * b; }

@@ -87,7 +87,7 @@ def _not_root() -> Iterator[None]:
     [
         (["--steps", 0, "--batch", -1, "--model", "tinny"], ["steps=0", "batch=-1", "'tiny'"]),
         (["--params-tier", "disk", "--seq", 0], ["params='disk'", "seq=0"]),
-        (["--stage", 5, "--precision", "fp16"], ["has 2 problems", "stage=5", "fp16"]),
+        (["--stage", 5, "--precision", "fp8"], ["has 2 problems", "stage=5", "fp8"]),
         (["--commit-every", 0, "--cpu-memory", "0GiB", "--lr", 0], ["commit_every=0", "'0GiB'", "lr=0"]),
     ],
 )

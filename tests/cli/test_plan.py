@@ -60,7 +60,7 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--model", "gpt9000"], "is no preset; use tiny, small"),
         (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
         (["--ranks", "0"], "both must be 1 or more"),
-        (["--stage", "5", "--precision", "fp16"], "has 2 problems"),
+        (["--stage", "5", "--precision", "fp8"], "has 2 problems"),
     ],
 )
 def test_what_makes_no_sense_exits_2(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:

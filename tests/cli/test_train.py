@@ -167,6 +167,24 @@ def test_tiers_do_not_change_the_numbers(
     assert _losses(tmp_path / "run") == _losses(whole_run[0])
 
 
+def test_fp16_scales_its_loss_and_resumes_with_the_scale(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    runs = {"whole": tmp_path / "whole", "killed": tmp_path / "killed"}
+    for name, out in runs.items():
+        arguments = [*SIZES, "--data", text, "--out", out, "--precision", "fp16"]
+        if name == "killed":
+            child = _start(*arguments)
+            _wait_for_step(out, 5, child)
+            child.kill()
+            child.communicate()
+        done = _here(capsys, *arguments)
+        assert done.code == 0, done.err
+        assert ("resuming from step" in done.out) == (name == "killed")
+    rows = _rows(runs["whole"])
+    assert rows[-1]["loss"] < rows[0]["loss"] and {row["loss_scale"] for row in rows} <= {2.0**n for n in range(8, 17)}
+    assert _losses(runs["killed"]) == _losses(runs["whole"])
+    assert [row["loss_scale"] for row in _rows(runs["killed"])] == [row["loss_scale"] for row in rows]
+
+
 def test_other_settings_in_the_same_place_are_refused_until_discarded(
     text: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import tempfile
 import time
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.reference import param_groups
+from tests.helpers.reference import new_scaler, param_groups
 
 TIMEOUT_S = 40
 ROWS = 4
@@ -172,17 +173,21 @@ def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
 
 
 def steps(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.AdamW, span: range, out: Outcome) -> None:
-    """Train; each step is committed."""
+    """Train; each step is committed. With fp16 compute the scaler is as old as the call."""
+    scaler = new_scaler(str(case.settings.get("precision")))
     for step in span:
         for micro in range(case.micro_batches):
             waits = case.no_sync and micro < case.micro_batches - 1
             with zo.no_sync(model) if waits else nullcontext():
                 loss = model(rows_of(step * case.micro_batches + micro, *ranks)) / case.micro_batches
-                loss.backward()
+                scaler.scale(loss).backward()
             out.losses.append(loss.item())
         if case.max_norm is not None:
-            out.norms.append(zo.clip_grad_norm_(model, case.max_norm).item())
-        optimizer.step()
+            scaler.unscale_(optimizer)
+            norm = zo.clip_grad_norm_(model, case.max_norm).item()
+            out.norms += [norm] if math.isfinite(norm) else []
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         zo.commit(model, optimizer, extra={"next": step + 1})
 

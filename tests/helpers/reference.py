@@ -1,7 +1,8 @@
 """What training must do, written out on plain tensors, and the same recipe on an offloaded model.
 
 `train_plain` is the reference: a plain module and plain lists. fp32: `zo.AdamW` on ordinary parameters. bf16: the
-bf16 halves of fp32 masters, bf16 gradients summed in fp32, one kernel call per parameter.
+bf16 halves of fp32 masters, bf16 gradients summed in fp32, one kernel call per parameter. fp16: fp32 masters, rounded
+for the model by torch, and a loss scale that starts so high that it must back off, and grows until it must again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zero_offload.kernels.master import join_master, split_master
 from zero_offload.plan.model_spec import ModelSpec
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
+INIT_SCALE, GROWTH_INTERVAL = 2.0**18, 3
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,21 @@ class Trajectory:
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    """Of steps that were taken."""
+    scales: list[float] = field(default_factory=list)
+    """After each step; 1 where losses are not scaled."""
     params: dict[str, Tensor] = field(default_factory=dict)
     """fp32 masters at the end, by name."""
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Trajectory)
-        same = (self.losses, self.norms, list(self.params)) == (other.losses, other.norms, list(other.params))
-        return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
+        numbers = ("losses", "norms", "scales")
+        same = all(getattr(self, each) == getattr(other, each) for each in numbers)
+        return (
+            same
+            and list(self.params) == list(other.params)
+            and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
+        )
 
 
 def learning_rate(step: int) -> float:
@@ -78,29 +88,42 @@ def train_offloaded(recipe: Recipe, config: zo.OffloadConfig) -> Trajectory:
     zo.offload(model, config)
     trajectory = Trajectory()
     optimizer = zo.AdamW(param_groups(model), lr=learning_rate(0), betas=BETAS, eps=EPS)
+    scaler = new_scaler(recipe.precision)
     for step in range(recipe.num_steps):
-        train_step(recipe, model, optimizer, step, trajectory)
+        train_step(recipe, model, (optimizer, scaler), step, trajectory)
     trajectory.params = read_masters(model)
     zo.close(model)
     return trajectory
 
 
-def train_step(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, into: Trajectory) -> None:
+def new_scaler(precision: str) -> zo.GradScaler:
+    """Passes everything through where the range needs no scale."""
+    return zo.GradScaler(INIT_SCALE, growth_interval=GROWTH_INTERVAL, enabled=precision == "fp16")
+
+
+def train_step(
+    recipe: Recipe, model: nn.Module, pair: tuple[torch.optim.Optimizer, zo.GradScaler], step: int, into: Trajectory
+) -> None:
     """One step of an offloaded model."""
+    optimizer, scaler = pair
     for tokens in micro_batches_of(recipe, step):
         loss = model(tokens) / recipe.micro_batches
-        loss.backward()
+        scaler.scale(loss).backward()
         into.losses.append(loss.item())
     if step in recipe.skipped:
         optimizer.zero_grad()
         return
     if recipe.max_norm is not None:
-        into.norms.append(zo.clip_grad_norm_(model, recipe.max_norm).item())
+        scaler.unscale_(optimizer)
+        norm = zo.clip_grad_norm_(model, recipe.max_norm).item()
+        into.norms += [norm] if math.isfinite(norm) else []
     set_learning_rate(optimizer, step)
-    optimizer.step()
+    scaler.step(optimizer)
     # The update may still run: nothing from here on may reach it.
+    scaler.update()
     set_learning_rate(optimizer, 10**6)
     optimizer.zero_grad()
+    into.scales.append(scaler.get_scale())
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -118,7 +141,7 @@ def read_masters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def train_plain(recipe: Recipe) -> Trajectory:
-    return train_plain_fp32(recipe) if recipe.precision == "fp32" else train_plain_bf16(recipe)
+    return train_plain_fp32(recipe) if recipe.precision == "fp32" else train_plain_16_bits(recipe)
 
 
 def global_norm(model: nn.Module, grads: dict[str, Tensor]) -> float:
@@ -151,6 +174,7 @@ def train_plain_fp32(recipe: Recipe) -> Trajectory:
                     grad.mul_(clip_factor(norm, recipe.max_norm))
             set_learning_rate(optimizer, step)
             optimizer.step()
+            trajectory.scales.append(1.0)
         optimizer.zero_grad()
     trajectory.params = {name: p.detach().clone() for name, p in model.named_parameters()}
     return trajectory
@@ -170,7 +194,7 @@ class MasterParam:
         param.data = self.half
 
     def take_grad(self) -> None:
-        """bf16 gradients are summed in fp32."""
+        """Gradients are summed in fp32."""
         if self.param.grad is not None:
             new = self.param.grad.float()
             self.grad = new if self.grad is None else self.grad + new
@@ -181,20 +205,24 @@ class MasterParam:
             return
         self.num_updates += 1
         decay = WEIGHT_DECAY if self.param.dim() > 1 else 0.0
-        numel, lr = self.half.numel(), max(0.0, learning_rate(step))
+        numel, lr = self.param.numel(), max(0.0, learning_rate(step))
         segment = AdamWSegment(0, numel, lr, *BETAS, EPS, decay, grad_scale, self.num_updates)
+        self.step_kernel(self.grad, segment)
+        self.grad = None
+
+    def step_kernel(self, grad: Tensor, segment: AdamWSegment) -> None:
         buffers = AdamWBuffers(
             value=self.half.data_ptr(),
             residual=self.residual.data_ptr(),
+            master=0,
             exp_avg=self.exp_avg.data_ptr(),
             exp_avg_sq=self.exp_avg_sq.data_ptr(),
-            grad=self.grad.data_ptr(),
+            grad=grad.data_ptr(),
             value_out=0,
             value_dtype=torch.bfloat16,
             grad_dtype=torch.float32,
         )
         adamw_update(buffers, [segment], 1)
-        self.grad = None
 
     def master(self) -> Tensor:
         master = torch.empty(self.half.shape)
@@ -202,27 +230,83 @@ class MasterParam:
         return master
 
 
-def train_plain_bf16(recipe: Recipe) -> Trajectory:
+class RoundedParam(MasterParam):
+    """An fp16 parameter and the fp32 master that it is rounded from."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.whole = nn.Parameter(param.detach().clone())
+        super().__init__(param)
+        param.data = self.whole.detach().half()
+
+    def step_kernel(self, grad: Tensor, segment: AdamWSegment) -> None:
+        buffers = AdamWBuffers(
+            value=self.whole.data_ptr(),
+            residual=0,
+            master=0,
+            exp_avg=self.exp_avg.data_ptr(),
+            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            grad=grad.data_ptr(),
+            value_out=0,
+            value_dtype=torch.float32,
+            grad_dtype=torch.float32,
+        )
+        adamw_update(buffers, [segment], 1)
+        self.param.data = self.whole.detach().half()
+
+    def master(self) -> Tensor:
+        return self.whole.detach()
+
+
+@dataclass
+class LossScale:
+    """Halved after an overflow, doubled after some steps without."""
+
+    value: float
+    steps_without: int = 0
+
+    def adapt(self, finite: bool) -> None:
+        self.steps_without = self.steps_without + 1 if finite else 0
+        if not finite:
+            self.value /= 2
+        elif self.steps_without == GROWTH_INTERVAL:
+            self.value, self.steps_without = self.value * 2, 0
+
+
+def plain_step(
+    recipe: Recipe, pair: tuple[nn.Module, dict[str, MasterParam]], step: int, scale: float, into: Trajectory
+) -> None:
+    """Unscale, clip and update."""
+    model, masters = pair
+    factor = 1.0
+    if recipe.max_norm is not None:
+        norm = global_norm(model, {n: each.grad for n, each in masters.items() if each.grad is not None}) / scale
+        into.norms.append(torch.tensor(norm).item())
+        factor = clip_factor(norm, recipe.max_norm)
+    for each in masters.values():
+        each.update(step, factor / scale)
+
+
+def train_plain_16_bits(recipe: Recipe) -> Trajectory:
     model, trajectory = build(recipe.make), Trajectory()
-    masters = {name: MasterParam(param) for name, param in model.named_parameters()}
+    kind = MasterParam if recipe.precision == "bf16" else RoundedParam
+    masters = {name: kind(param) for name, param in model.named_parameters()}
+    scale = LossScale(1.0 if recipe.precision == "bf16" else INIT_SCALE)
     for step in range(recipe.num_steps):
         for tokens in micro_batches_of(recipe, step):
             loss = model(tokens) / recipe.micro_batches
-            loss.backward()
+            (loss * scale.value).backward()
             trajectory.losses.append(loss.item())
             for each in masters.values():
                 each.take_grad()
-        if step in recipe.skipped:
-            for each in masters.values():
-                each.grad = None
-            continue
-        factor = 1.0
-        if recipe.max_norm is not None:
-            norm = global_norm(model, {n: each.grad for n, each in masters.items() if each.grad is not None})
-            trajectory.norms.append(torch.tensor(norm).item())
-            factor = clip_factor(norm, recipe.max_norm)
+        if step not in recipe.skipped:
+            finite = all(bool(each.grad.isfinite().all()) for each in masters.values() if each.grad is not None)
+            if finite:
+                plain_step(recipe, (model, masters), step, scale.value, trajectory)
+            if recipe.precision == "fp16":
+                scale.adapt(finite)
+            trajectory.scales.append(scale.value)
         for each in masters.values():
-            each.update(step, factor)
+            each.grad = None
     trajectory.params = {name: each.master() for name, each in masters.items()}
     return trajectory
 

@@ -17,6 +17,7 @@ PUBLIC_NAMES = {
     "CapacityError",
     "CheckpointError",
     "ConfigError",
+    "GradScaler",
     "IntegrityError",
     "LockError",
     "NonFiniteError",
@@ -46,7 +47,11 @@ NN_NAMES = {"TiledLinear", "chunked_cross_entropy"}
 PUBLIC = [(zero_offload, name) for name in sorted(PUBLIC_NAMES)] + [
     (zero_offload.nn, name) for name in sorted(NN_NAMES)
 ]
-MIRRORS_OF_TORCH = {"AdamW": {"amsgrad", "maximize", "set_to_none"}, "TiledLinear": {"bias"}}
+MIRRORS_OF_TORCH = {
+    "AdamW": {"amsgrad", "maximize", "set_to_none"},
+    "GradScaler": {"enabled"},
+    "TiledLinear": {"bias"},
+}
 """Drop-in for a torch class: such bools are torch's spelling, not ours to choose."""
 
 

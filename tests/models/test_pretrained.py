@@ -330,6 +330,24 @@ def test_what_is_exported(dtype: str | None, config: zo.OffloadConfig, tmp_path:
     zo.close(model)
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_with_fp16_compute_masters_come_and_go_whole(tier: str, tmp_path: Path) -> None:
+    """Loaded in fp32, exported in fp32 and rounded."""
+    theirs = _theirs()
+    write_weights(tmp_path / "in", theirs)
+    config = zo.OffloadConfig(params=tier, optimizer=tier, nvme=tmp_path / "nvme", precision="fp16")
+    model = _offloaded(config)
+    zo.load_pretrained(model, tmp_path / "in")
+    masters, trained = read_masters(model), {n for n, p in model.named_parameters() if p.requires_grad}
+    _same(masters, _expected(weights_of(theirs), config))
+    for dtype in (None, "fp32", "bf16"):
+        zo.export_pretrained(model, tmp_path / str(dtype), dtype=dtype)
+        found = read_folder(tmp_path / str(dtype))
+        expected = _round_up(masters, DTYPES[dtype or "fp16"])
+        assert all(torch.equal(found[name], expected[name]) for name in trained)
+    zo.close(model)
+
+
 def test_there_and_back(config: zo.OffloadConfig, tmp_path: Path) -> None:
     """With fp32 nothing is lost, in shards smaller than a unit; the loaded one trains on like an untrained twin."""
     model = _trained(config)

@@ -43,6 +43,32 @@ struct State {
     }
 };
 
+// The same update with an fp16 value and gradient, whose master is what the sums held; replaces both halves.
+void run_fp16(State &s, zo_adamw_args adamw, int64_t numel, uint32_t num_threads) {
+    std::vector<uint16_t> small(s.grad.size());
+    EXPECT(zo_convert(ZO_FP16, small.data(), ZO_FP32, s.sums.data(), numel, num_threads) == ZO_OK);
+    adamw.value_kind = adamw.grad_kind = ZO_FP16;
+    adamw.residual = nullptr;
+    adamw.master = s.sums.data();
+    adamw.grad = small.data();
+    EXPECT(numel == 0 || zo_adamw(&adamw) == ZO_OK);
+    EXPECT(s.half == s.half_out);
+
+    zo_grad_args grads = {};
+    grads.size = sizeof(grads);
+    grads.dst_kind = grads.src_kind = ZO_FP16;
+    grads.num_threads = num_threads;
+    grads.dst = s.grad.data();
+    grads.src = small.data();
+    grads.numel = numel;
+    grads.scale = 0.7f;
+    EXPECT(zo_grad_store(&grads) == ZO_OK && grads.finite);
+    int32_t finite = 0;
+    EXPECT(zo_sumsq(ZO_FP16, s.grad.data(), numel, num_threads, &s.sumsq, &finite) == ZO_OK && finite);
+    EXPECT(s.sumsq == grads.sumsq);
+    EXPECT(zo_convert(ZO_FP32, s.values.data(), ZO_FP16, s.grad.data(), numel, num_threads) == ZO_OK);
+}
+
 // Every kernel once over numel elements.
 State run_kernels(int64_t numel, uint32_t num_threads) {
     const auto count = static_cast<size_t>(numel);
@@ -86,6 +112,7 @@ State run_kernels(int64_t numel, uint32_t num_threads) {
     int32_t finite = 0;
     EXPECT(zo_sumsq(ZO_FP32, s.sums.data(), numel, num_threads, &s.sumsq, &finite) == ZO_OK && finite);
     EXPECT(s.sumsq == grads.sumsq);
+    run_fp16(s, adamw, numel, num_threads);
     return s;
 }
 
@@ -117,6 +144,7 @@ void test_refusals() {
     adamw.num_threads = 1;
     adamw.num_segments = 1;
     EXPECT(zo_adamw(&adamw) == ZO_INVALID && strstr(zo_last_error(), "segments"));
+    EXPECT(zo_convert(ZO_FP16, nullptr, ZO_BF16, nullptr, 0, 1) == ZO_UNSUPPORTED);
     EXPECT(zo_convert(9, nullptr, 0, nullptr, 0, 1) == ZO_INVALID);
     EXPECT(zo_convert(0, nullptr, 0, nullptr, 1, 1) == ZO_INVALID);
     EXPECT(zo_io_open(0, nullptr) == ZO_INVALID && zo_io_close(nullptr) == ZO_INVALID);

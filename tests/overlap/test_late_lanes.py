@@ -87,7 +87,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[object], None]:
     return use
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 def test_late_lanes_give_the_bits_of_the_host(
     tmp_path: Path, on_device: Callable[[object], None], precision: str, num_micro_batches: int

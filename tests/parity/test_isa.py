@@ -20,7 +20,7 @@ SPECIALS = [
     *[0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F808000, 0x3F818000],
     *[0xBF80FFFF, 0x7F7F8000, 0x33D6BF95, 0x0DA24260],
 ]
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(params=[isa for isa in native.supported_isas() if isa is not native.Isa.SCALAR], ids=str)
@@ -41,12 +41,12 @@ def floats(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
     return padded[1:]
 
 
-def halves(numel: int, seed: int) -> torch.Tensor:
-    """(numel,) bf16, at an odd multiple of two bytes; any bit pattern may occur."""
+def halves(numel: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """(numel,) of 16 bits, at an odd multiple of two bytes; any bit pattern may occur."""
     rng = np.random.default_rng(seed)
     padded = np.zeros(numel + 1, dtype=np.int16)
     padded[1:] = rng.integers(-(1 << 15), 1 << 15, numel)
-    return torch.from_numpy(padded)[1:].view(BF16)
+    return torch.from_numpy(padded)[1:].view(dtype)
 
 
 def image(tensors: list[torch.Tensor]) -> list[bytes]:
@@ -79,14 +79,15 @@ def run_adamw(
 ) -> list[bytes]:
     native.set_isa(isa)
     value_dtype, grad_dtype = dtypes
-    value = floats(numel, 1) if value_dtype is FP32 else halves(numel, 1)
-    residual = halves(numel, 2)
+    value = floats(numel, 1) if value_dtype is FP32 else halves(numel, 1, value_dtype)
+    residual, master = halves(numel, 2), floats(numel, 7)
     exp_avg, exp_avg_sq = floats(numel, 3, 1e-3), floats(numel, 4, 1e-3).abs()
-    grad = floats(numel, 5) if grad_dtype is FP32 else halves(numel, 5)
+    grad = floats(numel, 5) if grad_dtype is FP32 else halves(numel, 5, grad_dtype)
     value_out = torch.zeros(numel, dtype=value_dtype)
     buffers = AdamWBuffers(
         value=value.data_ptr(),
         residual=residual.data_ptr() if value_dtype is BF16 else 0,
+        master=master.data_ptr() if value_dtype is FP16 else 0,
         exp_avg=exp_avg.data_ptr(),
         exp_avg_sq=exp_avg_sq.data_ptr(),
         grad=grad.data_ptr(),
@@ -96,12 +97,12 @@ def run_adamw(
     )
     if numel > 0:
         adamw_update(buffers, random_segments(numel, 6), threads)
-    return image([value, residual, exp_avg, exp_avg_sq, value_out])
+    return image([value, residual, master, exp_avg, exp_avg_sq, value_out])
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("copy", ["copy", "in place"])
-@pytest.mark.parametrize("dtypes", [(v, g) for v in (FP32, BF16) for g in (FP32, BF16)], ids=str)
+@pytest.mark.parametrize("dtypes", [(v, g) for v in (FP32, BF16, FP16) for g in (FP32, BF16, FP16)], ids=str)
 def test_adamw(isa: native.Isa, dtypes: tuple[torch.dtype, torch.dtype], copy: str, numel: int) -> None:
     expected = run_adamw(native.Isa.SCALAR, numel, dtypes, copy, 1)
     for threads in (1, 2, 3):
@@ -112,12 +113,13 @@ def run_grads(isa: native.Isa, numel: int, threads: int) -> list[object]:
     """Every kind of store and accumulate, with the sums each returns."""
     native.set_isa(isa)
     results: list[object] = []
-    sources = [floats(numel, 1), halves(numel, 2), floats(numel, 1).nan_to_num(0.0, 1.0, -1.0)]
+    sources = [
+        *(floats(numel, 1), halves(numel, 2), halves(numel, 3, FP16)),
+        *(floats(numel, 1).nan_to_num(0.0, 1.0, -1.0), halves(numel, 3, FP16).nan_to_num(0.0, 1.0, -1.0)),
+    ]
     for src in sources:
         for scale in (1.0, 0.1):
-            for dst_dtype in (FP32, BF16):
-                if dst_dtype is BF16 and src.dtype is FP32:
-                    continue
+            for dst_dtype in dict.fromkeys((FP32, src.dtype)):
                 dst = torch.full((numel,), 0.25, dtype=dst_dtype)
                 addresses = (dst.data_ptr(), dst_dtype, src.data_ptr(), src.dtype, numel)
                 sums = [store_grad(*addresses, scale=scale, num_threads=threads)]
@@ -146,14 +148,17 @@ def test_gradients(isa: native.Isa, numel: int) -> None:
 
 def run_conversions(isa: native.Isa, numel: int, threads: int) -> list[bytes]:
     native.set_isa(isa)
-    master, half = floats(numel, 1), halves(numel, 2)
+    master, half, small = floats(numel, 1), halves(numel, 2), halves(numel, 3, FP16)
     to_half, residual = torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=torch.int16)
     back, narrowed, widened = torch.zeros(numel), torch.zeros(numel, dtype=BF16), torch.zeros(numel)
     split_master(master, to_half, residual, num_threads=threads)
     join_master(half, residual, back, num_threads=threads)
     convert(narrowed, master, num_threads=threads)
     convert(widened, half, num_threads=threads)
-    return image([to_half, residual, back, narrowed, widened])
+    fp16, from_fp16 = torch.zeros(numel, dtype=FP16), torch.zeros(numel)
+    convert(fp16, floats(numel, 1, 1e-4), num_threads=threads)
+    convert(from_fp16, small, num_threads=threads)
+    return image([to_half, residual, back, narrowed, widened, fp16, from_fp16])
 
 
 @pytest.mark.parametrize("numel", SIZES)

@@ -26,7 +26,7 @@ MATRIX = {
     "params": list(TIERS),
     "grads": list(TIERS),
     "optimizer": list(TIERS),
-    "precision": ["fp32", "bf16"],
+    "precision": ["fp32", "bf16", "fp16"],
     "micro_batches": [1, 3],
     "max_norm": [None, 0.5],
 }

@@ -29,7 +29,7 @@ MATRIX: dict[str, Sequence[Any]] = {
     "params": list(TIERS),
     "grads": list(TIERS),
     "optimizer": list(TIERS),
-    "precision": ["fp32", "bf16"],
+    "precision": ["fp32", "bf16", "fp16"],
     "accumulate_and_clip": [(1, None), (2, 0.5), (1, 0.5)],
 }
 ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "precision": "fp32"}

@@ -14,6 +14,7 @@ from tests.helpers.models import WIDE, AttentionBlock, TinyLM, build
 from tests.helpers.reference import (
     BETAS,
     EPS,
+    INIT_SCALE,
     MasterParam,
     Recipe,
     Trajectory,
@@ -62,6 +63,15 @@ def test_bf16_follows_fp32_at_the_distance_of_bf16() -> None:
     assert bf16.losses != fp32.losses
 
 
+def test_fp16_overflows_at_first_grows_back_and_learns() -> None:
+    """Until the first step that is taken the model is that of the start; the scale goes down and up."""
+    fp16 = train_plain(Recipe(TinyLM, "fp16", num_steps=24))
+    moves = [after / before for before, after in zip(fp16.scales, fp16.scales[1:], strict=False)]
+    assert set(moves) == {0.5, 1.0, 2.0} and fp16.scales[0] == INIT_SCALE / 2
+    assert 0.5 in moves[moves.index(2.0) :], "it grows until it must back off again"
+    assert fp16.losses[-1] < fp16.losses[0] * 0.5
+
+
 def test_masters_move_by_less_than_a_bf16_step() -> None:
     """What bf16 parameters alone would lose: 100 updates far below their resolution add up in the master."""
     param = nn.Parameter(torch.ones(256))
@@ -74,7 +84,7 @@ def test_masters_move_by_less_than_a_bf16_step() -> None:
     assert torch.equal(param.data, master.half) and torch.all(param.data.float() < 1)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("dropped", [{0}, {3, 4}, {19}])
 def test_dropped_steps_leave_no_trace(dropped: set[int], precision: str) -> None:
     recipe = Recipe(TinyLM, precision, micro_batches=2, max_norm=0.5, skipped=frozenset(dropped))
@@ -82,7 +92,7 @@ def test_dropped_steps_leave_no_trace(dropped: set[int], precision: str) -> None
     assert train_offloaded(recipe, config) == train_plain(recipe)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_attention_blocks_of_several_frames(precision: str) -> None:
     recipe = Recipe(partial(TinyLM, WIDE, 2, AttentionBlock), precision, num_steps=6, micro_batches=2, max_norm=0.5)
     plain = train_plain(recipe)

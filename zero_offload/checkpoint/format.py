@@ -42,6 +42,8 @@ class StepRecord:
     rng: dict[str, Any] | None
     """Random number generators of this rank; None when `commit` was not called for this step."""
     extra: Any
+    scaler: dict[str, Any] | None
+    """The loss scaler's state; None without one, and when `commit` was not called for this step."""
 
 
 @dataclass(frozen=True)

@@ -232,6 +232,7 @@ class GenerationKeeper:
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,
             "extra": record.extra,
+            "scaler": record.scaler,
             "ranks": [
                 {"manifest": rank_manifest_name(rank, number), "digest": digest} for rank, digest in enumerate(digests)
             ],

@@ -27,10 +27,10 @@ from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.config import Durability
 from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.plan.layout import SectionLayout, ShardLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Component, component_dtype, components_of
-from zero_offload.shards.store import STATE_STAGING_BYTES, ChunkSource, ShardStore
+from zero_offload.shards.store import ChunkSource, ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
 from zero_offload.storage.manifest import read_manifest
@@ -39,6 +39,7 @@ from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
 IO_THREADS = 2
+_BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 
 
@@ -111,7 +112,7 @@ class SavedCheckpoint:
         self._swaps: list[SwapFile] = []
         self._disks: list[DiskArrays] = []
         self._extents: list[dict[tuple[int, Component], Extent]] = []
-        self._staging: Region = Arena(0).allocate(STATE_STAGING_BYTES)
+        self._staging: Region = Arena(0).allocate(_BLOCK_BYTES_MAX)
 
     @classmethod
     @contextlib.contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from zero_offload.kernels.master import join_master, split_master
+from zero_offload.kernels.master import convert, join_master, split_master
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.shards.shard import Component, Shard, component_dtype
+from zero_offload.shards.shard import Component, Shard, component_dtype, components_of
 from zero_offload.shards.store import ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
@@ -24,12 +24,23 @@ ReadElements = Callable[[int, int], torch.Tensor]
 
 def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
     """(shard_numel,) fp32 master of a trainable shard, or the value of a frozen one; a copy."""
-    value = store.read_component(shard, Component.VALUE)
-    if not shard.layout.trainable or shard.layout.dtype == torch.float32:
-        return value.clone()
-    master = torch.empty(shard.layout.shard_numel, dtype=torch.float32)
-    residual = store.read_component(shard, Component.RESIDUAL)
-    join_master(value.contiguous(), residual.contiguous(), master)
+    layout = shard.layout
+    out = torch.empty(layout.shard_numel, dtype=torch.float32 if layout.trainable else layout.dtype)
+    for row, (begin, end) in enumerate(layout.chunks()):
+        out[begin:end] = read_master_chunk(store, shard, row)
+    return out
+
+
+def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor:
+    """The same of one chunk, (end - begin,), host; valid until the next read."""
+    components = components_of(shard.layout)
+    if Component.MASTER in components:
+        return store.read_chunk(shard, Component.MASTER, row)
+    value = store.read_chunk(shard, Component.VALUE, row)
+    if Component.RESIDUAL not in components:
+        return value
+    half, master = value.clone(), torch.empty(value.numel())
+    join_master(half, store.read_chunk(shard, Component.RESIDUAL, row), master)
     return master
 
 
@@ -59,12 +70,15 @@ class ComponentSource:
             return torch.zeros(1).expand(numel) if moments is None else moments[begin:end]
         if not layout.trainable or layout.dtype == torch.float32:
             return self._filled(begin, end, layout.dtype)
-        half = self._buffer(layout.dtype, numel)
-        residual = self._buffer(component_dtype(layout, Component.RESIDUAL), numel)
+        value = self._buffer(layout.dtype, numel)
         if self._range != (begin, end):
-            split_master(self._filled(begin, end, torch.float32), half, residual)
+            master = self._filled(begin, end, torch.float32)
+            if Component.MASTER in components_of(layout):
+                convert(value, master)
+            else:
+                split_master(master, value, self._buffer(torch.int16, numel))
             self._range = (begin, end)
-        return half if component is Component.VALUE else residual
+        return self._buffer(component_dtype(layout, component), numel)
 
     def _filled(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
         out = self._buffer(dtype, end - begin).zero_()
@@ -72,7 +86,7 @@ class ComponentSource:
         return out
 
     def _buffer(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """(numel,), host; master, half and residual each have a dtype of their own."""
+        """(numel,), host; master, value and residual each have a dtype of their own."""
         if self._buffers.get(dtype, torch.empty(0)).numel() < numel:
             self._buffers[dtype] = torch.empty(numel, dtype=dtype)
         return self._buffers[dtype][:numel]

@@ -29,7 +29,7 @@ _SETTINGS = {
     "params": "tier of the parameters: device, cpu, nvme or auto",
     "grads": "tier of the gradients",
     "optimizer": "tier of the optimizer states",
-    "precision": "bf16 or fp32",
+    "precision": "bf16, fp16 or fp32",
     "device_memory": "plan for a GPU with this memory, for example 24GiB (default: the CPU computes)",
     "cpu_memory": "CPU memory of one rank, for example 48GiB",
     "nvme_capacity": "disk space of one rank, for example 400GiB",

@@ -95,7 +95,7 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
     add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
     add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
-    add("--precision", "precision", "bf16 or fp32")
+    add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
     add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")
     add("--device-memory", "device_memory", "budget, for example 20GiB", metavar="SIZE")
     add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")

@@ -42,12 +42,13 @@ class AdamWSegment:
 class AdamWBuffers:
     """Addresses of one shard's arrays; 0 where there is none.
 
-    `value` is the fp32 master itself, or its bf16 half completed by `residual` (int16). `value_out` receives
-    a second copy of the new value, in the same dtype.
+    `value` is the fp32 master itself, or its bf16 half completed by `residual` (int16), or the fp16 copy of `master`
+    (fp32). `value_out` receives a second copy of the new value, in the same dtype.
     """
 
     value: int
     residual: int
+    master: int
     exp_avg: int  # (numel,) fp32
     exp_avg_sq: int  # (numel,) fp32
     grad: int  # (numel,) of grad_dtype
@@ -70,6 +71,7 @@ def adamw_update(buffers: AdamWBuffers, segments: SegmentArray | Sequence[AdamWS
         native.AdamWArgs(
             value=buffers.value,
             residual=buffers.residual,
+            master=buffers.master,
             exp_avg=buffers.exp_avg,
             exp_avg_sq=buffers.exp_avg_sq,
             grad=buffers.grad,

@@ -7,14 +7,15 @@ import torch
 from zero_offload.errors import ConfigError
 from zero_offload.native import Kind
 
-_KINDS = {torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16}
+_KINDS = {torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16, torch.float16: Kind.FP16}
+FLOATS = tuple(_KINDS)
 
 
 def kind_of(dtype: torch.dtype) -> Kind:
-    """The kernel kind of a dtype. Raises ConfigError for any but float32 and bfloat16."""
+    """The kernel kind of a dtype. Raises ConfigError for any but float32, bfloat16 and float16."""
     kind = _KINDS.get(dtype)
     if kind is None:
-        raise ConfigError(f"CPU kernels take torch.float32 and torch.bfloat16, not {dtype}")
+        raise ConfigError(f"CPU kernels take torch.float32, torch.bfloat16 and torch.float16, not {dtype}")
     return kind
 
 

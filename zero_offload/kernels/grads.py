@@ -26,7 +26,7 @@ def store_grad(
     scale: float = 1.0,
     num_threads: int = 1,
 ) -> GradSum:
-    """dst = src * scale. fp32 to bf16 is refused: it would round a gradient that was whole."""
+    """dst = src * scale. fp32 to 16 bits is refused: it would round a gradient that was whole."""
     return native.grad_store(
         native.GradArgs(
             dst=dst_address,

@@ -1,4 +1,4 @@
-"""fp32 masters as a bf16 half and a 16-bit residual, and conversions between the two dtypes.
+"""fp32 masters as a bf16 half and a 16-bit residual, and conversions between fp32 and 16 bits.
 
 The half is what the model computes with; the residual completes it to the master bit for bit, in 4 bytes
 together instead of 6. Half-way cases round away from zero in the half. A NaN stays a NaN.
@@ -10,7 +10,7 @@ import torch
 
 from zero_offload import native
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.dtypes import address_of, kind_of
+from zero_offload.kernels.dtypes import FLOATS, address_of, kind_of
 
 
 def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1) -> None:
@@ -38,12 +38,12 @@ def join_master(half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor
 
 
 def convert(dst: torch.Tensor, src: torch.Tensor, *, num_threads: int = 1) -> None:
-    """dst = src between fp32 and bf16, rounding to nearest, ties to even, as torch does."""
+    """dst = src between fp32 and bf16 or fp16, rounding to nearest, ties to even, as torch does."""
     _check_same_numel(dst, src)
     native.convert(
-        address_of(dst, torch.float32, torch.bfloat16),
+        address_of(dst, *FLOATS),
         kind_of(dst.dtype),
-        address_of(src, torch.float32, torch.bfloat16),
+        address_of(src, *FLOATS),
         kind_of(src.dtype),
         dst.numel(),
         num_threads,

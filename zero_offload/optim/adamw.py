@@ -88,6 +88,16 @@ class AdamW(torch.optim.Optimizer):
             owner.update(hypers, groups)
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks before it steps: it would see no gradient of an offloaded parameter."""
+        if any(owner_of(param) is not None for param in self._params()):
+            raise ConfigError(
+                "torch.amp.GradScaler cannot see the gradients of offloaded parameters; use zo.GradScaler, which takes "
+                "the same calls"
+            )
+        return False
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has consumed."""
         ordinary = []
@@ -150,6 +160,7 @@ class AdamW(torch.optim.Optimizer):
         buffers = AdamWBuffers(
             value=param.data_ptr(),
             residual=state["residual"].data_ptr() if "residual" in state else 0,
+            master=0,
             exp_avg=state["exp_avg"].data_ptr(),
             exp_avg_sq=state["exp_avg_sq"].data_ptr(),
             grad=grad.data_ptr(),

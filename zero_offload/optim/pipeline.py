@@ -21,12 +21,9 @@ from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
 from zero_offload.shards.grad_shard import GradShard, GradSource
 from zero_offload.shards.shard import Component, Shard
-from zero_offload.shards.store import STATE_STAGING_BYTES, OpenChunk, ShardStore
+from zero_offload.shards.store import OpenChunk, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import Transfer
-
-CHUNK_STAGING_BYTES = STATE_STAGING_BYTES + CHUNK_NUMEL * 4
-"""States and an fp32 gradient."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class UpdatePipeline:
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
         task.chunk = self._store.open_chunk(shard, task.row, staging)
-        task.grads, grad_reads = task.section.grads.open_chunk(task.row, staging + STATE_STAGING_BYTES)
+        task.grads, grad_reads = task.section.grads.open_chunk(task.row, staging + self._store.state_staging_bytes)
         task.reads = task.chunk.reads + grad_reads
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
@@ -141,6 +138,7 @@ class UpdatePipeline:
             buffers = AdamWBuffers(
                 value=chunk.addresses[Component.VALUE],
                 residual=chunk.addresses.get(Component.RESIDUAL, 0),
+                master=chunk.addresses.get(Component.MASTER, 0),
                 exp_avg=chunk.addresses[Component.EXP_AVG],
                 exp_avg_sq=chunk.addresses[Component.EXP_AVG_SQ],
                 grad=source.address,
@@ -159,7 +157,8 @@ class UpdatePipeline:
     def _lease(self) -> Region:
         """Staging for a chunk, waiting for the oldest write when all of it is in use."""
         if self._free is None:
-            self._free = [self._store.arena.allocate(CHUNK_STAGING_BYTES) for _ in range(CHUNKS_IN_FLIGHT)]
+            nbytes = self._store.state_staging_bytes + CHUNK_NUMEL * 4  # states and an fp32 gradient
+            self._free = [self._store.arena.allocate(nbytes) for _ in range(CHUNKS_IN_FLIGHT)]
         while not self._free:
             self._release(self._writing.popleft())
         return self._free.pop()

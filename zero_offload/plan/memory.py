@@ -6,9 +6,10 @@ adds them up for a `Placement` and says whether they fit its `Budget`.
 
 Bytes per trained parameter (frozen ones have the value only):
 
-    compute  value  residual  exp_avg  exp_avg_sq  optimizer extents  gradient held
-    bf16       2        2        4         4              12          2, or 4 if several are summed
-    fp32       4        -        4         4              12          4
+    compute  value  residual  master  exp_avg  exp_avg_sq  optimizer extents  gradient held
+    bf16       2        2        -       4         4              12          2, or 4 if several are summed
+    fp16       2        -        4       4         4              14          2, or 4 if several are summed
+    fp32       4        -        -       4         4              12          4
 
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
 Where params and optimizer both rest in memory of a single rank, that value is the parameter itself.
@@ -32,10 +33,9 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
-_CHUNK_BYTES = CHUNK_NUMEL * (12 + 4)  # optimizer extents and a fp32 gradient
 
-_VALUE_BYTES = {"bf16": 2, "fp32": 4}
-_OPTIMIZER_BYTES = 12
+_VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_OPTIMIZER_BYTES = {"bf16": 12, "fp16": 14, "fp32": 12}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ def measure_units(
     units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    value = _VALUE_BYTES[config.numerics.compute]
+    compute = config.numerics.compute
+    value, state = _VALUE_BYTES[compute], _OPTIMIZER_BYTES[compute]
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
     grad = value if partition.world_size == num_micro_batches == 1 else 4
     return tuple(
@@ -141,7 +142,7 @@ def measure_units(
             name=unit.name,
             params_bytes=_divide_up((unit.trained + unit.frozen) * value, partition.param_shards),
             grads_bytes=_grads_bytes(unit.trained, grad, partition),
-            optimizer_bytes=_divide_up(unit.trained * _OPTIMIZER_BYTES, partition.optimizer_shards),
+            optimizer_bytes=_divide_up(unit.trained * state, partition.optimizer_shards),
             frozen_bytes=_divide_up(unit.frozen * value, partition.param_shards),
         )
         for unit in units
@@ -209,10 +210,11 @@ def _staging_bytes(
         numel = (unit.params_bytes - unit.frozen_bytes) * num_shards // value_bytes
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
         trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
+    chunk_bytes = CHUNK_NUMEL * (_OPTIMIZER_BYTES[config.numerics.compute] + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * _CHUNK_BYTES * updates_on_nvme,
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme,
         Tier.NVME: 0,
     }
 

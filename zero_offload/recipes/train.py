@@ -79,6 +79,8 @@ class _Job:
     model: GPT
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
+    scaler: zo.GradScaler
+    """Disabled unless the model computes in fp16."""
 
     @property
     def device(self) -> torch.device:
@@ -144,6 +146,7 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     ]
     optimizer = zo.AdamW(groups, lr=config.lr, betas=_BETAS, eps=1e-8)
     scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
+    scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
     description = {
         "identity": identity,
         "unigram_nats": corpus.unigram_nats,
@@ -155,12 +158,12 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
         "plan": _planned_bytes(config, ranks.size),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    return _Job(config, corpus, ranks, model, optimizer, scheduler), description
+    return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
 
 
 def _resume(job: _Job, progress: Progress) -> int:
     """Restore the newest generation; the step it holds, or 0."""
-    resumed = zo.resume(job.model, job.optimizer)
+    resumed = zo.resume(job.model, job.optimizer, job.scaler)
     if resumed is None:
         return 0
     if "scheduler" not in (resumed.extra or {}):
@@ -195,7 +198,10 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, progress: Progre
         started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
         _commit(job, step)
         progress.step(row)
-        non_finite_steps = 0 if math.isfinite(row["grad_norm"]) else non_finite_steps + 1
+        if math.isfinite(row["grad_norm"]):
+            non_finite_steps = 0
+        elif job.scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale
+            non_finite_steps += 1
         if non_finite_steps == _NON_FINITE_STEPS_MAX:
             raise NonFiniteError(
                 f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
@@ -214,17 +220,21 @@ def _train_step(job: _Job, step: int) -> Row:
     for micro in range(job.config.accumulate):
         batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
         loss = next_token_loss(job.model(batch.inputs.to(job.device)), batch.targets.to(job.device))
-        (loss / job.config.accumulate).backward()
+        job.scaler.scale(loss / job.config.accumulate).backward()
         loss_sum += loss.item()
     lr = job.scheduler.get_last_lr()[0]
+    job.scaler.unscale_(job.optimizer)
     grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
-    job.optimizer.step()
-    job.scheduler.step()
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    if math.isfinite(grad_norm):  # a step that was skipped uses up nothing of the schedule
+        job.scheduler.step()
     job.optimizer.zero_grad()
     return {
         "loss": job.ranks.mean(loss_sum / job.config.accumulate),
         "lr": lr,
         "grad_norm": float(grad_norm),
+        "loss_scale": job.scaler.get_scale(),
     }
 
 

@@ -68,6 +68,10 @@ class GradLedger:
         self._collectives = collectives
         self._places: dict[int, tuple[SectionGrads, int]] = {}
         self._clip_factor = 1.0
+        self.loss_scale = 1.0
+        """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        self.overflowed = False
+        """Whether a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
@@ -100,13 +104,25 @@ class GradLedger:
         return math.sqrt(total), bad == 0
 
     @property
-    def clip_factor(self) -> float:
+    def factor(self) -> float:
         """What the gradients held now are to be multiplied by; it ends with them."""
-        return self._clip_factor
+        return self._clip_factor / self.loss_scale
+
+    def unscale(self, loss_scale: float, overflowed: bool) -> bool:
+        """Divide the loss scale out of the factor, once; says whether the step must not be taken. Collective.
+
+        `overflowed` is what this rank knows of gradients that are elsewhere.
+        """
+        finite = self.norm()[1]
+        (bad,) = self._collectives.any_rank([overflowed or not finite])
+        if self.any_held:
+            self.loss_scale = loss_scale
+            self.overflowed |= bad
+        return bad or self.overflowed
 
     def clip(self, max_norm: float) -> float:
         """Set the factor as torch.nn.utils.clip_grad_norm_ scales; returns the norm before. Collective."""
-        norm = self.norm()[0] * self._clip_factor
+        norm = self.norm()[0] * self.factor
         if math.isfinite(norm):
             self._clip_factor *= min(1.0, max_norm / (norm + CLIP_EPS))
         return norm
@@ -135,13 +151,13 @@ class GradLedger:
         return grads.shard.view(index).view(grads.layout.params[index].spec.shape)
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient, fp32, or None; one rank only."""
+        """A copy of the gradient, fp32, without the loss scale once that is divided out, or None; one rank only."""
         grads, index = self._places[id(param)]
         if index not in grads.holding:
             return None
         copy = grads.shard.view(index).view(grads.layout.params[index].spec.shape).float().clone()
         grads.shard.close()
-        return copy
+        return copy.div_(self.loss_scale)
 
     def forget(self, param: nn.Parameter) -> None:
         """Drop one parameter's gradient."""
@@ -173,4 +189,4 @@ class GradLedger:
             grads.sums.clear()
             grads.shard.held = False
             if not self.any_held:
-                self._clip_factor = 1.0
+                self._clip_factor, self.loss_scale, self.overflowed = 1.0, 1.0, False

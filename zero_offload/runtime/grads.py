@@ -78,10 +78,10 @@ class GradReducer:
                 f"the gradient of {grads.layout.params[index].spec.name} is sparse; "
                 "build the embedding with sparse=False"
             )
-        if self.ledger.clip_factor != 1.0:
+        if self.ledger.factor != 1.0:
             raise ZeroOffloadError(
-                "a backward adds to gradients that zo.clip_grad_norm_ has clipped and no step has used; "
-                "clip once, after the last backward of a step, or drop them with optimizer.zero_grad()"
+                "a backward adds to gradients that zo.clip_grad_norm_ has clipped or a scaler unscaled and no step has "
+                "used; do that once, after the last backward of a step, or drop them with optimizer.zero_grad()"
             )
         self._board.wait(grads.unit.index)
         if self._collectives.world_size == 1:

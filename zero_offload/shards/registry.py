@@ -62,6 +62,15 @@ class ParamAccess(Protocol):
         """Where the parameter rests, for repr and messages."""
 
 
+class LossScaler(Protocol):
+    """What generations and the step need of a `GradScaler`."""
+
+    def get_scale(self) -> float: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values. Raises between `step` and `update`."""
+
+
 class Owner(Protocol):
     """One offloaded model, as parameters and optimizers see it."""
 
@@ -69,7 +78,16 @@ class Owner(Protocol):
     def access(self) -> ParamAccess: ...
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
-        """Launch one AdamW step over the parameters that have gradients; `groups` goes into generations."""
+        """Launch one AdamW step over the parameters that have gradients; `groups` goes into generations.
+
+        A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
+        """
+
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        """Have the next step divide by the loss scale; returns whether it must be skipped, on every rank. Collective.
+
+        `overflowed` says so of gradients that are not this owner's. Generations carry the scaler's state from now on.
+        """
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of "step", "exp_avg" and "exp_avg_sq"; empty before the first step."""

@@ -4,8 +4,9 @@
 A trainable shard is whole in its optimizer components; they alone make a generation.
 
     value       (shard_numel,) compute dtype: what forward uses. With bf16 compute it is the upper half of the
-                fp32 master; with fp32 compute it is the master.
+                fp32 master; with fp32 compute it is the master; with fp16 compute it is a rounded copy of it.
     residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit.
+    master      (shard_numel,) fp32, fp16 compute only: an exponent of 5 bits leaves nothing to complete.
     exp_avg, exp_avg_sq   (shard_numel,) fp32: Adam's moments.
 
 A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU
@@ -22,7 +23,7 @@ from enum import StrEnum
 
 import torch
 
-from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.replica import Replica
 from zero_offload.storage.swap_file import Extent, Transfer
 from zero_offload.types import StateKind, Tier
@@ -31,6 +32,7 @@ from zero_offload.types import StateKind, Tier
 class Component(StrEnum):
     VALUE = "value"
     RESIDUAL = "residual"
+    MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
 
@@ -39,15 +41,26 @@ def components_of(layout: SectionLayout) -> tuple[Component, ...]:
     """The components a shard of this section has."""
     if not layout.trainable:
         return (Component.VALUE,)
-    if layout.dtype == torch.float32:
-        return (Component.VALUE, Component.EXP_AVG, Component.EXP_AVG_SQ)
-    return tuple(Component)
+    return (Component.VALUE, *_MASTER_PARTS[layout.dtype], Component.EXP_AVG, Component.EXP_AVG_SQ)
+
+
+_MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {
+    torch.float32: (),
+    torch.bfloat16: (Component.RESIDUAL,),
+    torch.float16: (Component.MASTER,),
+}
+"""What the master takes beside the value, by compute dtype."""
 
 
 def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
     if component is Component.VALUE:
         return layout.dtype
     return torch.int16 if component is Component.RESIDUAL else torch.float32
+
+
+def chunk_state_bytes(layout: SectionLayout) -> int:
+    """Bytes of all components of one chunk."""
+    return CHUNK_NUMEL * sum(component_dtype(layout, component).itemsize for component in components_of(layout))
 
 
 @dataclass(frozen=True)

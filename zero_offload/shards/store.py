@@ -21,13 +21,14 @@ import torch
 from zero_offload.errors import IntegrityError
 from zero_offload.memory.arena import Arena
 from zero_offload.memory.pool import LazyRegion
-from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.shards.replica import Replica
 from zero_offload.shards.shard import (
     Component,
     Shard,
     ShardPlacement,
+    chunk_state_bytes,
     component_dtype,
     components_of,
 )
@@ -35,9 +36,6 @@ from zero_offload.storage.engine import Urgency
 from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
-
-STATE_STAGING_BYTES = CHUNK_NUMEL * 12
-"""Staging that `open_chunk` may use: all components of a trainable shard."""
 
 ChunkSource = Callable[[Component, int, int], torch.Tensor]
 """source(component, begin, end) -> (end - begin,) of the component's dtype, host: elements of the shard."""
@@ -71,7 +69,9 @@ class ShardStore:
         self.swap = swap
         self.counters = Counters()
         self.disk = DiskArrays(swap, self.counters)
-        self.staging = LazyRegion(arena, STATE_STAGING_BYTES)
+        self.state_staging_bytes = max(chunk_state_bytes(section) for section in layout.sections)
+        """Staging that `open_chunk` may use."""
+        self.staging = LazyRegion(arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
         self.shards = tuple(Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections)
         self._generations = num_slots > 1
@@ -146,7 +146,7 @@ class ShardStore:
     # The optimizer's update, chunk by chunk
 
     def open_chunk(self, shard: Shard, row: int, staging: int) -> OpenChunk:
-        """Make chunk `row` addressable; what rests on disk is read into `staging` (`STATE_STAGING_BYTES` long)."""
+        """Make chunk `row` addressable; what rests on disk is read into `staging` (`state_staging_bytes` long)."""
         begin, end = shard.layout.chunks()[row]
         chunk, rows = OpenChunk(shard, row, begin, end, {}), slice(row, row + 1)
         for component in components_of(shard.layout):

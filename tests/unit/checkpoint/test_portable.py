@@ -17,7 +17,7 @@ from tests.helpers.reference import read_masters
 from zero_offload.checkpoint.portable import SavedCheckpoint
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.shard import Component
+from zero_offload.shards.shard import components_of
 
 IN_MEMORY = {"params": "cpu", "optimizer": "cpu"}
 PLACEMENTS: list[dict[str, Any]] = [{}, IN_MEMORY, {"params": {"cpu": 0.5, "nvme": 0.5}, "grads": "nvme"}]
@@ -51,7 +51,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("after", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("before", PLACEMENTS, ids=str)
 def test_across_placements(before: dict[str, Any], after: dict[str, Any], precision: str, tmp_path: Path) -> None:
@@ -94,8 +94,7 @@ def test_other_numbers_of_shards_read_the_same_elements(num_shards: int, saved: 
     whole, layout = _layout(1), _layout(num_shards)
     with SavedCheckpoint.open(saved, whole) as checkpoint:
         for section, cut in zip(whole.sections, layout.sections, strict=True):
-            components = tuple(Component) if section.trainable else (Component.VALUE,)
-            for component in components:
+            for component in components_of(section):
                 expected = checkpoint.source(section, 0)(component, 0, section.shard_numel)
                 parts = [checkpoint.source(cut, i)(component, 0, cut.shard_numel) for i in range(num_shards)]
                 found = torch.cat(parts)
@@ -142,6 +141,7 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "precision": (_partly_frozen, {"precision": "fp32"}, "dtype='bfloat16'"),
+    "fp16": (_partly_frozen, {"precision": "fp16"}, "dtype='bfloat16'.*dtype='float16'.*the same precision"),
     "shape": (lambda: build(lambda: TinyLM(34)), {}, "shape"),
     "frozen": (lambda: build(lambda: TinyLM(33)), {}, "blocks.1"),
 }

@@ -16,12 +16,13 @@ SEGMENT = AdamWSegment(0, 1, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_de
 
 
 class State:
-    """A shard in memory: fp32 values, or bf16 halves with residuals."""
+    """A shard in memory: fp32 values, bf16 halves with residuals, or fp16 copies of masters."""
 
     def __init__(self, master: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype) -> None:
         numel = master.numel()
         self.value = torch.empty(numel, dtype=dtype)
         self.residual = torch.zeros(numel, dtype=torch.int16)
+        self.beside = master.clone()
         self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
         self.grad = grad.clone()
         if dtype is torch.bfloat16:
@@ -34,6 +35,7 @@ class State:
         return AdamWBuffers(
             value=self.value.data_ptr(),
             residual=self.residual.data_ptr() if self.value.dtype is torch.bfloat16 else 0,
+            master=self.beside.data_ptr() if self.value.dtype is torch.float16 else 0,
             exp_avg=self.exp_avg.data_ptr(),
             exp_avg_sq=self.exp_avg_sq.data_ptr(),
             grad=self.grad.data_ptr(),
@@ -46,6 +48,8 @@ class State:
     def master(self) -> torch.Tensor:
         if self.value.dtype is torch.float32:
             return self.value
+        if self.value.dtype is torch.float16:
+            return self.beside
         master = torch.empty(self.value.numel())
         join_master(self.value, self.residual, master)
         return master
@@ -92,10 +96,10 @@ def test_every_nan_is_stored_as_the_same_one() -> None:
         assert tensor.view(torch.int32).unique().tolist() == [0x7FC00000]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_twenty_steps_follow_torch(dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    """The split master trains as an fp32 master does, not as a bf16 parameter."""
+    """The split master trains as an fp32 master does, not as a bf16 parameter; so does the one beside its copy."""
     numel = 3000
     torch.manual_seed(1)
     start = torch.randn(numel)
@@ -112,7 +116,7 @@ def test_twenty_steps_follow_torch(dtype: torch.dtype, grad_dtype: torch.dtype) 
     torch.testing.assert_close(ours.exp_avg_sq, optimizer.state[theirs]["exp_avg_sq"], rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_segments_equal_separate_calls_and_gaps_stay(dtype: torch.dtype) -> None:
     numel = 40_000
     torch.manual_seed(2)
@@ -133,10 +137,21 @@ def test_segments_equal_separate_calls_and_gaps_stay(dtype: torch.dtype) -> None
     assert together.exp_avg_sq[inside].all()
 
 
-def test_value_out_is_a_second_copy_of_the_new_value() -> None:
+def test_an_fp16_value_is_the_master_rounded_as_torch_rounds() -> None:
+    torch.manual_seed(4)
+    master, grad = torch.randn(5000) * 2.0 ** torch.randint(-30, 18, (5000,)), torch.randn(5000)
+    copied, whole = State(master, grad, torch.float16), State(master, grad, torch.float32)
+    for state in (copied, whole):
+        adamw_update(state.buffers, [replace(SEGMENT, begin=7, end=5000)], 2)
+    assert torch.equal(copied.beside, whole.value)
+    assert torch.equal(copied.value, whole.value.half()) and copied.value.isinf().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_value_out_is_a_second_copy_of_the_new_value(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
-    state = State(torch.randn(1000), torch.randn(1000), torch.bfloat16)
-    copy = torch.zeros(1000, dtype=torch.bfloat16)
+    state = State(torch.randn(1000), torch.randn(1000), dtype)
+    copy = torch.zeros(1000, dtype=dtype)
     adamw_update(replace(state.buffers, value_out=copy.data_ptr()), [replace(SEGMENT, begin=10, end=990)], 1)
     assert torch.equal(copy[10:990], state.value[10:990])
     assert not copy[:10].any() and not copy[990:].any()
@@ -163,8 +178,11 @@ def test_refuses_what_is_missing_or_of_another_type() -> None:
     state = State(torch.ones(10), torch.ones(10), torch.bfloat16)
     with pytest.raises(ConfigError, match="residual"):
         adamw_update(replace(state.buffers, residual=0), [SEGMENT], 1)
-    with pytest.raises(ConfigError, match="float16"):
-        adamw_update(replace(state.buffers, grad_dtype=torch.float16), [SEGMENT], 1)
+    beside = State(torch.ones(10), torch.ones(10), torch.float16)
+    with pytest.raises(ConfigError, match="master of an fp16 value"):
+        adamw_update(replace(beside.buffers, master=0), [SEGMENT], 1)
+    with pytest.raises(ConfigError, match="float64"):
+        adamw_update(replace(state.buffers, grad_dtype=torch.float64), [SEGMENT], 1)
     with pytest.raises(ConfigError, match="num_threads is 0"):
         adamw_update(state.buffers, [SEGMENT], 0)
     with pytest.raises(ConfigError, match="segment_array"):

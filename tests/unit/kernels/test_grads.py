@@ -8,7 +8,7 @@ import torch
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CHUNK = 16384
 
 
@@ -31,7 +31,7 @@ def store(dst: torch.Tensor, src: torch.Tensor, scale: float = 1.0) -> GradSum:
 
 
 @pytest.mark.parametrize("numel", [1, 15, 16, 17, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
-@pytest.mark.parametrize("src_dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("src_dtype", [FP32, BF16, FP16], ids=str)
 def test_store_returns_the_tree_sum_of_what_it_wrote(numel: int, src_dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     src = torch.randn(numel).to(src_dtype)
@@ -52,12 +52,13 @@ def test_accumulate_adds_in_fp32_and_sums_the_total() -> None:
     assert result == (tree_sum(dst.numpy()), True)
 
 
-def test_bf16_store_rounds_as_torch_and_sums_after_rounding() -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_stores_of_16_bits_round_as_torch_and_sum_after_rounding(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    src = torch.randn(5000).to(BF16)
-    dst = torch.zeros(5000, dtype=BF16)
+    src = torch.randn(5000).to(dtype)
+    dst = torch.zeros(5000, dtype=dtype)
     result = store(dst, src, 0.3)
-    assert torch.equal(dst, (src.float() * torch.tensor(0.3)).to(BF16))
+    assert torch.equal(dst, (src.float() * torch.tensor(0.3)).to(dtype))
     assert result.sumsq == tree_sum(dst.float().numpy())
 
 
@@ -79,11 +80,14 @@ def test_one_value_that_is_not_finite_is_seen(bad: float, place: int) -> None:
     assert not np.isfinite(result.sumsq)
 
 
-def test_the_largest_finite_values_are_finite() -> None:
-    values = torch.full((100,), torch.finfo(FP32).max)
-    result = sum_of_squares(values.data_ptr(), FP32, 100)
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_the_largest_finite_values_are_finite(dtype: torch.dtype) -> None:
+    values = torch.full((100,), torch.finfo(dtype).max, dtype=dtype)
+    result = sum_of_squares(values.data_ptr(), dtype, 100)
     assert result.finite
     assert np.isfinite(result.sumsq)
+    values[77] = values[77] * 2
+    assert not sum_of_squares(values.data_ptr(), dtype, 100).finite
 
 
 def test_an_overflow_on_the_way_in_is_seen() -> None:
@@ -91,8 +95,9 @@ def test_an_overflow_on_the_way_in_is_seen() -> None:
     assert not accumulate_grad(dst.data_ptr(), src.data_ptr(), FP32, 64).finite
 
 
-def test_fp32_into_bf16_is_refused() -> None:
-    dst, src = torch.zeros(4, dtype=BF16), torch.ones(4)
+@pytest.mark.parametrize(("dtype", "src_dtype"), [(BF16, FP32), (FP16, FP32), (FP16, BF16), (BF16, FP16)], ids=str)
+def test_what_would_round_a_whole_gradient_is_refused(dtype: torch.dtype, src_dtype: torch.dtype) -> None:
+    dst, src = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=src_dtype)
     with pytest.raises(ConfigError, match="fp32 dst"):
         store(dst, src)
     assert not dst.any()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from zero_offload import native
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.master import convert, join_master, split_master
 
@@ -69,12 +70,13 @@ def test_a_finite_master_whose_half_is_infinite_comes_back() -> None:
     assert torch.equal(back, master)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("low", LOWS)
-def test_convert_rounds_as_torch(low: int) -> None:
+def test_convert_rounds_as_torch(low: int, dtype: torch.dtype) -> None:
     source = all_highs(low)
-    narrow, wide = torch.empty(1 << 16, dtype=torch.bfloat16), torch.empty(1 << 16)
+    narrow, wide = torch.empty(1 << 16, dtype=dtype), torch.empty(1 << 16)
     convert(narrow, source, num_threads=2)
-    expected = source.to(torch.bfloat16)
+    expected = source.to(dtype)
     nan = source.isnan()
     assert torch.equal(narrow.view(torch.int16)[~nan], expected.view(torch.int16)[~nan])
     assert narrow[nan].isnan().all()
@@ -82,7 +84,28 @@ def test_convert_rounds_as_torch(low: int) -> None:
     assert torch.equal(wide[~nan], expected.float()[~nan])
 
 
+@pytest.mark.parametrize("isa", native.supported_isas(), ids=str)
+def test_fp16_rounds_as_torch_around_every_fp16_number(isa: native.Isa) -> None:
+    """Each fp16 number, the middles between neighbours, and what lies just beside those."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    numbers = numbers[numbers.isfinite()].sort().values
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    edges = torch.tensor([65519.996, 65520.0, 2.0**-25, -(2.0**-25), 1e-40])
+    source = torch.cat([numbers, middles, torch.nextafter(middles, numbers[1:]), torch.nextafter(middles, -middles)])
+    source = torch.cat([source, edges])
+    before = native.isa()
+    try:
+        native.set_isa(isa)
+        narrow = torch.empty(len(source), dtype=torch.float16)
+        convert(narrow, source)
+    finally:
+        native.set_isa(before)
+    assert torch.equal(narrow.view(torch.int16), source.half().view(torch.int16))
+
+
 def test_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ConfigError, match="through fp32"):
+        convert(torch.zeros(4, dtype=torch.float16), torch.zeros(4, dtype=torch.bfloat16))
     with pytest.raises(ConfigError, match=r"\[4, 3\]"):
         convert(torch.zeros(4), torch.zeros(3))
     with pytest.raises(ConfigError, match="contiguous"):

@@ -3,8 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from zero_offload.config import OffloadConfig
+from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
     CHUNKS_IN_FLIGHT,
     GRADS_IN_FLIGHT,
@@ -16,7 +19,9 @@ from zero_offload.plan.memory import (
     estimate_memory,
     measure_units,
 )
+from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
+from zero_offload.shards.shard import chunk_state_bytes, component_dtype, components_of
 from zero_offload.types import GIB, MIB, StateKind, Tier
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
@@ -47,6 +52,30 @@ def test_bf16_in_memory_of_one_rank_is_12_bytes_and_the_gradient() -> None:
         ("cpu", "optimizer"): 10 * 3 * N,
     }
     assert plan.nvme_written_bytes_per_step == 0
+
+
+def test_fp16_has_a_master_beside_its_value() -> None:
+    memory = estimate(("cpu", "cpu", "cpu"), durability="scratch", precision="fp16")
+    assert used(memory) == {
+        ("cpu", "params"): 2 * 3 * N,
+        ("cpu", "grads"): 2 * 3 * N,
+        ("cpu", "optimizer"): 12 * 3 * N,
+    }
+    nvme = estimate(("nvme", "cpu", "nvme"), precision="fp16")
+    assert used(nvme) == {("cpu", "grads"): 2 * 3 * N, ("nvme", "optimizer"): 2 * 14 * 3 * N}
+    assert nvme.nvme_written_bytes_per_step == 14 * 3 * N
+    assert nvme.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * 18 * MIB
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_table_is_what_shards_have(precision: str) -> None:
+    config = OffloadConfig(precision=precision)
+    spec = ModelSpec.from_module(nn.Linear(512, 512, bias=False))
+    (section,) = make_layout(spec, getattr(torch, config.compute_dtype_name), 1).sections
+    (unit,) = measure_units([UnitNumel("a", section.numel)], config)
+    sizes = [component_dtype(section, each).itemsize for each in components_of(section)]
+    assert (unit.optimizer_bytes, unit.params_bytes) == (sum(sizes) * section.numel, section.nbytes)
+    assert chunk_state_bytes(section) == sum(sizes) * CHUNK_NUMEL
 
 
 def test_fp32_has_the_parameter_as_its_master() -> None:

@@ -56,7 +56,7 @@ def test_widening_keeps_what_is_held(closed: bool, tier: Tier, nvme: Path) -> No
 
 
 @pytest.mark.parametrize("tier", list(Tier))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> None:
     with grad_shard(tier, nvme, dtype) as shard:
         values = torch.randn(shard.layout.shard_numel).to(dtype)
@@ -102,7 +102,7 @@ def adopted(shard: GradShard, index: int) -> torch.Tensor:
     return grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, nvme: Path) -> None:
     """A weight over two chunks, adopted; its bias behind it, copied: every element comes from one source."""
     with grad_shard("cpu", nvme, dtype) as shard:
@@ -124,7 +124,7 @@ def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, n
         assert torch.equal(shard.view(0), grad) and torch.all(shard.view(1) == 3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_widening_takes_adopted_gradients_in(dtype: torch.dtype, nvme: Path) -> None:
     with grad_shard("cpu", nvme, dtype) as shard:
         grad = adopted(shard, 0)

@@ -11,7 +11,7 @@ from tests.helpers.stores import fill, open_store
 from zero_offload.errors import IntegrityError
 from zero_offload.memory.arena import Arena
 from zero_offload.shards.shard import Component, Shard, components_of
-from zero_offload.shards.store import STATE_STAGING_BYTES, ShardStore
+from zero_offload.shards.store import ShardStore
 from zero_offload.storage.engine import Urgency
 from zero_offload.types import Tier
 
@@ -29,7 +29,7 @@ def fetched(store: ShardStore, shard: Shard) -> torch.Tensor:
 
 def update(store: ShardStore, shard: Shard, add: int) -> None:
     """Add a number to every component, chunk by chunk, as the optimizer does."""
-    staging = Arena(0).allocate(STATE_STAGING_BYTES)
+    staging = Arena(0).allocate(store.state_staging_bytes)
     for row in range(len(shard.layout.chunks())):
         chunk = store.open_chunk(shard, row, staging.address)
         for read in chunk.reads:
@@ -51,7 +51,7 @@ def view_of(store, shard, address, component, numel, staging):  # type: ignore[n
     return staging.tensor(dtype, numel, address - staging.address)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tiers", PLACEMENTS, ids=lambda tiers: "-".join(tiers))
 def test_what_is_written_is_read_back(tiers: tuple[str, str, str], dtype: torch.dtype, nvme: Path) -> None:
     with open_store(LARGE(), tiers, nvme, dtype=dtype) as store:
