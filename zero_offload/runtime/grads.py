@@ -135,7 +135,7 @@ class GradReducer:
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
         shard = grads.local or grads.shard
-        alone = grad.nbytes == grad.untyped_storage().nbytes() >= ADOPT_BYTES
+        alone = grad.nbytes >= ADOPT_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
         if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
             self._store_one(grads, index, grad, adds=adds)
             return

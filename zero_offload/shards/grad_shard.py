@@ -42,6 +42,8 @@ class GradShard:
         self.tier = tier
         self._attach = attach
         self._array: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+        """Views of the open array, by the parameter's index: making one takes longer than writing a small gradient."""
         self._buffer: MovableBuffer | None = None
         self._extents: dict[torch.dtype, Extent] = {}
         self._adopted: dict[int, torch.Tensor] = {}
@@ -75,15 +77,22 @@ class GradShard:
     def place(self, index: int) -> torch.Tensor:
         """Where a parameter's gradient is to be written: its part of the open array, (numel,) `dtype`."""
         self._adopted.pop(index, None)
-        return self._part(self.open(), index)
+        return self._part(index)
 
     def view(self, index: int) -> torch.Tensor:
         """A parameter's gradient where it is, (numel,) `dtype`."""
-        return self._adopted[index] if index in self._adopted else self._part(self.open(), index)
+        return self._adopted[index] if index in self._adopted else self._part(index)
 
-    def _part(self, array: torch.Tensor, index: int) -> torch.Tensor:
-        piece = self.layout.params[index]
-        return array[piece.begin : piece.end]
+    def _part(self, index: int) -> torch.Tensor:
+        array = self.open()
+        if index not in self._parts:
+            piece = self.layout.params[index]
+            self._parts[index] = array[piece.begin : piece.end]
+        return self._parts[index]
+
+    def _forget_array(self) -> None:
+        self._array = None
+        self._parts.clear()
 
     def release(self) -> None:
         """The gradients are of no use any more, unless some are still held."""
@@ -96,7 +105,7 @@ class GradShard:
             return
         self._store.disk.write_array(self._extent(), self._array)
         self._buffer.detach()
-        self._array = None
+        self._forget_array()
 
     def widen(self) -> torch.Tensor:
         """Switch to fp32, keeping the values, which is exact; returns the open buffer, which then has all of them."""
@@ -107,7 +116,8 @@ class GradShard:
         narrow = self.open().float() if self.held else None
         if self._buffer is not None and self._buffer.attached:
             self._buffer.detach()
-        self._array = self._buffer = None
+        self._forget_array()
+        self._buffer = None
         self.dtype, held, self.held = torch.float32, self.held, False
         wide = self.open()
         self.held = held
