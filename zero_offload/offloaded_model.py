@@ -163,7 +163,7 @@ class OffloadedModel:
         else:
             self.worker.drain()
             self._pipeline.run(sections, threads)
-            self.parts.residency.end_update()
+            self.parts.residency.gathers.end_update()
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
         """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""

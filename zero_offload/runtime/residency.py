@@ -8,7 +8,7 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from zero_offload.errors import CapacityError
 from zero_offload.memory.arena import MovableBuffer
@@ -17,8 +17,8 @@ from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.gathers import Gathers
 from zero_offload.runtime.unit import Section, Unit
-from zero_offload.shards.shard import Component
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -45,10 +45,7 @@ class Residency:
         self._collectives = collectives
         self._carrier = carrier
         self._budget = budget
-        self._gathering: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
-        """By unit: gathers that are under way."""
-        self._updating: set[int] = set()
-        """Units whose update some rank may still be computing."""
+        self.gathers = Gathers(collectives, carrier)
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
 
@@ -65,9 +62,17 @@ class Residency:
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""
         self.bring(unit)
+        self.gathers.waited_for(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
-        self._gather_ahead()
+        following = next(iter(self.schedule.upcoming()), None) if self._num_absent else None
+        if following is not None and self.gathers.may_run_ahead(self._units[following]):
+            # It runs beside the compute of the unit in use.
+            unit = self._units[following]
+            if unit.state is UnitState.AWAITING:
+                self._resolve(unit, Urgency.NORMAL)
+            if unit.state is UnitState.FETCHING:
+                self.gathers.launch(unit)
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
@@ -76,7 +81,6 @@ class Residency:
             return
         with self._store.counters.timed("stall_s"):
             self._board.wait(unit.index)
-            self._updating.discard(unit.index)
             if unit.state is UnitState.AWAY:
                 self._make_room(unit.num_frames, unit.name)
                 self._reserve(unit)
@@ -87,13 +91,13 @@ class Residency:
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
-        self._updating.update(order)
+        self.gathers.begin_update(order)
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         self._hand_frames_on(stale)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
-                self._abandon(unit)
+                self.gathers.abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
@@ -105,10 +109,6 @@ class Residency:
                 if unit.num_frames > self._budget.free_frames:
                     break
                 self._reserve(unit)
-
-    def end_update(self) -> None:
-        """The update that was begun is over, on every rank: it ran on the control thread."""
-        self._updating.clear()
 
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
@@ -153,24 +153,6 @@ class Residency:
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
                 self._carrier.advance(unit)
-
-    def _gather_ahead(self) -> None:
-        """Launch the gathers of the unit that comes next: they run beside the compute of the one in use.
-
-        Only where every rank knows without asking that its part is in memory: no drive and no update to wait for.
-        """
-        if self._num_absent == 0 or self._collectives.num_shards == 1:
-            return
-        index = next(iter(self.schedule.upcoming()), None)
-        if index is None or index in self._updating or index in self._gathering:
-            return
-        unit = self._units[index]
-        if any(s.shard.replica is not None or Component.VALUE not in s.shard.memory for s in unit.sections):
-            return
-        if unit.state is UnitState.AWAITING:
-            self._resolve(unit, Urgency.NORMAL)
-        if unit.state is UnitState.FETCHING:
-            self._launch_gathers(unit)
 
     def _readable(self, unit: Unit) -> bool:
         """Whether reading the unit would not wait for its update."""
@@ -235,33 +217,14 @@ class Residency:
         self._carrier.launch(unit, unit.to_read, urgency)
 
     def _finish(self, unit: Unit) -> None:
-        if unit.index not in self._gathering:
-            self._launch_gathers(unit)
-        for section, wait in self._gathering.pop(unit.index):
-            wait()
-            self._carrier.keep(unit, section)
+        self.gathers.finish(unit)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
-
-    def _launch_gathers(self, unit: Unit) -> None:
-        """This rank's parts are here, or as good as here: exchange them with the others'."""
-        self._carrier.finish(unit)
-        self._gathering[unit.index] = [
-            (section, self._collectives.launch_gather(section.flat, unit.name))
-            for section in unit.to_read
-            if section.shard.fresh_replica is None
-        ]
-
-    def _abandon(self, unit: Unit) -> None:
-        """End what brings the unit's values, so that its buffers may go or be filled anew."""
-        for _, wait in self._gathering.pop(unit.index, ()):
-            wait()
-        self._carrier.abandon(unit)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
             self._board.wait(unit.index)
-        self._abandon(unit)
+        self.gathers.abandon(unit)
         unit.detach()
         self._advance(unit, UnitState.AWAY)
 
