@@ -9,6 +9,7 @@ Everything else is a plain PyTorch loop; README.md shows it.
 from zero_offload import nn as nn
 from zero_offload.api import (
     Resumed,
+    checkpoint,
     clip_grad_norm_,
     close,
     commit,
@@ -20,6 +21,7 @@ from zero_offload.api import (
     stats,
 )
 from zero_offload.config import OffloadConfig, Precision
+from zero_offload.deferred.recorder import deferred_init
 from zero_offload.errors import (
     CapacityError,
     CheckpointError,
@@ -56,9 +58,11 @@ __all__ = [
     "Stats",
     "StorageError",
     "ZeroOffloadError",
+    "checkpoint",
     "clip_grad_norm_",
     "close",
     "commit",
+    "deferred_init",
     "export_pretrained",
     "gathered",
     "load_checkpoint",

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
@@ -23,6 +25,7 @@ from zero_offload.optim.adamw import check_groups, group_record, restore_groups
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
+from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.shards.registry import owner_of
 from zero_offload.telemetry.stats import Stats
 
@@ -176,6 +179,30 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
 def stats(model: nn.Module) -> Stats:
     """Figures of the last step: bytes per tier, stalls, peak memory."""
     return _need_runtime(model, "zo.stats").stats()
+
+
+def checkpoint(
+    modules: nn.Module | Iterable[nn.Module], group: DeviceMesh | dist.ProcessGroup | None = None
+) -> nn.Module | Iterable[nn.Module]:
+    """Mark modules, such as `model.blocks`, so that training keeps only their inputs and backward runs them again.
+
+    In place, before or after `zo.offload`, or without it; returns what it was given. Losses and gradients stay what
+    they are, bit for bit; eval mode and no_grad change nothing. The inputs rest where `activations=` says; without
+    offload where they are. `group`: ranks whose inputs are equal, as with tensor parallelism; each keeps a part of
+    them, and backward gathers them.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(f"the mesh of zo.checkpoint has {group.ndim} dimensions; give one, as in mesh['tp']")
+        group = group.get_group()
+    single = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
+    marked = [modules] if single else modules
+    for index, module in enumerate(cast("list[Any]", marked)):
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"zo.checkpoint takes modules, not a {type(module).__name__}")
+        kind = type(module).__name__
+        mark_for_recompute(module, kind if single else f"{kind} {index}", group)
+    return modules
 
 
 def close(model: nn.Module) -> None:

@@ -49,6 +49,13 @@ class GradReduction(StrEnum):
     SUM = "sum"
 
 
+class Branches(StrEnum):
+    """Which units of the model the ranks use."""
+
+    SAME = "same"  # all use the same ones in the same order; anything else raises
+    ANY = "any"  # each its own, such as the experts that its data chooses
+
+
 class UpdateOverlap(StrEnum):
     """What the optimizer's update runs behind."""
 
@@ -80,6 +87,7 @@ class OffloadConfig:
     grads: PlacementRequest = "cpu"
     optimizer: PlacementRequest = "cpu"
     activations: PlacementRequest = "device"
+    """Where tensors rest that forward keeps for backward; "auto" is "device"."""
     nvme: str | Path | Sequence[str | Path] | None = None
     """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
     existing: str = "refuse"
@@ -95,6 +103,8 @@ class OffloadConfig:
     update_overlap: str = "auto"
     grad_reduction: str = "mean"
     """Gradients of several ranks become their "mean" or their "sum"."""
+    branches: str = "same"
+    """Several ranks use the "same" units in the same order, or "any": each what its data asks for."""
 
     def __post_init__(self) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -136,6 +146,12 @@ class OffloadConfig:
             return {Tier(request): 1.0}
         return {Tier(tier): fraction for tier, fraction in request.items()}
 
+    @property
+    def activation_fractions(self) -> Mapping[Tier, float]:
+        """Per tier that activations go to."""
+        placement = self.placement_of(StateKind.ACTIVATIONS)
+        return {Tier.DEVICE: 1.0} if placement == "auto" else placement
+
     def budget_bytes(self, tier: Tier) -> int | None:
         """The most this run may use of a tier; None where the user leaves it to the machine."""
         limits = {Tier.DEVICE: self.device_memory, Tier.CPU: self.cpu_memory, Tier.NVME: self.nvme_capacity}
@@ -176,7 +192,7 @@ class OffloadConfig:
 
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TIERS = tuple(tier.value for tier in Tier)
-_STATES = ("params", "grads", "optimizer")
+_STATES = ("params", "grads", "optimizer", "activations")
 _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
 
 
@@ -224,8 +240,6 @@ def _check_stage(settings: Mapping[str, Any]) -> Iterator[str]:
 def _check_placements(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in _STATES:
         yield from _check_placement(name, settings[name])
-    if (activations := settings["activations"]) not in ("device", {"device": 1.0}):
-        yield f"activations={activations!r} arrives in a later version; use 'device'"
 
 
 def _check_placement(name: str, request: object) -> Iterator[str]:
@@ -300,6 +314,7 @@ def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
         "existing": Existing,
         "durability": Durability,
         "grad_reduction": GradReduction,
+        "branches": Branches,
     }
     for name, enum in choices.items():
         names = [member.value for member in enum]
@@ -334,14 +349,14 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
 def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The checked fields in one spelling: plain strings, ints, dicts without zeros, tuples of Path."""
     values: dict[str, Any] = {"nvme": _nvme_paths(settings["nvme"])}
-    for name in (*_STATES, "activations"):
+    for name in _STATES:
         request = settings[name]
         if isinstance(request, str):
             values[name] = _plain(request)
         else:
             shares = {_plain(tier): float(share) for tier, share in request.items() if share}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
-    for name in ("existing", "durability", "update_overlap", "grad_reduction"):
+    for name in ("existing", "durability", "update_overlap", "grad_reduction", "branches"):
         values[name] = _plain(settings[name])
     for name in _BUDGETS:
         if (size := settings[name]) is not None:

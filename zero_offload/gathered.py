@@ -44,6 +44,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     owner = next((o for o in map(owner_of, params) if isinstance(o, OffloadedModel)), None)
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
+    owner.session.check_usable()
     places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
     if mode == "write":
         _one_rank(owner, "params")
@@ -76,6 +77,7 @@ def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterat
             held.append(unit)
             owner.parts.residency.bring(unit)
             unit.open()
+        owner.parts.residency.meet("zo.gathered")
         yield
     finally:
         for unit in held:
@@ -103,7 +105,7 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
 
 
 def _one_rank(owner: OffloadedModel, kind: str) -> None:
-    if owner.parts.collectives.num_shards > 1:
+    if owner.parts.collectives.num_shards > 1 or owner.parts.ranks.num_columns > 1:
         raise ZeroOffloadError(
             f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
             "and load it on one"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -18,16 +17,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.checkpoint.format import swap_file_name
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks, reusable_bytes
-from zero_offload.checkpoint.values import ComponentSource, fill_from_params
-from zero_offload.config import Durability, Existing, GradReduction, OffloadConfig
+from zero_offload.checkpoint.generation import Ranks, reusable_bytes
+from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import RegionPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.memory import (
@@ -43,7 +41,10 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice, UnitSpec
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
+from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.probe import probe_hardware
+from zero_offload.run_files import RunFiles
+from zero_offload.runtime.activations import open_activations
 from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.collectives import Collectives, CommitGroup
 from zero_offload.runtime.guard import guard
@@ -55,12 +56,8 @@ from zero_offload.shards.registry import owner_of, register
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
-from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import HardwareProfile, StateKind, Tier
 
-IO_THREADS = 4
 UNLIMITED_FRAMES = 1 << 40
 
 
@@ -80,9 +77,9 @@ def offload(
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
-    group = RankGroup.of(config.stage, mesh)
-    reduce_dtype = getattr(torch, config.reduce_dtype_name)
-    collectives = Collectives(group, device.torch_device, GradReduction(config.grad_reduction), reduce_dtype)
+    skips_values = lacks_values(model)
+    group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
+    collectives = Collectives(group, device.torch_device, config)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, getattr(torch, config.compute_dtype_name), collectives.num_shards)
     exchange = CommitGroup(group)
@@ -91,8 +88,8 @@ def offload(
     cleanup = contextlib.ExitStack()
     try:
         build = Build(config, layout, placement, collectives, device, cleanup)
-        ranks = Ranks(collectives.rank, collectives.world_size, exchange)
-        files = _Files.open(config, layout, ranks, cleanup)
+        ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
+        files = RunFiles.open(config, layout, ranks, cleanup)
         with exchange.together():
             parts = _build(model, build, ranks, files)
     except BaseException:
@@ -112,6 +109,8 @@ def offload(
     trim_heap()  # the parameters' old storages are free, and of no use to anyone
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)
+    else:
+        owner.session.lacks_weights = skips_values
     return model
 
 
@@ -141,17 +140,13 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
                 problems.append(f"{kind.value} on a GPU arrive in a later version; use {kind.value}='cpu' or 'nvme'")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
-    if mesh is not None:
-        problems += mesh_problems(mesh, device.torch_device.type)
+    tensor_mesh = mesh_of(model.parameters())
+    problems += mesh_problems(mesh, device.torch_device.type, tensor_mesh)
     for name, param in model.named_parameters():
-        if owner_of(param) is not None:
-            problems.append(f"{name} is offloaded already; call zo.offload once per model")
-        elif type(param) is not nn.Parameter:
-            problems.append(f"{name} is a {type(param).__name__}; only plain torch.nn.Parameter can be offloaded")
-        elif param.device.type != "cpu":
-            problems.append(f"{name} is on {param.device}; build the model on the CPU")
-        elif param.grad is not None:
-            problems.append(f"{name} has a gradient; call model.zero_grad() first")
+        if tensor_mesh is not None and is_dtensor(param) and owner_of(param) is None:
+            problems += dtensor_problems(name, param, tensor_mesh)
+        elif (problem := param_problem(param)) is not None:
+            problems.append(f"{name} {problem}")
     if problems:
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
 
@@ -159,7 +154,7 @@ def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | Non
 def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
     """What `offload` would take of each tier; the model may be on meta."""
     device = compute_device()
-    partition = RankGroup.of(config.stage).partition
+    partition = RankGroup.of(config).partition
     unit_bytes = _unit_bytes(ModelSpec.from_module(model, units), config, partition)
     budget = tier_budget(config, _hardware(config, device))
     return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, partition), config, partition)
@@ -186,7 +181,7 @@ class Build:
     cleanup: contextlib.ExitStack
 
 
-def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts:
+def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Parts:
     """Take memory, make or open the files, and move the parameters in."""
     config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
     host_frames, device_frames = _frame_limits(build)
@@ -200,14 +195,17 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
     if files.keeper is not None and files.keeper.found is not None:
         files.keeper.restore(files.keeper.rank_payload())
-    _move_in(model, units, store, build, adopt_values=files.found is None)
+    move_in(model, units, store, device, values_of=None if files.found is not None else collectives.shard_index)
     store.staging.drop()
     collectives.counters = store.counters
     board = UpdateBoard(len(units))
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
         files.swap.on_error = board.fail
+        if files.scratch is not None:
+            files.scratch.on_error = board.fail
     carrier = _make_carrier(build, store)
+    activations = open_activations(config, device, store, files.scratch, model.buffers())
     residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget)
     return Parts(
         config=config,
@@ -220,6 +218,8 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: _Files) -> Parts
         units=units,
         residency=residency,
         keeper=files.keeper,
+        scratch=files.scratch,
+        activations=activations,
         close_files=build.cleanup.close,
     )
 
@@ -231,70 +231,6 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     whole = build.collectives.partition.replicates_params
     largest = max(sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units)
     return DeviceCarrier(store, build.device, RegionPool(store.arena, UNITS_IN_FLIGHT, largest), index)
-
-
-class _Files:
-    """The directories, engine, swap file and generations of one model; all None without a directory."""
-
-    def __init__(self) -> None:
-        self.keeper: GenerationKeeper | None = None
-        self.swap: SwapFile | None = None
-
-    @classmethod
-    def open(
-        cls,
-        config: OffloadConfig,
-        layout: ShardLayout,
-        ranks: Ranks,
-        cleanup: contextlib.ExitStack,
-    ) -> _Files:
-        files = cls()
-        if not config.nvme_dirs:
-            return files
-        directories = _open_directories(config, ranks, cleanup)
-        durability = config.effective_durability
-        keeper = GenerationKeeper(directories, layout, ranks, durability)
-        if durability is not Durability.SCRATCH:
-            with ranks.exchange.together():
-                keeper.look(Existing(config.existing))
-            keeper.run_id = ranks.exchange.agree(keeper.run_id)
-            files.keeper = keeper
-            with ranks.exchange.together():
-                if keeper.found is None and ranks.rank == 0:
-                    keeper.remove_old()
-                    keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
-        engine = open_engine(IO_THREADS)
-        cleanup.callback(engine.close)
-        seed = zlib.crc32(keeper.run_id.encode())
-        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed)
-        cleanup.callback(files.swap.close)
-        return files
-
-    @property
-    def found(self) -> object:
-        return None if self.keeper is None else self.keeper.found
-
-    def create(self, durability: Durability) -> None:
-        """The store has planned its extents: make or open the files."""
-        if self.swap is None:
-            return
-        if durability is Durability.SCRATCH:
-            self.swap.create_scratch()
-        elif self.found is not None:
-            self.swap.open_existing()
-        else:
-            self.swap.create()
-
-
-def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
-    """Rank 0 takes the locks; the others join once it has them."""
-    directories = []
-    for is_turn, take in ((ranks.rank == 0, RunDirectory.open), (ranks.rank != 0, RunDirectory.join)):
-        with ranks.exchange.together():
-            for path in config.nvme_dirs if is_turn else ():
-                directories.append(take(path))
-                cleanup.callback(directories[-1].close)
-    return directories
 
 
 FrameLimits = tuple[int, int]
@@ -368,28 +304,3 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
             flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
             sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
     return Unit(index, layout, sections, resident=home is not Home.AWAY)
-
-
-def _move_in(
-    model: nn.Module,
-    units: Sequence[Unit],
-    store: ShardStore,
-    build: Build,
-    *,
-    adopt_values: bool,
-) -> None:
-    """Make every parameter a view of its section; `adopt_values` takes their values along."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(build.device.torch_device))
-    params = dict(model.named_parameters())
-    for unit in units:
-        for section in unit.sections:
-            members = {piece: params[piece.spec.name] for piece in section.layout.params}
-            if adopt_values:
-                fill = fill_from_params(section.shard, build.collectives.shard_index, members)
-                store.write_components(section.shard, ComponentSource(section.shard, fill))
-            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
-                for piece, param in members.items():
-                    param.data = section.flat[piece.begin : piece.end].view(piece.spec.shape)
-                    unit.params.append(param)

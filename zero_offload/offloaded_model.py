@@ -30,6 +30,7 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.param_access import ParamAccess
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.runtime.activations import Activations
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.residency import Residency
@@ -39,6 +40,7 @@ from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 
 
@@ -56,6 +58,8 @@ class Parts:
     units: tuple[Unit, ...]
     residency: Residency
     keeper: GenerationKeeper | None
+    scratch: SwapFile | None
+    activations: Activations | None
     close_files: Callable[[], None]
 
 
@@ -67,7 +71,7 @@ class OffloadedModel:
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
-        self.session = Session(parts.units, parts.residency, self.grads)
+        self.session = Session(parts.units, parts.residency, self.grads, parts.activations)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
         )
@@ -99,11 +103,13 @@ class OffloadedModel:
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Set the next update's clip factor as torch.nn.utils.clip_grad_norm_ would; returns the norm."""
+        self.session.settle()
         self.grads.reduce_waiting()
         return torch.tensor(self.grads.ledger.clip(max_norm))
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         self._scaler = scaler
+        self.session.settle()
         self.grads.reduce_waiting()
         return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
 
@@ -112,6 +118,7 @@ class OffloadedModel:
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
         self._commit_due()
+        self.session.settle()
         self.grads.reduce_waiting()
         if not self.grads.ledger.any_held:
             return
@@ -163,7 +170,7 @@ class OffloadedModel:
         else:
             self.worker.drain()
             self._pipeline.run(sections, threads)
-            self.parts.residency.gathers.end_update()
+            self.parts.residency.gatherer.end_update()
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
         """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
@@ -204,6 +211,7 @@ class OffloadedModel:
 
     def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
+        self.session.check_usable()
         self.worker.drain()
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
@@ -216,7 +224,7 @@ class OffloadedModel:
         self.worker.drain()
         self.grads.drop()
         index = self.parts.collectives.shard_index
-        with SavedCheckpoint.open(path, self.parts.layout) as saved:
+        with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
             check(saved.generation)
             for shard in self.parts.store.shards:
                 self.parts.store.write_components(shard, saved.source(shard.layout, index))
@@ -225,6 +233,7 @@ class OffloadedModel:
             generation = saved.generation
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
+        self.session.lacks_weights = False
         self.adopt_generation(generation)
         self._latest, self._due = None, False
         return generation, rng
@@ -254,7 +263,7 @@ class OffloadedModel:
         resident = {
             "device": 0,
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
-            "nvme": store.swap.nbytes if store.swap is not None else 0,
+            "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }
         return self._stats.stats(self.step_count, self.skipped_steps, resident)
 

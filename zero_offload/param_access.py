@@ -82,7 +82,7 @@ class ParamAccess:
 
     def touch(self, params: list[nn.Parameter], func: object) -> None:
         """Let an operation read parameters: always inside a forward or backward; outside if they are here."""
-        self._session.check_process()
+        self._session.check_usable()
         for unit in {self.place(param).unit.index: self.place(param).unit for param in params}.values():
             if self._session.active:
                 self._session.touch(unit)
@@ -98,6 +98,7 @@ class ParamAccess:
 
     def begin_walk(self) -> None:
         """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do."""
+        self._session.check_usable()
         self._need_whole("model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walking, self._last = True, None
         self._writes.clear()
@@ -142,6 +143,7 @@ class ParamAccess:
         moments: Mapping[tuple[ParamSlice, Component], torch.Tensor],
     ) -> None:
         """Replace masters (fp32 or compute dtype) and moments of some parameters of a section."""
+        self._session.check_usable()
         shard = section.shard
         self._board.wait(shard.layout.unit)
         new_master = read_master(self._store, shard)
@@ -157,7 +159,7 @@ class ParamAccess:
         self._last = None
 
     def _need_whole(self, call: str, instead: str) -> None:
-        if any(place.section.layout.num_shards > 1 for place in self._places.values()):
+        if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in self._places.values()):
             raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
 
     # Gradients

@@ -72,6 +72,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
     for unit in owner.parts.units:
         owner.parts.residency.forget(unit)
+    owner.session.lacks_weights = False
 
 
 def export_pretrained(
@@ -87,6 +88,7 @@ def export_pretrained(
     Raises ConfigError (also for another dtype than the compute dtype when masters are spread over ranks), StorageError.
     """
     owner = _owner_of_whole(model, "zo.export_pretrained")
+    owner.session.check_usable()
     target = _export_dtype(owner, dtype)
     entries = _entries(model, owner, target)
     plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
@@ -120,6 +122,11 @@ def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
     owner.session.check_process()
+    if owner.parts.ranks.num_columns > 1:
+        raise ConfigError(
+            f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
+            "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
+        )
     offloaded = {id(param) for unit in owner.parts.units for param in unit.params}
     given = {id(param) for param in model.parameters()}
     if offloaded != given:
@@ -241,6 +248,7 @@ def _brought(owner: OffloadedModel, unit: Unit) -> Iterator[None]:
     unit.gathered_uses += 1
     try:
         owner.parts.residency.bring(unit)
+        owner.parts.residency.meet(f"the export of {unit.name}")
         yield
     finally:
         unit.gathered_uses -= 1

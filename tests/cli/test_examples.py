@@ -12,9 +12,9 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 LINES_MAX = 80
 
 
-def _run(script: Path, *arguments: object) -> str:
+def _run(script: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
     done = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
+        [sys.executable, *launcher, str(script), *map(str, arguments)],
         capture_output=True, text=True, timeout=120, cwd=script.parents[1], check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -46,3 +46,9 @@ def test_frozen_base_trains_the_correction(tmp_path: Path) -> None:
     lines = _run(_example("frozen_base"), tmp_path / "run").splitlines()
     assert float(lines[2].split()[-1]) < float(lines[0].split()[-1])
     assert float(lines[-1].split()[-1]) > 0
+
+
+def test_tensor_parallel_trains_on_four_ranks(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    lines = _run(_example("tensor_parallel"), tmp_path / "run", launcher=launcher).splitlines()
+    assert float(lines[2].split()[-1]) < float(lines[0].split()[-1])

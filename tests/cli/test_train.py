@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.helpers.activations import make_small
 from zero_offload.cli.main import main
 
 STEPS = 14
@@ -248,3 +249,23 @@ def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in _rows(out)] == [1, 2, 3]
     assert done.stdout.count("unigram entropy:") == 1  # only the first rank speaks
+
+
+def test_recompute_and_activations_on_disk_change_no_loss(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small(monkeypatch)
+    losses, moved = [], []
+    for name, flags in {
+        "kept": [],
+        "recomputed": ["--recompute", "block"],
+        "stored": ["--activations-tier", "nvme"],
+        "both": ["--recompute", "block", "--activations-tier", "nvme"],
+    }.items():
+        done = _here(capsys, *SIZES, "--out", tmp_path / name, *flags)
+        assert done.code == 0, done.err
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows])
+        moved.append(rows[-1]["activation_bytes"]["nvme"])
+    assert losses == [losses[0]] * 4
+    assert moved[0] == moved[1] == 0 < moved[3] < moved[2]

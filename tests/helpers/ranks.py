@@ -123,6 +123,22 @@ class RankPool:
         self.folder.cleanup()
 
 
+class RankPools:
+    """A pool per number of ranks, each started when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def of(self, world_size: int) -> RankPool:
+        if world_size not in self._pools:
+            self._pools[world_size] = RankPool(world_size)
+        return self._pools[world_size]
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
 @contextmanager
 def gloo_group(rank: int, world_size: int, store: str) -> Iterator[None]:
     torch.set_num_threads(1)

@@ -47,10 +47,10 @@ class Trajectory:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     """Of steps that were taken."""
-    scales: list[float] = field(default_factory=list)
-    """After each step; 1 where losses are not scaled."""
     params: dict[str, Tensor] = field(default_factory=dict)
     """fp32 masters at the end, by name."""
+    scales: list[float] = field(default_factory=list)
+    """After each step; 1 where losses are not scaled."""
 
     def __eq__(self, other: object) -> bool:
         assert isinstance(other, Trajectory)
@@ -200,13 +200,12 @@ class MasterParam:
             self.grad = new if self.grad is None else self.grad + new
             self.param.grad = None
 
-    def update(self, step: int, grad_scale: float) -> None:
+    def update(self, lr: float, grad_scale: float) -> None:
         if self.grad is None:
             return
         self.num_updates += 1
         decay = WEIGHT_DECAY if self.param.dim() > 1 else 0.0
-        numel, lr = self.param.numel(), max(0.0, learning_rate(step))
-        segment = AdamWSegment(0, numel, lr, *BETAS, EPS, decay, grad_scale, self.num_updates)
+        segment = AdamWSegment(0, self.param.numel(), lr, *BETAS, EPS, decay, grad_scale, self.num_updates)
         self.step_kernel(self.grad, segment)
         self.grad = None
 
@@ -229,14 +228,23 @@ class MasterParam:
         join_master(self.half, self.residual, master)
         return master
 
+    def set_master(self, values: Tensor) -> None:
+        """`values`, fp32, become the master; the parameter follows."""
+        split_master(values.contiguous(), self.half, self.residual)
+
 
 class RoundedParam(MasterParam):
     """An fp16 parameter and the fp32 master that it is rounded from."""
 
+    dtype = torch.float16
+
     def __init__(self, param: nn.Parameter) -> None:
         self.whole = nn.Parameter(param.detach().clone())
         super().__init__(param)
-        param.data = self.whole.detach().half()
+        self._follow()
+
+    def _follow(self) -> None:
+        self.param.data = self.whole.detach().to(self.dtype)
 
     def step_kernel(self, grad: Tensor, segment: AdamWSegment) -> None:
         buffers = AdamWBuffers(
@@ -251,10 +259,20 @@ class RoundedParam(MasterParam):
             grad_dtype=torch.float32,
         )
         adamw_update(buffers, [segment], 1)
-        self.param.data = self.whole.detach().half()
+        self._follow()
 
     def master(self) -> Tensor:
-        return self.whole.detach()
+        return self.whole.detach().clone()
+
+    def set_master(self, values: Tensor) -> None:
+        self.whole.data.copy_(values)
+        self._follow()
+
+
+class WholeParam(RoundedParam):
+    """An fp32 parameter is its own master."""
+
+    dtype = torch.float32
 
 
 @dataclass
@@ -283,7 +301,7 @@ def plain_step(
         into.norms.append(torch.tensor(norm).item())
         factor = clip_factor(norm, recipe.max_norm)
     for each in masters.values():
-        each.update(step, factor / scale)
+        each.update(max(0.0, learning_rate(step)), factor / scale)
 
 
 def train_plain_16_bits(recipe: Recipe) -> Trajectory:

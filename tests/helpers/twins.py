@@ -30,7 +30,7 @@ def run_plain(script: Script, make: Callable[[], nn.Module], precision: str) -> 
     optimizer = _optimizer(model)
     values = list(script(model, optimizer))
     params = {name: _master(param, optimizer) for name, param in model.named_parameters()}
-    return Trajectory(values, [], params)
+    return Trajectory(values, params=params)
 
 
 def run_offloaded(
@@ -39,7 +39,7 @@ def run_offloaded(
     model = _build(make, config.numerics.compute)
     zo.offload(model, config, units=units)
     values = list(script(model, _optimizer(model)))
-    trajectory = Trajectory(values, [], read_masters(model))
+    trajectory = Trajectory(values, params=read_masters(model))
     zo.close(model)
     return trajectory
 

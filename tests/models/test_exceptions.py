@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.reference import read_masters
 from tests.helpers.twins import assert_same, train
 
 
@@ -115,6 +116,23 @@ def test_without_zero_grad_the_broken_gradients_are_dropped(where: str, fp32_con
         zo.close(model)
         twins.append(losses)
     assert twins[0] == twins[1]
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_after_a_broken_backward_has_nothing_to_do(clips: bool, fp32_config: zo.OffloadConfig) -> None:
+    """Some of its gradients may not be whole."""
+    model = zo.offload(build(Fused), fp32_config)
+    optimizer = zo.AdamW(model.parameters())
+    list(train(model, optimizer, range(2)))
+    before = read_masters(model)
+    broken_step(model, optimizer, "backward", Explosion)
+    with pytest.warns(UserWarning, match="its gradients are dropped"):
+        if clips:
+            assert zo.clip_grad_norm_(model, 1.0) == 0
+        optimizer.step()
+    after = read_masters(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert zo.stats(model).step == 2
 
 
 def test_evaluation_after_a_broken_forward(fp32_config: zo.OffloadConfig) -> None:

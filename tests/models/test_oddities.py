@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -163,6 +163,42 @@ class Dataclasses(Wide):
         return state.x if state.extra is None else state.x + state.extra
 
 
+class Pair(NamedTuple):
+    x: Tensor
+    mean: Tensor
+
+
+class ReturnsContainers(Wide):
+    """What a block returns is packed in turn as a tuple, a list, a dict in a list, and a named tuple."""
+
+    class block(Block):
+        def forward(self, x: Tensor, kind: int) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            packed: list[Any] = [(y, None), [y, y.mean()], [{"hidden": y}], Pair(y, y.mean())]
+            return packed[kind]
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x, _ = first(x, 0)
+        x, mean = second(x, 1)
+        (found,) = third(x + mean, 2)
+        return first(found["hidden"], 3).x
+
+
+class ManyParams(Wide):
+    """A unit of a hundred parameters, no two of one size, and one of them larger than the others together."""
+
+    class block(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(2 * dim, dim) * 0.1)
+            self.gains = nn.ParameterList([nn.Parameter(torch.ones(1 + i)) for i in range(100)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            gain = torch.stack([each.sum() / each.numel() for each in self.gains]).mean()
+            return x + F.gelu(F.linear(x, self.table))[..., : x.shape[-1]] * gain
+
+
 def weight_normed() -> nn.Module:
     """Weights computed by a forward pre-hook that was there first."""
     model = TinyLM(WIDE)
@@ -172,7 +208,7 @@ def weight_normed() -> nn.Module:
 
 
 MAKERS = [DropsLayers, ExitsEarly, Routed, CallsItself, ReturnsAView, ChangesItsInput, SavesElsewhere]
-MAKERS += [Lists, ListsOfLists, Dataclasses, weight_normed]
+MAKERS += [Lists, ListsOfLists, Dataclasses, ReturnsContainers, ManyParams, weight_normed]
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -280,6 +316,21 @@ def other_values_by_functional_call(model: nn.Module, optimizer: zo.AdamW) -> It
         yield weight.grad.sum().item()  # type: ignore[union-attr]
 
 
+def backward_of_a_tensor(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    """No loss at all: the user has the gradient of the output."""
+    for seed in range(3):
+        out = model.run_blocks(noise(seed, 2, 5, WIDE))
+        out.backward(noise(seed + 10, *out.shape))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield out.sum().item()
+
+
+def an_empty_group(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+    empty = zo.AdamW([{"params": []}, {"params": list(model.parameters()), "lr": 1e-2}], lr=1e-3)
+    yield from train(model, empty, range(3))
+
+
 def hooks_of_the_user(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
     """All kinds, in the order they are called in, and what they see of parameters."""
     seen: list[float] = []
@@ -317,6 +368,8 @@ SCRIPTS: list[Script] = [
     two_optimizers_in_turns,
     a_new_head,
     other_values_by_functional_call,
+    backward_of_a_tensor,
+    an_empty_group,
     hooks_of_the_user,
     inference_first,
     saved_on_cpu,

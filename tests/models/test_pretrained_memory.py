@@ -14,7 +14,7 @@ import torch
 import zero_offload as zo
 from tests.helpers.models import TinyLM
 from tests.helpers.pretrained import write_weights
-from zero_offload.memory.pages import trim_heap
+from tests.helpers.resident import forget_peak, peak_bytes
 from zero_offload.types import MIB
 
 DIM, NUM_BLOCKS = 768, 10
@@ -22,19 +22,6 @@ UNIT_BYTES = 8 * DIM * DIM * 4
 """Of a block in fp32, norms and biases aside: 18 MiB. The model takes 180."""
 UNITS_MAX = 2.5
 """Staging of a chunk (12 MiB), its values, and holes in the heap."""
-
-
-def _peak_bytes() -> int:
-    """The most this process has had resident since `_forget_peak`."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) << 10
-
-
-def _forget_peak() -> int:
-    """Forget it; returns what is resident now."""
-    trim_heap()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _peak_bytes()
 
 
 def _config(nvme: Path, precision: str) -> zo.OffloadConfig:
@@ -59,9 +46,9 @@ def measure(folder: str, precision: str) -> None:
         ("masters", lambda: zo.export_pretrained(model, root / "masters", "50MB", "fp32")),
         ("state_dict", lambda: model.state_dict()),
     ):
-        before = _forget_peak()
+        before = forget_peak()
         call()
-        taken[name] = _peak_bytes() - before
+        taken[name] = peak_bytes() - before
     zo.close(model)
     print(json.dumps(taken))
 

@@ -1,10 +1,10 @@
-"""Two ranks, each with a device of its own on late lanes: every stage gives the bits of ranks without a device."""
+"""Ranks, each with a device of its own on late lanes: every stage gives the bits of ranks without a device."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,45 @@ import pytest
 
 from tests.helpers import ranks
 from tests.helpers.late_device import LateDevice
-from tests.helpers.ranks import Case, Outcome, RankPool
+from tests.helpers.pairwise import Row, all_rows, label, pairwise
+from tests.helpers.ranks import Case, Outcome, RankPools
 from zero_offload.plan.partition import STAGES
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 
+TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
+RECIPES: dict[str, Sequence[Any]] = {
+    "world_size": [2, 3, 1],
+    "stage": list(STAGES),
+    "precision": ["bf16", "fp32", "fp16"],
+    "micro_batches": [2, 1],
+    "max_norm": [0.5, None],
+    "no_sync": [False, True],
+}
+# Gradients and optimizer states on a GPU are refused.
+PLACEMENTS = {"params": list(TIERS), "grads": ["cpu", "nvme", "mixed"], "optimizer": ["cpu", "nvme", "mixed"]}
+MATRIX = RECIPES | PLACEMENTS
+ALL = [recipe | placement for recipe in pairwise(RECIPES) for placement in all_rows(PLACEMENTS)]
+
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
 
 
 @pytest.fixture(scope="module")
-def on_hosts(pool: RankPool) -> Any:
-    return functools.cache(lambda stage, no_sync: pool.succeed(ranks.train, case_of(stage, no_sync)))
+def on_hosts(pools: RankPools) -> Any:
+    """In memory, once per recipe."""
+    return functools.cache(lambda size, *recipe: pools.of(size).succeed(ranks.train, case_of(*recipe)))
 
 
-def case_of(stage: int, no_sync: bool, **settings: Any) -> Case:
-    settings = {"stage": stage, "precision": "bf16"} | settings
-    return Case(settings, num_steps=4, micro_batches=2, max_norm=0.5, num_frozen=1, no_sync=no_sync)
+def case_of(
+    stage: int, precision: str, micro_batches: int, max_norm: float | None, no_sync: bool, **settings: Any
+) -> Case:
+    settings = {"stage": stage, "precision": precision} | settings
+    return Case(settings, 4, micro_batches, max_norm, num_frozen=1, no_sync=no_sync)
 
 
 def train_late(rank: int, world_size: int, case: Case) -> tuple[Outcome, int]:
@@ -45,17 +63,24 @@ def train_late(rank: int, world_size: int, case: Case) -> tuple[Outcome, int]:
         offload_module.compute_device = before
 
 
-@pytest.mark.parametrize("no_sync", [False, True])
-@pytest.mark.parametrize(
-    ("params", "grads", "optimizer"),
-    [("cpu", "cpu", "cpu"), ("device", "cpu", "nvme"), ("nvme", "nvme", "nvme"), ("nvme", "cpu", "cpu")],
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_late_lanes_give_the_bits_of_hosts(
-    stage: int, params: str, grads: str, optimizer: str, no_sync: bool, pool: RankPool, on_hosts: Any, nvme: Path
-) -> None:
-    settings = {"params": params, "grads": grads, "optimizer": optimizer, "nvme": nvme, "durability": "scratch"}
-    case = case_of(stage, no_sync, **settings, device_memory=None if params == "device" else "4MiB")
-    found = pool.succeed(train_late, case)
-    assert [outcome for outcome, _ in found] == on_hosts(stage, no_sync)
+def check(row: Row, nvme: Path, pools: RankPools, on_hosts: Any) -> None:
+    size, *recipe = (row[name] for name in RECIPES)
+    settings: dict[str, Any] = {kind: TIERS[row[kind]] for kind in PLACEMENTS}
+    settings |= {"nvme": nvme, "durability": "scratch"}
+    case = case_of(*recipe, **settings, device_memory=None if row["params"] == "device" else "4MiB")
+    found = pools.of(size).succeed(train_late, case)
+    assert [outcome for outcome, _ in found] == on_hosts(size, *recipe)
     assert all(uploads > 0 for _, uploads in found)
+
+
+@pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
+def test_late_lanes_give_the_bits_of_hosts(row: Row, nvme: Path, pools: RankPools, on_hosts: Any) -> None:
+    check(row, nvme, pools, on_hosts)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", ALL, ids=label)
+def test_late_lanes_give_the_bits_of_hosts_in_every_placement(
+    row: Row, nvme: Path, pools: RankPools, on_hosts: Any
+) -> None:
+    check(row, nvme, pools, on_hosts)

@@ -1,4 +1,4 @@
-"""Two ranks on gloo: where states rest changes no bit, and how many ranks there are changes only roundings."""
+"""Ranks on gloo: where states rest changes no bit, and how many ranks there are changes only roundings."""
 
 from __future__ import annotations
 
@@ -19,65 +19,80 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import SWAP
 from tests.helpers.pairwise import Row, all_rows, label, pairwise
-from tests.helpers.ranks import Case, Failure, Outcome, RankPool
+from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from tests.helpers.trainer import fork_server
 from zero_offload.storage.directory import RunDirectory
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
-MATRIX: dict[str, Sequence[Any]] = {
+PLACEMENTS: dict[str, Sequence[Any]] = {kind: list(TIERS) for kind in ("params", "grads", "optimizer")}
+RECIPES: dict[str, Sequence[Any]] = {
     "stage": [3, 2, 1, 0],
-    "params": list(TIERS),
-    "grads": list(TIERS),
-    "optimizer": list(TIERS),
     "precision": ["fp32", "bf16", "fp16"],
-    "accumulate_and_clip": [(1, None), (2, 0.5), (1, 0.5)],
+    "micro_batches": [1, 2],
+    "max_norm": [None, 0.5],
 }
+MATRIX = {"world_size": [2, 1, 3, 4], **RECIPES, **PLACEMENTS}
+ALL = [{"world_size": 2} | row for row in all_rows(RECIPES | PLACEMENTS)]
+ALL += [
+    {"world_size": size} | recipe | placement
+    for size in (1, 3, 4)
+    for recipe in all_rows(RECIPES)
+    for placement in pairwise(PLACEMENTS)
+]
+"""Two ranks with every placement; other numbers with every recipe, and every two tiers of two kinds."""
 ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "precision": "fp32"}
 FP32_TOLERANCE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture(scope="module")
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2)
 
 
 class _References:
     """Everything in memory, once per recipe."""
 
-    def __init__(self, pool: RankPool) -> None:
-        self.of = functools.cache(lambda *key: pool.succeed(ranks.train, _case(*key)))
+    def __init__(self, pools: RankPools) -> None:
+        self.on = functools.cache(lambda size, *key: pools.of(size).succeed(ranks.train, _case(*key)))
+        self.of = functools.partial(self.on, 2)
 
 
 @pytest.fixture(scope="module")
-def references(pool: RankPool) -> _References:
-    return _References(pool)
+def references(pools: RankPools) -> _References:
+    return _References(pools)
 
 
 def _case(stage: int, precision: str, micro_batches: int, max_norm: float | None, **settings: Any) -> Case:
     return Case({"stage": stage, "precision": precision} | settings, micro_batches=micro_batches, max_norm=max_norm)
 
 
-def _check(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
-    key = (row["stage"], row["precision"], *row["accumulate_and_clip"])
-    tiers: dict[str, Any] = {kind: TIERS[row[kind]] for kind in ("params", "grads", "optimizer")}
-    found = pool.succeed(ranks.train, _case(*key, **tiers, nvme=nvme))
-    assert found == references.of(*key)
+def _check(row: Row, nvme: Path, pools: RankPools, references: _References) -> None:
+    key = [row[name] for name in RECIPES]
+    tiers: dict[str, Any] = {kind: TIERS[row[kind]] for kind in PLACEMENTS}
+    found = pools.of(row["world_size"]).succeed(ranks.train, _case(*key, **tiers, nvme=nvme))
+    assert found == references.on(row["world_size"], *key)
     # Every rank has the same model, of its own rows.
-    assert all(torch.equal(found[0].params[name], found[1].params[name]) for name in found[0].params)
-    assert found[0].losses != found[1].losses and found[0].norms == found[1].norms
+    for each in found[1:]:
+        assert all(torch.equal(found[0].params[name], each.params[name]) for name in found[0].params)
+        assert found[0].losses != each.losses and found[0].norms == each.norms
 
 
 @pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
-def test_placements_are_bit_identical(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
-    _check(row, nvme, pool, references)
+def test_placements_are_bit_identical(row: Row, nvme: Path, pools: RankPools, references: _References) -> None:
+    _check(row, nvme, pools, references)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", all_rows(MATRIX), ids=label)
-def test_all_placements_are_bit_identical(row: Row, nvme: Path, pool: RankPool, references: _References) -> None:
-    _check(row, nvme, pool, references)
+@pytest.mark.parametrize("row", ALL, ids=label)
+def test_all_placements_are_bit_identical(row: Row, nvme: Path, pools: RankPools, references: _References) -> None:
+    _check(row, nvme, pools, references)
 
 
 def test_models_of_several_chunks_and_frames(pool: RankPool, nvme: Path) -> None:
@@ -126,6 +141,18 @@ def test_a_checkpoint_of_one_rank_loads_on_two(stage: int, pool: RankPool, tmp_p
     two = pool.succeed(ranks.load, on_disk, str(tmp_path / "saved"))
     assert all(torch.equal(each.params[name], one.params[name]) for each in two for name in one.params)
     _check_close(Outcome(one.losses, one.norms), [Outcome(each.losses, each.norms) for each in two])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("saving", "loading"), [(4, 2), (2, 4), (3, 2)])
+def test_a_checkpoint_moves_between_numbers_of_ranks(
+    saving: int, loading: int, stage: int, pools: RankPools, tmp_path: Path
+) -> None:
+    case = Case({"precision": "bf16", "stage": stage}, num_steps=2, num_frozen=1)
+    saved = pools.of(saving).succeed(ranks.save, case, str(tmp_path / "saved"))
+    other = replace(case, settings=ON_DISK | {"precision": "bf16", "stage": 4 - stage, "nvme": tmp_path / "run"})
+    for found in pools.of(loading).succeed(ranks.load, other, str(tmp_path / "saved")):
+        assert all(torch.equal(found.params[name], saved[0].params[name]) for name in saved[0].params)
 
 
 def test_a_checkpoint_of_two_loads_on_two_exactly(pool: RankPool, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def test_masters_move_by_less_than_a_bf16_step() -> None:
     master = MasterParam(param)
     for _ in range(100):
         master.grad = torch.ones(256)
-        master.update(step=39, grad_scale=1.0)
+        master.update(learning_rate(39), grad_scale=1.0)
     moved = 1 - master.master()
     assert torch.all(moved > 0.02) and torch.all(moved < 0.03), "100 steps of 2.5e-4"
     assert torch.equal(param.data, master.half) and torch.all(param.data.float() < 1)

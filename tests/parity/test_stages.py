@@ -145,42 +145,6 @@ def test_gradients_may_cross_in_bf16(stage: int, pool: RankPool) -> None:
     assert whole == 2 * half
 
 
-class Branches(nn.Module):
-    """Rank r uses branch r only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
-        result: torch.Tensor = self.branches[branch](x)
-        return result
-
-
-def branch_out(rank: int, world_size: int, stage: int) -> list[torch.Tensor]:
-    model = zo.offload(build(Branches), zo.OffloadConfig(stage=stage, precision="fp32"))
-    optimizer = zo.AdamW(model.parameters(), lr=0.1)
-    try:
-        with zo.no_sync(model):
-            model(torch.ones(1, 8), rank).sum().backward()
-        optimizer.step()
-        return list(ranks.read_params(model).values())
-    finally:
-        zo.close(model)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_ranks_may_use_different_parts(stage: int, pool: RankPool) -> None:
-    """Whole parameters need no gather in forward: what some rank has used is updated on all, the rest on none."""
-    found = pool.succeed(branch_out, stage)
-    before = [param.detach() for param in build(Branches).parameters()]
-    for mine, theirs in zip(found[0], found[1], strict=True):
-        assert torch.equal(mine, theirs)
-    changed = [not torch.equal(old, new) for old, new in zip(before, found[0], strict=True)]
-    used = len(pool.processes)
-    assert changed == [True] * (2 * used) + [False] * (2 * (4 - used))
-
-
 # Where whole parameters are read
 
 

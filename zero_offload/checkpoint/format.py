@@ -88,6 +88,7 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
             "section": section.index,
             "begin": piece.begin,
         }
+        | ({"division": piece.spec.division} if piece.spec.division else {})
         for section in layout.sections
         for piece in section.params
     ]

@@ -56,6 +56,13 @@ class Ranks:
     rank: int
     world_size: int
     exchange: Exchange
+    column: int = 0
+    num_columns: int = 1
+    """Parts of the model; ranks are numbered column after column."""
+
+    def first_of_column(self, world_size: int) -> int:
+        """The first rank that holds this part in a run of so many ranks."""
+        return self.column * (world_size // self.num_columns)
 
 
 def _announced(home: RunDirectory) -> list[str]:

@@ -98,7 +98,7 @@ def _copy_chunks(store: ShardStore, layout: SectionLayout) -> ChunkSource:
 class SavedCheckpoint:
     """A checkpoint opened for reading; use `open`."""
 
-    def __init__(self, directory: RunDirectory, engine: FileEngine) -> None:
+    def __init__(self, directory: RunDirectory, engine: FileEngine, ranks: Ranks) -> None:
         self.directory = directory
         self._engine = engine
         payload = read_manifest(directory, GENERATION_NAME)
@@ -109,6 +109,8 @@ class SavedCheckpoint:
             )
         self.generation = Generation.parse(payload)
         self.ranks = [self._rank_payload(entry) for entry in payload["ranks"]]
+        self._first = ranks.first_of_column(self.generation.world_size)
+        """The rank that wrote shard 0 of our part of the model."""
         self._swaps: list[SwapFile] = []
         self._disks: list[DiskArrays] = []
         self._extents: list[dict[tuple[int, Component], Extent]] = []
@@ -116,7 +118,7 @@ class SavedCheckpoint:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: Path, layout: ShardLayout) -> Iterator[SavedCheckpoint]:
+    def open(cls, path: Path, layout: ShardLayout, ranks: Ranks) -> Iterator[SavedCheckpoint]:
         """Check that `path` belongs to this model, and open its files."""
         if not path.is_dir():
             raise CheckpointError(f"{path} is no directory; name one that zo.save_checkpoint has written")
@@ -124,7 +126,7 @@ class SavedCheckpoint:
             directory = cleanup.enter_context(RunDirectory.look(path))
             engine = open_engine(IO_THREADS)
             cleanup.callback(engine.close)
-            saved = cls(directory, engine)
+            saved = cls(directory, engine, ranks)
             cleanup.callback(saved._close)
             check_fingerprint(saved.generation.payload.get("params"), layout, str(path))
             saved._open_files(layout)
@@ -162,7 +164,7 @@ class SavedCheckpoint:
         return dict(payload)
 
     def _saved_layout(self, layout: SectionLayout, shard: int) -> SectionLayout:
-        numel = self.ranks[shard]["sections"][layout.index]["shard_numel"]
+        numel = self.ranks[self._first + shard]["sections"][layout.index]["shard_numel"]
         if type(numel) is not int or not 0 < numel <= 2**48:
             raise IntegrityError(f"{self.directory.path}: section {layout.index} has shard_numel {numel!r}")
         return dataclasses.replace(layout, shard_numel=numel, num_shards=self.generation.num_shards)
@@ -170,7 +172,7 @@ class SavedCheckpoint:
     def _open_files(self, layout: ShardLayout) -> None:
         seed = zlib.crc32(self.generation.run_id.encode())
         for shard in range(self.generation.num_shards):
-            swap = SwapFile([self.directory], swap_file_name(shard), self._engine, seed)
+            swap = SwapFile([self.directory], swap_file_name(self._first + shard), self._engine, seed)
             self._extents.append(self._plan_extents(swap, layout, shard))
             swap.open_existing()
             self._swaps.append(swap)
@@ -179,7 +181,7 @@ class SavedCheckpoint:
     def _plan_extents(self, swap: SwapFile, layout: ShardLayout, shard: int) -> dict[tuple[int, Component], Extent]:
         extents = {}
         for section in layout.sections:
-            entry = self.ranks[shard]["sections"][section.index]
+            entry = self.ranks[self._first + shard]["sections"][section.index]
             saved = self._saved_layout(section, shard)
             for component in components_of(section):
                 name = f"section {section.index} {component.value}.{entry['slot']}"

@@ -5,7 +5,6 @@ Reads copy out, writes replace whole shards through `ShardStore.write_components
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 
 import torch
@@ -90,16 +89,6 @@ class ComponentSource:
         if self._buffers.get(dtype, torch.empty(0)).numel() < numel:
             self._buffers[dtype] = torch.empty(numel, dtype=dtype)
         return self._buffers[dtype][:numel]
-
-
-def fill_from_params(shard: Shard, shard_index: int, params: Mapping[ParamSlice, torch.Tensor]) -> FillMaster:
-    """A `FillMaster` that takes values from tensors of the parameters' shapes."""
-    readers = {piece: functools.partial(_elements, tensor) for piece, tensor in params.items()}
-    return fill_from_readers(shard, shard_index, readers)
-
-
-def _elements(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    return tensor.detach().reshape(-1)[begin:end]
 
 
 def fill_from_readers(shard: Shard, shard_index: int, readers: Mapping[ParamSlice, ReadElements]) -> FillMaster:

@@ -83,7 +83,10 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of the weights and of the data's order", type=int)
     add("--eval-every", "steps between validation losses", type=int)
-    add("--recompute", "activations in backward: none (kept) or block (computed again)")
+    add(
+        "--recompute",
+        "activations in backward: none (kept) or block (computed again from the block's inputs, as zo.checkpoint)",
+    )
 
 
 def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
@@ -94,6 +97,12 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     add("--params-tier", "params", "device, cpu, nvme or auto", metavar="TIER")
     add("--grads-tier", "grads", "the same, for gradients", metavar="TIER")
     add("--optimizer-tier", "optimizer", "the same, for optimizer states", metavar="TIER")
+    add(
+        "--activations-tier",
+        "activations",
+        "the same, for what backward needs of forward (auto: device)",
+        metavar="TIER",
+    )
     add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
     add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
     add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")

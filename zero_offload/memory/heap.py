@@ -11,20 +11,23 @@ from zero_offload.types import MIB
 
 TRIM_BYTES = 128 * MIB
 """Bytes of parameters between two trims, each of which costs tens of ms."""
+ACTIVATION_TRIM_BYTES = 64 * MIB
+"""The same of activations that leave or come back: their tensors are of the sizes that glibc keeps."""
 
 
 class HeapTrimmer:
-    """Trims as backward goes on."""
+    """Trims as forward, backward or whatever else frees large tensors goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, interval_bytes: int = TRIM_BYTES) -> None:
+        self._interval_bytes = interval_bytes
         self._untrimmed_bytes = 0
 
     def begin(self) -> None:
         self._untrimmed_bytes = 0
 
     def freed(self, nbytes: int) -> None:
-        """Backward is through with `nbytes` of parameters."""
+        """`nbytes` of tensors were freed, or will be soon."""
         self._untrimmed_bytes += nbytes
-        if self._untrimmed_bytes >= TRIM_BYTES:
+        if self._untrimmed_bytes >= self._interval_bytes:
             self._untrimmed_bytes = 0
             trim_heap()

@@ -6,27 +6,29 @@ from zero_offload.memory.arena import Arena, Region
 
 
 class RegionPool:
-    """At most `count` regions of `nbytes`, taken from the arena on first use and kept."""
+    """`count` regions of `nbytes`, taken from the arena on first use, all at once, and kept.
+
+    One by one, when they are needed, the last would be registered with the device in the middle of some later step.
+    """
 
     def __init__(self, arena: Arena, count: int, nbytes: int) -> None:
         self._arena = arena
-        self._left = count
+        self._count = count
         self._nbytes = nbytes
-        self._free: list[Region] = []
+        self._free: list[Region] | None = None
 
     @property
     def available(self) -> bool:
-        return bool(self._free) or self._left > 0
+        return self._free is None or bool(self._free)
 
     def lease(self) -> Region:
         """A region; the caller makes sure that one is `available`."""
-        if self._free:
-            return self._free.pop()
-        assert self._left > 0
-        self._left -= 1
-        return self._arena.allocate(self._nbytes)
+        if self._free is None:
+            self._free = [self._arena.allocate(self._nbytes) for _ in range(self._count)]
+        return self._free.pop()
 
     def release(self, region: Region) -> None:
+        assert self._free is not None
         self._free.append(region)
 
 

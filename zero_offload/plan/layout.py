@@ -1,6 +1,7 @@
 """Where every parameter lies: unit -> section -> flat buffer -> this rank's shard.
 
-A section is a unit's parameters of one (dtype, trainable): one flat buffer. Rules that cannot change
+A section is a unit's parameters of one (dtype, trainable), and of one number of tensor-parallel copies: one flat
+buffer, whose norm counts once. Rules that cannot change
 later, since files depend on them: every parameter starts at a multiple of `ALIGN_NUMEL` elements, so no
 8-bit block and no hyperparameter segment straddles two parameters; ranks cut at multiples of
 `SHARD_NUMEL`, so the shard of any dtype of two bytes or more is a whole number of 4 KiB sectors.
@@ -24,6 +25,9 @@ CHUNK_NUMEL = 1 << 20
 
 _COMPUTE = ("float32", "bfloat16", "float16")
 
+SectionKey = tuple[torch.dtype, bool, int]
+"""What a section's parameters have in common: dtype, trainable, number of copies."""
+
 
 @dataclass(frozen=True)
 class ParamSlice:
@@ -46,6 +50,8 @@ class SectionLayout:
     """Position among all sections of the model; names its extents in files."""
     dtype: torch.dtype
     trainable: bool
+    num_copies: int
+    """How many tensor-parallel ranks hold the same values."""
     params: tuple[ParamSlice, ...]
     shard_numel: int
     """Elements each rank holds, padding included."""
@@ -136,25 +142,24 @@ def _problem(param: ParamSpec) -> str | None:
 def _sections(
     unit: int, spec: UnitSpec, compute: torch.dtype, num_shards: int, first_index: int
 ) -> tuple[SectionLayout, ...]:
-    keys: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    keys: dict[SectionKey, list[ParamSpec]] = {}
     for param in spec.params:
         dtype = compute if param.dtype in _COMPUTE else getattr(torch, param.dtype)
-        keys.setdefault((dtype, param.trainable), []).append(param)
+        keys.setdefault((dtype, param.trainable, param.num_copies), []).append(param)
     return tuple(
         _section((unit, first_index + i), key, params, num_shards) for i, (key, params) in enumerate(keys.items())
     )
 
 
-def _section(
-    where: tuple[int, int], key: tuple[torch.dtype, bool], params: Sequence[ParamSpec], num_shards: int
-) -> SectionLayout:
+def _section(where: tuple[int, int], key: SectionKey, params: Sequence[ParamSpec], num_shards: int) -> SectionLayout:
     slices: list[ParamSlice] = []
     begin = 0
     for param in params:
         slices.append(ParamSlice(param, begin))
         begin += _round_up(param.numel, ALIGN_NUMEL)
     shard_numel = max(_round_up(-(-begin // num_shards), SHARD_NUMEL), SHARD_NUMEL)
-    return SectionLayout(where[0], where[1], key[0], key[1], tuple(slices), shard_numel, num_shards)
+    (unit, index), (dtype, trainable, num_copies) = where, key
+    return SectionLayout(unit, index, dtype, trainable, num_copies, tuple(slices), shard_numel, num_shards)
 
 
 def _round_up(value: int, multiple: int) -> int:

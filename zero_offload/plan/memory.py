@@ -12,7 +12,7 @@ Bytes per trained parameter (frozen ones have the value only):
     fp32       4        -        -       4         4              12          4
 
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
-Where params and optimizer both rest in memory of a single rank, that value is the parameter itself.
+Where params and optimizer both rest in memory, that value is the parameter itself, or a part of it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
+ACTIVATION_BLOCK_BYTES = 1 << 20
+"""What activations on disk are cut into."""
+ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
+"""Blocks in memory on their way to the disk, and from it."""
 
 _VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _OPTIMIZER_BYTES = {"bf16": 12, "fp16": 14, "fp32": 12}
@@ -86,7 +90,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank under a placement."""
+    """Bytes of one rank under a placement. Without activations, whose bytes depend on the batch; the buffers that they
+    pass through are counted."""
 
     rest_bytes: Mapping[tuple[Tier, StateKind], int]
     """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
@@ -164,8 +169,9 @@ def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier]
         # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one.
         shared = params_tier is optimizer_tier is Tier.NVME and not partition.replicates_params
         return unit.frozen_bytes if shared else unit.params_bytes
-    if partition.param_shards == 1 and Tier.NVME not in (params_tier, optimizer_tier):
-        return unit.optimizer_bytes - _divide_up(unit.params_bytes - unit.frozen_bytes, partition.optimizer_shards)
+    if Tier.NVME not in (params_tier, optimizer_tier):
+        trained_bytes = (unit.params_bytes - unit.frozen_bytes) * partition.param_shards
+        return unit.optimizer_bytes - _divide_up(trained_bytes, partition.optimizer_shards)
     return unit.optimizer_bytes
 
 
@@ -212,9 +218,13 @@ def _staging_bytes(
         trained.append(numel * (value_bytes if partition.world_size == 1 else GRADS_IN_FLIGHT * 4))
     chunk_bytes = CHUNK_NUMEL * (_OPTIMIZER_BYTES[config.numerics.compute] + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
+    activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:]) + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme,
+        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
+        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
+        + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from zero_offload.errors import ConfigError
+from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num_copies
 
 SMALL_NUMEL = 1 << 18
 """Leftover modules below this many elements share one unit: a fetch of a few KiB is all latency."""
@@ -32,10 +33,15 @@ class ParamSpec:
     aliases: tuple[str, ...]
     """Its further names: a tied parameter has several."""
     shape: tuple[int, ...]
+    """Of what this rank holds, where it is a DTensor."""
     numel: int
     dtype: str
     """The dtype the user gave it, without the "torch." prefix."""
     trainable: bool
+    division: str = ""
+    """How a DTensor's parts lie on the ranks of its mesh."""
+    num_copies: int = 1
+    """How many ranks of the model's tensor-parallel mesh hold the same values."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +145,18 @@ def _param_specs(root: nn.Module) -> dict[str, ParamSpec]:
     for name, param in root.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
         tensors[id(param)] = param
+    parts = {key: local_part(param) for key, param in tensors.items()}
+    mesh = mesh_of(tensors.values())
     return {
         all_names[0]: ParamSpec(
             name=all_names[0],
             aliases=tuple(all_names[1:]),
-            shape=tuple(tensors[key].shape),
-            numel=tensors[key].numel(),
+            shape=tuple(parts[key].shape),
+            numel=parts[key].numel(),
             dtype=str(tensors[key].dtype).removeprefix("torch."),
             trainable=tensors[key].requires_grad,
+            division=division(tensors[key]),
+            num_copies=num_copies(tensors[key], mesh),
         )
         for key, all_names in names.items()
     }
@@ -164,9 +174,9 @@ def _scripted(root: nn.Module) -> Iterator[str]:
 def _overlaps(root: nn.Module) -> Iterator[str]:
     """Different parameters in the same memory, of which one is trained: apart, they would no longer be one."""
     placed = [
-        (param.untyped_storage().data_ptr(), param.storage_offset() * param.itemsize, name, param)
+        (_memory_of(param.untyped_storage()), param.storage_offset() * param.itemsize, name, param)
         for name, param in root.named_parameters()
-        if type(param) is nn.Parameter and param.device.type != "meta" and param.numel() > 0
+        if (type(param) is nn.Parameter or param.is_meta) and param.numel() > 0
     ]
     placed.sort(key=lambda entry: entry[:2])
     for (storage, begin, name, param), (other_storage, other_begin, other_name, other) in pairwise(placed):
@@ -176,6 +186,11 @@ def _overlaps(root: nn.Module) -> Iterator[str]:
                 f"{name} and {other_name} are two parameters in the same memory; tie them by assigning the parameter, "
                 f"not its data, or give one a copy of its own"
             )
+
+
+def _memory_of(storage: torch.UntypedStorage) -> int:
+    """Where a storage is; one on meta, which is nowhere, is itself."""
+    return storage.data_ptr() or storage._cdata
 
 
 def _anchor_of(param_name: str, anchors: Sequence[str]) -> str | None:

@@ -25,6 +25,8 @@ class Partition:
     world_size: int
     num_replicas: int = 1
     """Groups of ranks that each divide the states among themselves (hybrid sharding) and hold the same."""
+    any_branches: bool = False
+    """Whether each rank may use other units: which gradients there are is known to all only after backward."""
 
     @property
     def optimizer_shards(self) -> int:
@@ -34,7 +36,7 @@ class Partition:
     @property
     def grad_shards(self) -> int:
         """How many ranks hold a step's gradients, once backward is over, between them."""
-        return self.optimizer_shards if self.stage >= 2 else 1
+        return self.optimizer_shards if self.stage >= 2 and not self.any_branches else 1
 
     @property
     def param_shards(self) -> int:
@@ -48,7 +50,7 @@ class Partition:
     @property
     def defers_reduction(self) -> bool:
         """Gradients of several backwards are added up on each rank and reduced once, before the step."""
-        return self.grad_shards < self.optimizer_shards
+        return self.grad_shards < self.optimizer_shards or (self.any_branches and self.world_size > 1)
 
 
 ONE_RANK = Partition(0, 1)

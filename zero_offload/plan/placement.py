@@ -86,20 +86,28 @@ def _weight(unit: UnitBytes, kind: StateKind) -> int:
 
 
 def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]:
-    """Give each weight to the tier that lags its fraction most.
+    """A tier for each weight.
 
     Dealing in model order spreads every tier over the depth: slow and fast units alternate, so the
     prefetch of a slow one hides behind the compute of the fast ones around it.
     """
-    lag = {tier: 0.0 for tier in Tier if tier in fractions}
-    dealt = []
-    for weight in weights:
-        for tier in lag:
-            lag[tier] += fractions[tier] * weight
-        chosen = max(lag, key=lambda tier: lag[tier])
-        lag[chosen] -= weight
-        dealt.append(chosen)
-    return dealt
+    dealer = Dealer(fractions)
+    return [dealer.deal(weight) for weight in weights]
+
+
+class Dealer:
+    """Gives one weight after the other to the tier that lags its fraction most."""
+
+    def __init__(self, fractions: Mapping[Tier, float]) -> None:
+        self._fractions = fractions
+        self._lag = {tier: 0.0 for tier in Tier if tier in fractions}
+
+    def deal(self, weight: int) -> Tier:
+        for tier in self._lag:
+            self._lag[tier] += self._fractions[tier] * weight
+        chosen = max(self._lag, key=lambda tier: self._lag[tier])
+        self._lag[chosen] -= weight
+        return chosen
 
 
 class _AutoRoom:

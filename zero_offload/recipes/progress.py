@@ -66,6 +66,9 @@ class Progress:
             for tier, written in row["written_bytes"].items()
             if written or row["read_bytes"].get(tier, 0)
         )
+        activations = " ".join(
+            f"{tier} {format_bytes(nbytes)}" for tier, nbytes in row.get("activation_bytes", {}).items() if nbytes
+        )
         stall = 100 * row["stall_s"] / row["step_s"] if row["step_s"] else 0.0
         left_s = round(self._step_s * (self._num_steps - row["step"]))
         parts = [
@@ -73,6 +76,7 @@ class Progress:
             f"loss {row['loss']:.3f}{validation}",
             f"{row['tokens_per_s']:,.0f} tokens/s",
             moved or "no bytes moved",
+            *([f"activations: {activations}"] if activations else []),
             f"stall {stall:.0f}%",
             f"{left_s // 60}:{left_s % 60:02d} left",
         ]

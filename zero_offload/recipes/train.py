@@ -36,7 +36,7 @@ from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget
 from zero_offload.probe import probe_hardware
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
-from zero_offload.recipes.gpt import GPT, generate, next_token_loss, num_parameters, unit_numels
+from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters, unit_numels
 from zero_offload.recipes.progress import Progress
 from zero_offload.recipes.ranks import Ranks, joined_ranks
 from zero_offload.recipes.run_dir import METRICS_FILE, Metrics, Row, RunDir
@@ -135,7 +135,10 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = _peak_rss_bytes()
     gpt = config.gpt()
-    model = GPT(gpt, config.seed)
+    with zo.deferred_init():
+        model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
+    if gpt.recompute is Recompute.BLOCK:
+        zo.checkpoint(model.blocks)
     settings = replace(config.offload, existing=existing.value)
     zo.offload(model, settings)
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
@@ -248,6 +251,7 @@ def _measured(job: _Job, step_s: float) -> Row:
         "commit_s": stats.commit_s,
         "read_bytes": dict(stats.read_bytes),
         "written_bytes": dict(stats.written_bytes),
+        "activation_bytes": dict(stats.activation_bytes),
         "resident_bytes": dict(stats.resident_bytes),
         "peak_rss_bytes": stats.peak_rss_bytes,
         "skipped_steps": stats.skipped_steps,

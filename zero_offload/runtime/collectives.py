@@ -2,8 +2,8 @@
 
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
 gradients and flags travel. Parameters and gradients have a lane each: launched here, waited for by calling what the
-launch returned. Flags and sums are blocking calls. All on the control thread; nothing else communicates but
-`CommitGroup`, which has a process group of its own because it runs on the update worker's thread.
+launch returned. Flags and sums are blocking calls. All on the control thread, each announced to `Agreement`; beside
+them only `CommitGroup` communicates, on a process group of its own because it runs on the update worker's thread.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from zero_offload import errors
-from zero_offload.config import GradReduction
+from zero_offload.config import Branches, GradReduction, OffloadConfig
 from zero_offload.errors import RankError, ZeroOffloadError
+from zero_offload.runtime.agreement import Agreement
 from zero_offload.runtime.lanes import Lane, lane
-from zero_offload.runtime.rank_group import RankGroup
+from zero_offload.runtime.rank_group import Group, RankGroup
 from zero_offload.telemetry.events import Counters
 
 T = TypeVar("T")
@@ -36,17 +37,18 @@ class Collectives:
         self,
         group: RankGroup,
         device: torch.device,
-        grad_reduction: GradReduction = GradReduction.MEAN,
-        reduce_dtype: torch.dtype = torch.float32,
+        config: OffloadConfig,
     ) -> None:
-        """`reduce_dtype` is what gradients are rounded to before they cross the network."""
-        self._divisor = group.partition.world_size if grad_reduction is GradReduction.MEAN else 1
-        self._reduce_dtype = reduce_dtype
+        mean = config.grad_reduction == GradReduction.MEAN.value
+        self._divisor = group.partition.world_size if mean else 1
+        self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype_name)
+        """What gradients are rounded to before they cross the network."""
+        with group.watch.waiting("zo.offload, which all ranks call"):
+            self.agreement = Agreement(group, Branches(config.branches))
         self._device = device
         self._group = group
         self._watch = group.watch
         self.partition = group.partition
-        self.rank = group.rank
         self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
         self.shard_index = group.shard_index
@@ -74,11 +76,11 @@ class Collectives:
         They cross the network as one; the last of them is `unit`'s. Not called by a rank that is alone.
         """
         assert self._reductions is not None
+        what = f"the reduction of gradients of {unit}"
         # Shard by shard, (num_shards, numel of all their shards): what is one rank's lies together.
         rows = [flat.to(self._reduce_dtype).view(self.num_shards, -1) for flat in flats]
         sent = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
         self.counters.add("reduced", sent.nbytes)
-        what = f"the reduction of gradients of {unit}"
         one_shard = self.num_shards == 1
         wait = self._watched(
             lambda lane: lane.all_reduce(sent) if one_shard else lane.reduce_scatter(sent), self._reductions, what
@@ -104,21 +106,31 @@ class Collectives:
         return watched
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
-        """Add numbers over the ranks that hold different shards."""
-        if self.num_shards == 1:
+        """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
+        groups = [self._group.sharers] * (self.num_shards > 1) + self._rows()
+        if not groups:
             return values
+        self.agreement.same("the gradient norm")
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
         with self._watch.waiting("the gradient norm"):
-            dist.all_reduce(total, group=self._group.sharers)
+            for group in groups:
+                dist.all_reduce(total, group=group)
         return [float(value) for value in total]
 
+    def _rows(self) -> list[Group]:
+        """The ranks that hold the other parts of the model, if there are any."""
+        return [self._group.row] * (len(self._group.columns) > 1)
+
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag, whether it is set on some rank."""
-        if self.world_size == 1:
+        """For each flag, whether it is set on some rank, whatever part of the model that holds."""
+        groups = [self._group.everyone] * (self.world_size > 1) + self._rows()
+        if not groups:
             return list(flags)
+        self.agreement.same(f"an agreement about {len(flags)} flags")
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        with self._watch.waiting("the list of parameters that have a gradient"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group.everyone)
+        with self._watch.waiting("an agreement about flags"):
+            for group in groups:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return [bool(flag) for flag in found.tolist()]
 
 
@@ -129,8 +141,8 @@ class CommitGroup:
         self._watch = group.watch
         with self._watch.waiting("zo.offload, which all ranks call"):
             self._group = group.control_group()
-        ascending = sorted(group.members)
-        self._order = [ascending.index(member) for member in group.members]
+        ascending = sorted(group.run_members)
+        self._order = [ascending.index(member) for member in group.run_members]
         """torch's number of each of our ranks."""
 
     def agree(self, text: str) -> str:

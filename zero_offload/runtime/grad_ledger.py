@@ -15,6 +15,7 @@ from torch import nn
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
@@ -98,7 +99,8 @@ class GradLedger:
         total, bad = 0.0, 0.0
         for grads in self.sections:
             self._refresh(grads)
-            total += math.fsum(grads.sums[index].sumsq for index in sorted(grads.sums))
+            # Tensor-parallel ranks that hold the same count it once between them.
+            total += math.fsum(grads.sums[index].sumsq for index in sorted(grads.sums)) / grads.layout.num_copies
             bad += sum(not entry.finite for entry in grads.sums.values())
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
@@ -145,7 +147,7 @@ class GradLedger:
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
         """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
         grads, index = self._places[id(param)]
-        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1:
+        if grads.shard.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
             return None
         grads.exposed.add(index)
         return grads.shard.view(index).view(grads.layout.params[index].spec.shape)

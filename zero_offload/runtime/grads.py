@@ -21,6 +21,7 @@ from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.dtensors import local_grad
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
 from zero_offload.runtime.grad_staging import GradStaging
 from zero_offload.runtime.reductions import Reductions, is_small
@@ -72,6 +73,7 @@ class GradReducer:
         with torch._C.DisableTorchFunctionSubclass():
             grad, param.grad = param.grad, None
         assert grad is not None
+        grad = local_grad(param, grad)
         grads, index = self.ledger.place(param)
         if grad.layout is not torch.strided:
             raise ZeroOffloadError(
@@ -110,7 +112,8 @@ class GradReducer:
 
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
-        if not self._deferred:
+        # What one rank has not, another may have.
+        if not self._deferred and not self._collectives.partition.any_branches:
             return
         self._deferred = False
         sections = self.ledger.sections
@@ -186,8 +189,10 @@ class GradReducer:
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
+        what = _describe(grads)
         grads.arrived.clear()
         if grads.partial is not None:
+            self._collectives.agreement.same(f"the reduction of gradients of {what}")
             self._add_waiting(grads, grads.partial)
             self._reductions.add(grads)
         elif self._device.is_host:
@@ -261,6 +266,13 @@ def _close(grads: SectionGrads) -> None:
     grads.shard.close()
     if grads.local is not None:
         grads.local.close()
+
+
+def _describe(grads: SectionGrads) -> str:
+    """What is reduced; where some parameters have no gradient, which have, since the ranks must agree in that too."""
+    some = 0 < len(grads.arrived) < len(grads.layout.params)
+    names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
+    return f"{grads.unit.name}, of {', '.join(names)}" if some else grads.unit.name
 
 
 def _largest_grad(units: Sequence[Unit]) -> int:

@@ -31,7 +31,7 @@ _HARMLESS_METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_neg"),
     *("is_conj", "is_same_size", "has_names", "register_hook", "register_post_accumulate_grad_hook"),
-    *("__len__", "__hash__"),
+    *("__len__", "__hash__", "__dir__"),
 )
 
 
@@ -76,7 +76,7 @@ def _takes_leaves() -> frozenset[Any]:
 def _as_edges(values: Any) -> Any:
     """Parameters at rest replaced by their places in the graph."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tree_map_only(GuardedParameter, get_gradient_edge, values)
+        return tree_map_only(AtRest, get_gradient_edge, values)
 
 
 def _get_grad(param: nn.Parameter, *_: Any) -> Tensor | None:
@@ -111,7 +111,7 @@ def _detach(param: nn.Parameter) -> Tensor:
 
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """load_state_dict() copies into every parameter."""
-    owner = owner_of(target) if isinstance(target, GuardedParameter) else None
+    owner = owner_of(cast(nn.Parameter, target)) if isinstance(target, AtRest) else None
     if owner is not None and owner.access.walking:
         owner.access.copy_in(cast(nn.Parameter, target), source)
         return target
@@ -125,8 +125,10 @@ def refuse_copy(self: object, *_: Any) -> NoReturn:
     )
 
 
-class GuardedParameter(nn.Parameter):
-    """An offloaded parameter at rest; see the module's docstring."""
+class AtRest:
+    """What an offloaded parameter at rest does instead of its own class; see the module's docstring."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -150,17 +152,36 @@ class GuardedParameter(nn.Parameter):
     __deepcopy__ = refuse_copy
     __reduce_ex__ = refuse_copy
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        owner = owner_of(self)
-        where = "" if owner is None else f", {owner.access.describe(self)}"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        param = cast(nn.Parameter, self)
+        owner = owner_of(param)
+        where = "" if owner is None else f", {owner.access.describe(param)}"
         with torch._C.DisableTorchFunctionSubclass():
-            shape, dtype = tuple(self.shape), self.dtype
+            shape, dtype = tuple(param.shape), param.dtype
         return f"Parameter(shape={shape}, dtype={dtype}{where})"
+
+
+class GuardedParameter(AtRest, nn.Parameter):  # type: ignore[misc]
+    """A plain parameter at rest."""
+
+
+@functools.cache
+def _class_at_rest(kind: type) -> type:
+    """The same for a DTensor, whose class is imported by those who use it."""
+    if kind is nn.Parameter:
+        return GuardedParameter
+
+    def asking(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: _touch_and_call(method, (self, *args), kwargs)
+
+    # These read its part without passing through __torch_function__.
+    readers = {name: asking(getattr(kind, name)) for name in ("to_local", "full_tensor", "redistribute")}
+    return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": ()} | readers)
 
 
 def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
-    guarded = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, GuardedParameter)]
+    guarded = [cast(nn.Parameter, leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AtRest)]
     written = {id(leaf) for leaf in tree_leaves(kwargs.get("out"))}
     by_owner: dict[int, list[nn.Parameter]] = {}
     for param in guarded:
@@ -177,10 +198,13 @@ def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 def guard(params: Iterable[nn.Parameter]) -> None:
     """Switch parameters to rest."""
     for param in params:
-        param.__class__ = GuardedParameter
+        if not isinstance(param, AtRest):
+            param.__class__ = _class_at_rest(type(param))
 
 
 def unguard(params: Iterable[nn.Parameter]) -> None:
     """Switch parameters to use: plain, at plain speed."""
     for param in params:
-        param.__class__ = nn.Parameter
+        if isinstance(param, AtRest):
+            # Its class is (AtRest, the class in use).
+            param.__class__ = type(param).__bases__[1]

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from zero_offload.errors import ConfigError
+from zero_offload.runtime.boundary import Group
+from zero_offload.runtime.recompute import Recompute
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.unit import Unit
 
@@ -49,6 +52,20 @@ def install_hooks(
             register: Any = param.register_post_accumulate_grad_hook
             handles.append(register(_WeakCall(grad_ready)))
     return handles
+
+
+def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> None:
+    """Let backward run the module's forward again. Marked already, it stays as it is."""
+    marks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    for mark in marks:
+        if isinstance(mark, Recompute):
+            if mark.group is not group:
+                raise ConfigError(f"{label} was given to zo.checkpoint before, with another group; mark it once")
+            return
+    recompute = Recompute(label, group)
+    # The first of all: what other hooks make of the inputs, they make again.
+    module.register_forward_pre_hook(recompute.enter, with_kwargs=True, prepend=True)
+    module.register_forward_hook(recompute.exit, always_call=True)
 
 
 def install_walk_hooks(root: nn.Module, begin_walk: Callable[[], None], end_walk: Callable[[], None]) -> None:

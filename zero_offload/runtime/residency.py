@@ -17,7 +17,7 @@ from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.gathers import Gathers
+from zero_offload.runtime.gather import Gatherer
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
@@ -42,10 +42,10 @@ class Residency:
         self._units = units
         self._store = store
         self._board = board
-        self._collectives = collectives
+        self._is_alone = collectives.num_shards == 1
+        self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
         self._budget = budget
-        self.gathers = Gathers(collectives, carrier)
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
 
@@ -55,6 +55,7 @@ class Residency:
 
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
+        self.gatherer.agreement.begin()
         self._store.counters.add("departures", self.schedule.num_departures)
         self.schedule.begin_cycle(kind)
         self._look_ahead()
@@ -62,17 +63,18 @@ class Residency:
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""
         self.bring(unit)
-        self.gathers.waited_for(unit)
+        self.gatherer.waited_for(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
         following = next(iter(self.schedule.upcoming()), None) if self._num_absent else None
-        if following is not None and self.gathers.may_run_ahead(self._units[following]):
+        if following is not None and self.gatherer.may_run_ahead(self._units[following]):
             # It runs beside the compute of the unit in use.
             unit = self._units[following]
             if unit.state is UnitState.AWAITING:
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
-                self.gathers.launch(unit)
+                self._carrier.finish(unit)
+                self.gatherer.launch(unit)
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
@@ -80,24 +82,38 @@ class Residency:
             self._board.check()
             return
         with self._store.counters.timed("stall_s"):
-            self._board.wait(unit.index)
-            if unit.state is UnitState.AWAY:
-                self._make_room(unit.num_frames, unit.name)
-                self._reserve(unit)
-            if unit.state is UnitState.AWAITING:
-                self._resolve(unit, Urgency.URGENT)
-            if unit.state is UnitState.FETCHING:
-                self._finish(unit)
+            if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
+                self._fetch(unit)
+            while unit.state is not UnitState.PRESENT or self._board.pending(unit.index):
+                self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
+
+    def meet(self, place: str) -> None:
+        """Where ranks use different units: take part in what others gather, until all have come to `place`."""
+        for index in self.gatherer.wanted_units(place):
+            self._fetch(self._units[index])
+
+    def _fetch(self, unit: Unit) -> None:
+        """Bring the unit here now, or, where other ranks want it, send our part of it."""
+        self._board.wait(unit.index)
+        if unit.state is UnitState.AWAY:
+            self._make_room(unit.num_frames, unit.name)
+            self._reserve(unit)
+        if unit.state is UnitState.AWAITING:
+            self._resolve(unit, Urgency.URGENT)
+        if unit.state is UnitState.FETCHING:
+            self._finish(unit)
+        elif self.gatherer.is_agreed:
+            self.gatherer.finish(unit)
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
-        self.gathers.begin_update(order)
+        self.gatherer.begin_update(order)
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         self._hand_frames_on(stale)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
-                self.gathers.abandon(unit)
+                self.gatherer.abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
@@ -128,7 +144,7 @@ class Residency:
         if self._budget is self._store.arena:
             self._make_room(buffer.num_frames, "a gradient buffer")
         if not buffer.attach():
-            raise self._no_room(buffer.num_frames, "a gradient buffer")
+            raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units)
 
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
@@ -149,16 +165,10 @@ class Residency:
                 if not self._evict_for(unit):
                     return
                 self._reserve(unit)
-            if unit.state is UnitState.AWAITING and self._readable(unit):
+            if unit.state is UnitState.AWAITING and _readable(unit, self._board, self._carrier):
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
                 self._carrier.advance(unit)
-
-    def _readable(self, unit: Unit) -> bool:
-        """Whether reading the unit would not wait for its update."""
-        if self._board.pending(unit.index) or not self._carrier.ready():
-            return False
-        return all(write.done() for section in unit.sections for write in section.shard.writes)
 
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
@@ -179,16 +189,7 @@ class Residency:
             if victim is not None:
                 self._evict(self._units[victim])
             elif not self._budget.raise_limit(num_frames - self._budget.free_frames):
-                raise self._no_room(num_frames, name)
-
-    def _no_room(self, num_frames: int, name: str) -> CapacityError:
-        used = [u.name for u in self._units if u.in_use and not u.resident]
-        return CapacityError(
-            f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
-            f"{format_bytes(self._budget.frame_limit * FRAME)} only "
-            f"{format_bytes(self._budget.free_frames * FRAME)} are free while these units are in use: "
-            f"{', '.join(used) or 'none'}. Raise device_memory, or name smaller units with units="
-        )
+                raise _no_room(num_frames, name, self._budget, self._units)
 
     def _evictable(self) -> list[int]:
         return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and not u.resident]
@@ -203,7 +204,7 @@ class Residency:
 
     def _offer(self, unit: Unit) -> None:
         """Let the update deliver into the unit's buffers, if they are host memory and hold whole sections."""
-        if self._collectives.num_shards > 1 or self._budget is not self._store.arena:
+        if not self._is_alone or self._budget is not self._store.arena:
             return
         if self._board.offer(unit.index, tuple(section.flat.data_ptr() for section in unit.sections)):
             unit.to_read = tuple(section for section in unit.to_read if not section.layout.trainable)
@@ -217,14 +218,16 @@ class Residency:
         self._carrier.launch(unit, unit.to_read, urgency)
 
     def _finish(self, unit: Unit) -> None:
-        self.gathers.finish(unit)
+        if not self.gatherer.has(unit):
+            self._carrier.finish(unit)
+        self.gatherer.finish(unit)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
             self._board.wait(unit.index)
-        self.gathers.abandon(unit)
+        self.gatherer.abandon(unit)
         unit.detach()
         self._advance(unit, UnitState.AWAY)
 
@@ -234,3 +237,20 @@ def _outdate(sections: Iterable[Section]) -> None:
     for section in sections:
         if section.shard.replica is not None:
             section.shard.replica.fresh = False
+
+
+def _readable(unit: Unit, board: UpdateBoard, carrier: Carrier) -> bool:
+    """Whether reading the unit would not wait for its update."""
+    if board.pending(unit.index) or not carrier.ready():
+        return False
+    return all(write.done() for section in unit.sections for write in section.shard.writes)
+
+
+def _no_room(num_frames: int, name: str, budget: Budget, units: Sequence[Unit]) -> CapacityError:
+    used = [u.name for u in units if u.in_use and not u.resident]
+    return CapacityError(
+        f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
+        f"{format_bytes(budget.frame_limit * FRAME)} only "
+        f"{format_bytes(budget.free_frames * FRAME)} are free while these units are in use: "
+        f"{', '.join(used) or 'none'}. Raise device_memory, or name smaller units with units="
+    )

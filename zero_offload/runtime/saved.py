@@ -1,6 +1,7 @@
 """Tensors that autograd saves in a model's forward: which are views of parameters, and who is told when they are read.
 
 Owns the saved-tensor hooks. Never moves bytes: before a view of a unit's buffer is given back, its unit is asked for.
+Who is asked is known to the graph, not here: a cycle would keep a dropped model until the garbage collector comes by.
 Hooks of the user's, around the forward or inside of it, get every other tensor.
 """
 
@@ -8,18 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
+from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.unit import Unit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 SavingHooks = tuple[Pack, Unpack]
+Use = Callable[[Unit], None]
+"""Brings a unit that a backward is about to read."""
+
+
+class TensorStore(Protocol):
+    """Where saved tensors may go."""
+
+    def begin(self) -> None: ...
+
+    def pack(self, tensor: Tensor) -> Any | None:
+        """None when the tensor stays."""
+
+    def unpack(self, packed: Any) -> Tensor: ...
 
 
 class Saved(NamedTuple):
@@ -30,39 +45,95 @@ class Saved(NamedTuple):
     unit: Unit | None
 
 
-class SavedByUser(NamedTuple):
-    """What the user's own hooks made of a tensor, and how they give it back."""
+class SavedByOthers(NamedTuple):
+    """What the user's own hooks, or the store, made of a tensor, and how they give it back."""
 
     packed: Any
     unpack: Unpack
 
 
-def _saving_hooks() -> SavingHooks | None:
+class VersionCheck:
+    """Whether a tensor was changed in place since; keeps none of its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape = tuple(tensor.shape)
+        self._counter: Tensor | None = None
+        self._version = 0
+        if type(tensor) is Tensor and not tensor.is_inference():
+            # A tensor shares the counter of the one it was detached from, whatever its data is replaced by.
+            self._counter, self._version = tensor.detach(), tensor._version
+            self._counter.data = tensor.new_empty(0)
+
+    @property
+    def changed(self) -> bool:
+        return self._counter is not None and self._counter._version != self._version
+
+    def raise_if_changed(self) -> None:
+        if self.changed:
+            assert self._counter is not None
+            raise _changed_in_place(self._shape, self._counter._version, self._version)
+
+    def __str__(self) -> str:
+        assert self._counter is not None
+        return f"a tensor of shape {self._shape}, is at version {self._counter._version}, expected {self._version}"
+
+
+def _changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> RuntimeError:
+    """As autograd says it, which leaves this check to whoever packs."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {shape} is at version {version}, backward expected version {expected}. An optimizer step between "
+        "a forward and its backward does this too"
+    )
+
+
+def _as_it_is(packed: Any) -> Any:
+    return packed
+
+
+KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
+"""What saves a tensor where there are no hooks."""
+
+
+def saving_hooks() -> SavingHooks | None:
     """The hooks that saved tensors pass through now."""
     hooks: SavingHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks
 
 
+_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.recompute")
+
+
 def _recomputed_later(hooks: SavingHooks | None) -> bool:
-    """Whether they are those of torch.utils.checkpoint, which saves nothing and runs its forward again in backward."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
+    """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
+
+
+def hooks_of_session(hooks: SavingHooks) -> bool:
+    """Whether they are those of an offloaded model."""
+    return isinstance(getattr(getattr(hooks[0], "func", None), "__self__", None), SavedTensors)
 
 
 class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
-    def __init__(self, units: Sequence[Unit], use: Callable[[Unit], None]) -> None:
-        """`use` brings a unit that a backward is about to read."""
-        self._use = use
+    def __init__(self, units: Sequence[Unit], store: TensorStore | None) -> None:
+        """`store` takes tensors that are no views of parameters, if they may leave."""
+        self._store = store
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
-    def hooks(self) -> saved_tensors_hooks | None:
+    def begin(self) -> None:
+        """An outermost forward."""
+        if self._store is not None:
+            self._store.begin()
+
+    def hooks(self, use: Use) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
-        hooks = _saving_hooks()
+        hooks = saving_hooks()
         if not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
             return None
-        entered = saved_tensors_hooks(partial(self._pack, hooks), self._unpack)
+        entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()
         return entered
 
@@ -70,38 +141,35 @@ class SavedTensors:
         """The unit whose buffer the tensor views."""
         if tensor.layout is not torch.strided:
             return None
-        return self._unit_of_storage.get(tensor.untyped_storage()._cdata)
+        return self._unit_of_storage.get(local_part(tensor).untyped_storage()._cdata)
 
-    def _save_in_backward(self) -> None:
+    def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""
-        hooks = _saving_hooks()
+        hooks = saving_hooks()
         if not self._is_ours(hooks) and not _recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
-            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), self._unpack)
+            unpack = partial(self._unpack, use)
+            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), unpack)
 
     def _is_ours(self, hooks: SavingHooks | None) -> bool:
         return hooks is not None and getattr(hooks[0], "func", None) == self._pack
 
-    def _pack(self, users: SavingHooks | None, tensor: Tensor) -> Saved | SavedByUser:
+    def _pack(self, users: SavingHooks | None, tensor: Tensor) -> Saved | SavedByOthers:
         unit = self.unit_of(tensor)
         if unit is None and users is not None:
-            return SavedByUser(users[0](tensor), users[1])
+            return SavedByOthers(users[0](tensor), users[1])
+        if unit is None and self._store is not None and (stored := self._store.pack(tensor)) is not None:
+            return SavedByOthers(stored, self._store.unpack)
         # Detached: a node that saved its own output would hold itself in memory through it.
         return Saved(tensor.detach(), tensor._version, unit)
 
-    def _unpack(self, saved: Saved | SavedByUser) -> Tensor:
-        if isinstance(saved, SavedByUser):
+    def _unpack(self, use: Use, saved: Saved | SavedByOthers) -> Tensor:
+        if isinstance(saved, SavedByOthers):
             return saved.unpack(saved.packed)
-        # Autograd leaves this check to whoever packs.
         if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace "
-                f"operation: a tensor of shape {tuple(saved.tensor.shape)} is at version "
-                f"{saved.tensor._version}, backward expected version {saved.version}. An optimizer step "
-                "between a forward and its backward does this too"
-            )
+            raise _changed_in_place(tuple(saved.tensor.shape), saved.tensor._version, saved.version)
         if saved.unit is not None:
-            self._use(saved.unit)
+            use(saved.unit)
             if torch.is_grad_enabled():
-                self._save_in_backward()
+                self._save_in_backward(use)
         return saved.tensor

@@ -27,12 +27,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
+from zero_offload.runtime.frames import runs
 from zero_offload.runtime.grads import GradReducer
 from zero_offload.runtime.guard import refuse_copy
+from zero_offload.runtime.recompute import drop_stale
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.saved import SavedTensors
+from zero_offload.runtime.saved import SavedTensors, TensorStore
 from zero_offload.runtime.unit import Unit
 
 
@@ -98,27 +100,23 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _runs(frame: FrameType) -> bool:
-    """Whether a frame is one of our callers."""
-    caller: FrameType | None = sys._getframe()
-    while caller is not None and caller is not frame:
-        caller = caller.f_back
-    return caller is not None
-
-
 class Session:
     """Uses of units by forwards and backwards."""
 
-    def __init__(self, units: Sequence[Unit], residency: Residency, grads: GradReducer) -> None:
+    def __init__(
+        self, units: Sequence[Unit], residency: Residency, grads: GradReducer, activations: TensorStore | None = None
+    ) -> None:
         self._units = units
         self._residency = residency
         self._grads = grads
         self._stack: list[Scope] = []
         self._backward_runs = False
         self._pid = os.getpid()
+        self.lacks_weights = False
+        """Values were left out, and none have been loaded in their place."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, self._use_in_backward)
+        self._saved = SavedTensors(units, activations)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -126,6 +124,15 @@ class Session:
             raise ZeroOffloadError(
                 f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
                 f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
+            )
+
+    def check_usable(self) -> None:
+        """Whether there is something to compute with or to read."""
+        self.check_process()
+        if self.lacks_weights:
+            raise ConfigError(
+                'this model was built by zo.deferred_init(values="skip") and has no weights yet. Load them by '
+                'zo.load_pretrained(model, "folder/") or zo.load_checkpoint, or build it by zo.deferred_init()'
             )
 
     __reduce_ex__ = refuse_copy
@@ -143,13 +150,13 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if any(scope.units is units and not _runs(scope.caller) for scope in self._stack):
+        if any(scope.units is units and not runs(scope.caller) for scope in self._stack):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
         if not self._stack:
             self._begin()
         self._stack.append(Scope(units, sys._getframe(2)))
-        self._stack[-1].saving = self._saved.hooks()
+        self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
         for unit in units:
             self._use(unit)
         if units:
@@ -169,6 +176,8 @@ class Session:
             if unit.forward_uses == 0:
                 changed += unit.changed()
             unit.close()
+        if not self._stack:
+            self._residency.meet("the end of a forward")
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -192,6 +201,7 @@ class Session:
         return unit is not None and not unit.resident
 
     def _abandon(self) -> None:
+        drop_stale()
         while self._stack:
             saving = self._stack.pop().saving
             if saving is not None:
@@ -216,10 +226,16 @@ class Session:
 
     def _begin(self) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
-        self.check_process()
+        self.check_usable()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
+        self._saved.begin()
         self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
+
+    def settle(self) -> None:
+        """Before a norm or a step: of a backward that broke off, some gradients are not whole, and none may be used."""
+        if self._backward_runs and not self.active:
+            self._recover()
 
     def _recover(self) -> None:
         broken = self._backward_runs
@@ -278,6 +294,7 @@ class Session:
         for unit in self._units:
             unit.backward_uses = 0
             unit.close()
+        self._residency.meet("the end of a backward")
         self._grads.finish_backward()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
+from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.guard import guard, unguard
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.state import StateTracker, UnitState
@@ -122,7 +123,7 @@ class Unit:
         names = []
         # Without versions it was never opened: there was no room for it.
         for (section, piece, param), version in zip(self.placed_params(), self._versions, strict=False):
-            elsewhere = param.untyped_storage()._cdata != section.flat.untyped_storage()._cdata
+            elsewhere = local_part(param).untyped_storage()._cdata != section.flat.untyped_storage()._cdata
             if elsewhere or (param._version != version and not self.updates_in_place):
                 names.append(piece.spec.name)
         return names

@@ -1,4 +1,4 @@
-"""Which runtime a parameter belongs to: the only module-level state of the package.
+"""Which runtime a parameter belongs to, or how its values will be made: the only module-level state of the package.
 
 `Owner` is what the guard class, the optimizers and the public functions may ask of the runtime; the object
 behind it is made one layer up. Nothing is ever hung on a parameter or a module.
@@ -96,16 +96,38 @@ class Owner(Protocol):
         """Replace them."""
 
 
+class Recipe(Protocol):
+    """How the values of a parameter on meta are made."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether they were left out."""
+
+    def make(self) -> torch.Tensor:
+        """The values, a new tensor of the parameter's shape, host."""
+
+
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> weak reference to its owner, which the model's hooks keep alive."""
+"""Parameter -> weak reference to its owner, which the model's hooks keep alive; before that, its recipe."""
 
 
 def owner_of(param: nn.Parameter) -> Owner | None:
     """The runtime that offloads `param`, or None."""
     reference = _owners.get(param)
-    owner: Owner | None = None if reference is None else reference()
+    owner: Owner | None = reference() if isinstance(reference, weakref.ref) else None
     return owner
 
 
 def register(param: nn.Parameter, owner: Owner) -> None:
     _owners[param] = weakref.ref(owner)
+
+
+def recipe_of(param: nn.Parameter) -> Recipe | None:
+    """How the values of `param` are made, where `deferred_init` has left that to `offload`."""
+    found = _owners.get(param)
+    recipe: Recipe | None = None if isinstance(found, weakref.ref) else found
+    return recipe
+
+
+def keep_recipe(param: nn.Parameter, recipe: Recipe) -> None:
+    _owners[param] = recipe

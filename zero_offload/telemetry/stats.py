@@ -27,6 +27,8 @@ class Stats:
     written_bytes: dict[str, int]
     communicated_bytes: dict[str, int]
     """Of whole buffers: "gathered" from all ranks, "reduced" over them. Nothing on one rank."""
+    activation_bytes: dict[str, int]
+    """Per tier, of tensors that forwards gave it to keep for backward; none where `activations` is on the device."""
     num_departures: int
     """Uses of units that the schedule did not predict."""
     skipped_steps: int
@@ -64,6 +66,7 @@ class StatsKeeper:
             read_bytes={tier.value: int(delta.get(f"read.{tier.value}", 0)) for tier in Tier},
             written_bytes={tier.value: int(delta.get(f"written.{tier.value}", 0)) for tier in Tier},
             communicated_bytes={name: int(delta.get(name, 0)) for name in ("gathered", "reduced")},
+            activation_bytes={tier.value: int(delta.get(f"activations.{tier.value}", 0)) for tier in Tier},
             num_departures=int(delta.get("departures", 0)),
             skipped_steps=skipped_steps,
             resident_bytes=resident_bytes,

@@ -14,9 +14,12 @@ import zero_offload as zo
 from tests.helpers.disk import GENERATION, SWAP, abandon, flip_bit, open_model, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import read_masters
+from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.runtime.collectives import CommitGroup
+from zero_offload.runtime.rank_group import RankGroup
 from zero_offload.shards.shard import components_of
 
 IN_MEMORY = {"params": "cpu", "optimizer": "cpu"}
@@ -92,7 +95,7 @@ def _layout(num_shards: int) -> ShardLayout:
 @pytest.mark.parametrize("num_shards", [2, 3, 7])
 def test_other_numbers_of_shards_read_the_same_elements(num_shards: int, saved: Path) -> None:
     whole, layout = _layout(1), _layout(num_shards)
-    with SavedCheckpoint.open(saved, whole) as checkpoint:
+    with SavedCheckpoint.open(saved, whole, Ranks(0, 1, CommitGroup(RankGroup.of(zo.OffloadConfig())))) as checkpoint:
         for section, cut in zip(whole.sections, layout.sections, strict=True):
             for component in components_of(section):
                 expected = checkpoint.source(section, 0)(component, 0, section.shard_numel)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import TinyLM, build
-from zero_offload.checkpoint.values import ComponentSource, fill_from_array, fill_from_params, read_master
+from zero_offload.checkpoint.values import ComponentSource, fill_from_array, fill_from_readers, read_master
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
@@ -24,6 +25,10 @@ def _layout(dtype: torch.dtype, num_shards: int) -> tuple[dict[str, Tensor], Sha
     model = build(lambda: TinyLM(WIDTH))
     params = {name: param.detach() for name, param in model.named_parameters()}
     return params, make_layout(ModelSpec.from_module(model, None), dtype, num_shards)
+
+
+def _elements(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return tensor.detach().reshape(-1)[begin:end]
 
 
 def _members(section: SectionLayout, params: dict[str, Tensor]) -> dict[ParamSlice, Tensor]:
@@ -46,7 +51,9 @@ def test_shards_together_are_the_parameters(dtype: torch.dtype, num_shards: int)
     for index in range(num_shards):
         store = _store(layout)
         for shard in store.shards:
-            fill = fill_from_params(shard, index, _members(shard.layout, params))
+            members = _members(shard.layout, params)
+            readers = {piece: partial(_elements, tensor) for piece, tensor in members.items()}
+            fill = fill_from_readers(shard, index, readers)
             store.write_components(shard, ComponentSource(shard, fill))
             parts.setdefault(shard.layout.index, []).append(read_master(store, shard))
     for section in layout.sections:

@@ -140,7 +140,7 @@ def test_several_ranks_share_everything_in_stage_3_and_nothing_in_stage_0() -> N
     assert used(sharded) == {
         ("cpu", "params"): 2 * 3 * N // 2,
         ("cpu", "grads"): 4 * 3 * N // 2,
-        ("cpu", "optimizer"): 12 * 3 * N // 2,
+        ("cpu", "optimizer"): 10 * 3 * N // 2,
     }
     whole = estimate(("cpu", "cpu", "cpu"), world_size=2, stage=0, durability="scratch")
     assert used(whole)["cpu", "params"] == 2 * 3 * N
@@ -173,12 +173,12 @@ def test_whole_units_are_gathered_from_all_ranks() -> None:
 
 
 def test_stages_divide_one_kind_of_state_after_another() -> None:
-    """Four ranks; of 12 bytes of optimizer states, 2 are a view of the whole parameters while those are in memory."""
+    """Four ranks; of 12 bytes of optimizer states, 2 are the parameters while those are in memory."""
     expected = {
         0: (2, 4, 10),
         1: (2, 4 + 4 / 4, 12 / 4 - 2 / 4),
         2: (2, 4 / 4, 12 / 4 - 2 / 4),
-        3: (2 / 4, 4 / 4, 12 / 4),
+        3: (2 / 4, 4 / 4, 12 / 4 - 2 / 4),
     }
     for stage, (params, grads, optimizer) in expected.items():
         found = used(estimate(("cpu", "cpu", "cpu"), world_size=4, stage=stage, durability="scratch"))

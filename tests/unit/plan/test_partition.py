@@ -23,6 +23,14 @@ def test_what_each_stage_divides(
         assert (partition.replicates_params, partition.defers_reduction) == (replicates, defers)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_of_any_branches_keep_their_gradients_until_all_are_known(stage: int) -> None:
+    same, other = Partition(stage, 4), Partition(stage, 4, any_branches=True)
+    assert other.defers_reduction and other.grad_shards == 1
+    assert (other.optimizer_shards, other.param_shards) == (same.optimizer_shards, same.param_shards)
+    assert not Partition(stage, 1, any_branches=True).defers_reduction
+
+
 def test_on_one_rank_all_stages_are_the_same() -> None:
     for stage in STAGES:
         partition = Partition(stage, 1)

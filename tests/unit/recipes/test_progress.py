@@ -29,6 +29,15 @@ def test_a_terminal_sees_one_line_rewritten() -> None:
         assert part in text
 
 
+def test_activations_are_shown_where_they_move() -> None:
+    out = io.StringIO()
+    progress = Progress(out, num_steps=2)
+    progress.step(_row(1, activation_bytes={"device": 0, "cpu": 0, "nvme": 0}))
+    progress.step(_row(2, activation_bytes={"device": 0, "cpu": 0, "nvme": 5 << 20}))
+    first, second = out.getvalue().splitlines()
+    assert "activations" not in first and "| activations: nvme 5 MiB |" in second
+
+
 def test_a_file_gets_a_plain_line_now_and_then() -> None:
     out = io.StringIO()
     progress = Progress(out, num_steps=100)

@@ -1,0 +1,219 @@
+"""What backward needs of forward: kept in memory, computed again, or on disk, alone and together.
+
+A GPT of 8 layers of width 256, bf16, 4096 tokens. Every system is a process of its own that steps in turns with the
+others; parameters, gradients and optimizer states are in memory in all of them. A system's memory is its peak RSS
+during the steps less what it had once it was built.
+
+    python benchmarks/activations.py [--quick] [--nvme DIR] [--json FILE] [--threads N]
+
+The bars. Memory, against activations kept in memory: recomputed <= 0.5x; on disk <= 0.4x; both <= 0.5x (what is left
+then is one block's activations, the logits, and 48 MiB of buffers). Time: recomputed <= 1.35x (four thirds of the
+arithmetic); with boundaries on disk <= 1.1x of recomputed; on disk without recompute, what the drive takes for the
+bytes counted at the rates of the same run, or the step in memory if that is more, and 35% on top.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _rows import row, show, write
+from torch import Tensor
+
+import zero_offload as zo
+from zero_offload.memory.arena import Arena
+from zero_offload.recipes.gpt import GPT, GPTConfig, next_token_loss
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import open_engine
+from zero_offload.storage.swap_file import SwapFile
+from zero_offload.types import MIB
+
+MODEL = GPTConfig(num_layers=8, width=256, num_heads=4, seq_max=256)
+BATCH, SEQ = 16, 256
+REACH_MEMORY, REACH_TIME, REACH_BOUNDARIES, REACH_DISK = (0.5, 0.4, 0.5), 1.35, 1.1, 1.35
+SYSTEMS = ("kept", "recomputed", "recomputed, boundaries on disk", "saved tensors on disk")
+RATE_BYTES = 256 * MIB
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one system's steps."""
+
+    step_s: float
+    peak_mib: float
+    read_bytes: int
+    written_bytes: int
+
+
+def build(system: str, directory: Path) -> tuple[GPT, zo.AdamW]:
+    model = GPT(MODEL)
+    if "recomputed" in system:
+        zo.checkpoint(model.blocks)
+    activations = "nvme" if "disk" in system else "device"
+    path = directory / system.replace(" ", "_").replace(",", "")
+    zo.offload(model, zo.OffloadConfig(activations=activations, nvme=path, durability="scratch"))
+    return model, zo.AdamW(model.parameters(), lr=1e-4)
+
+
+def status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
+
+
+def step(model: GPT, optimizer: zo.AdamW, tokens: Tensor) -> None:
+    next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def serve(system: str, directory: Path, num_threads: int) -> None:
+    """A worker's life: a step per line of input, answered with its figures so far."""
+    torch.set_num_threads(num_threads)
+    model, optimizer = build(system, directory)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (BATCH, SEQ + 1), generator=generator)
+    # Gradients are made and libraries loaded by a step that saves next to nothing.
+    step(model, optimizer, tokens[:1, :33])
+    gc.collect()
+    at_start = status_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        step(model, optimizer, tokens)
+        seconds, stats = time.perf_counter() - start, zo.stats(model)
+        peak_mib = (status_bytes("VmHWM") - at_start) / MIB
+        figures = [seconds, peak_mib, stats.read_bytes["nvme"], stats.written_bytes["nvme"]]
+        print(json.dumps(figures), flush=True)
+    zo.close(model)
+
+
+class Worker:
+    """The other end of `serve`."""
+
+    def __init__(self, system: str, directory: Path, num_threads: int) -> None:
+        command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
+        self._child = subprocess.Popen(
+            [*command, "--threads", str(num_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self) -> Figures:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write("\n")
+        self._child.stdin.flush()
+        answer = self._child.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a worker ended early with exit code {self._child.wait()}; its error is above")
+        return Figures(*json.loads(answer))
+
+    def close(self) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.close()
+        self._child.wait()
+
+
+class Drive:
+    """Writes and reads a file as the store does, with nothing beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = RunDirectory.open(directory / "rates")
+        self._engine = open_engine(4)
+        self._file = SwapFile([self._directory], "rates", self._engine, 1)
+        self._extent = self._file.allocate("rates", [MIB] * (RATE_BYTES // MIB))
+        self._file.create_scratch()
+        self._region = Arena(0).allocate(RATE_BYTES)
+        self._region.tensor(torch.uint8, RATE_BYTES).fill_(1)
+
+    def seconds_per_byte(self) -> tuple[float, float]:
+        """To read, to write."""
+        start = time.perf_counter()
+        self._file.write(self._extent, slice(None), self._region.address).wait()
+        middle = time.perf_counter()
+        self._file.read(self._extent, slice(None), self._region.address).wait()
+        return (time.perf_counter() - middle) / RATE_BYTES, (middle - start) / RATE_BYTES
+
+    def close(self) -> None:
+        self._engine.close()
+        self._file.close()
+        self._directory.close()
+
+
+def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[str, Figures], tuple[float, float]]:
+    """Each system's median step and last peak; seconds per byte to read and to write."""
+    drive = Drive(directory)
+    workers = {system: Worker(system, directory, num_threads) for system in SYSTEMS}
+    samples: dict[str, list[Figures]] = {system: [] for system in SYSTEMS}
+    rates = []
+    try:
+        for round_index in range(1 + num_rounds):
+            for system, worker in workers.items():
+                sample = worker.step()
+                if round_index:  # the first step takes buffers and extents
+                    samples[system].append(sample)
+            rates.append(drive.seconds_per_byte())
+    finally:
+        for worker in workers.values():
+            worker.close()
+        drive.close()
+    found = {
+        system: Figures(
+            statistics.median(each.step_s for each in taken),
+            taken[-1].peak_mib,
+            taken[-1].read_bytes,
+            taken[-1].written_bytes,
+        )
+        for system, taken in samples.items()
+    }
+    return found, (statistics.median(read for read, _ in rates), statistics.median(write for _, write in rates))
+
+
+def compare(found: dict[str, Figures], seconds_per_byte: tuple[float, float]) -> list[dict[str, Any]]:
+    kept, recomputed, boundaries, stored = (found[system] for system in SYSTEMS)
+    memory, base = REACH_MEMORY, "activations in memory"
+    drive_s = stored.read_bytes * seconds_per_byte[0] + stored.written_bytes * seconds_per_byte[1]
+    bound = max(kept.step_s, drive_s)
+    limit = "its drive" if drive_s > kept.step_s else base
+    return [
+        row("peak, recomputed", recomputed.peak_mib, "MiB", base, kept.peak_mib, memory[0]),
+        row("peak, on disk", stored.peak_mib, "MiB", base, kept.peak_mib, memory[1]),
+        row("peak, recomputed, on disk", boundaries.peak_mib, "MiB", base, kept.peak_mib, memory[2]),
+        row("time, recomputed", recomputed.step_s, "s", base, kept.step_s, REACH_TIME),
+        row("time, recomputed, on disk", boundaries.step_s, "s", "recomputed", recomputed.step_s, REACH_BOUNDARIES),
+        row("time, on disk", stored.step_s, "s", limit, bound, REACH_DISK),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within three minutes")
+    parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        serve(args.worker, args.nvme, args.threads)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="activations_", dir=args.nvme or Path.cwd()) as directory:
+        found, seconds_per_byte = measure(Path(directory), 3 if args.quick else 10, args.threads)
+    rows = compare(found, seconds_per_byte)
+    for system, each in found.items():
+        moved = f"{each.written_bytes / MIB:.0f} MiB to disk and {each.read_bytes / MIB:.0f} MiB back"
+        print(f"{system:<32} {each.step_s:7.3f} s {each.peak_mib:7.0f} MiB  {moved}")
+    show(rows)
+    write(rows, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

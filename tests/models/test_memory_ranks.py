@@ -1,0 +1,100 @@
+"""Bytes of each rank at every stage: what rests on a tier is the plan's figure to the byte, what is in flight below it.
+
+Sizes are multiples of a frame however they are divided, so that nothing is rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.ranks import RankPools
+from zero_offload.api import runtime_of
+from zero_offload.plan.partition import STAGES
+from zero_offload.types import Tier
+
+NARROW, BROAD = 1024, 3072
+"""Their product in fp32 is 12 MiB: six frames."""
+
+
+class TwoUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [(NARROW, BROAD), (BROAD, NARROW)]
+        self.blocks = nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+def measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of two micro-batches, so that sums of gradients are in fp32 as the plan of several ranks has them."""
+    model, config = TwoUnits(), zo.OffloadConfig(**settings)
+    plan = zo.plan(model, config)
+    zo.offload(model, config)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-4)
+    try:
+        for _ in range(3):
+            for _ in range(2):
+                model(torch.ones(1, NARROW) + rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime: Any = runtime_of(model)
+        runtime.worker.drain()
+        arena = runtime.parts.store.arena
+        at_rest = {tier: sum(n for (place, _), n in plan.rest_bytes.items() if place is tier) for tier in Tier}
+        return {
+            "planned": at_rest,
+            "in_flight": plan.staging_bytes,
+            "memory": arena.allocated_bytes,
+            "frames": arena.frame_bytes,
+            "nvme": zo.stats(model).resident_bytes["nvme"],
+        }
+    finally:
+        zo.close(model)
+
+
+def check(stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path) -> None:
+    settings = {"params": tier, "grads": tier, "optimizer": tier, "stage": stage, "precision": "fp32"}
+    for found in pools.of(world_size).succeed(measure, settings | ({"nvme": nvme} if tier == "nvme" else {})):
+        # The update's staging is taken once and stays; frames are as many as were ever needed at once.
+        assert found["memory"] == found["planned"][Tier.CPU] + found["in_flight"][Tier.CPU]
+        assert found["nvme"] == found["planned"][Tier.NVME]
+        assert 0 <= found["frames"] <= found["in_flight"][Tier.DEVICE]
+        assert (found["planned"][Tier.NVME] > 0) == (tier == "nvme")
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_hold_what_the_plan_says(stage: int, tier: str, pools: RankPools, nvme: Path) -> None:
+    check(stage, 2, tier, pools, nvme)
+
+
+@pytest.mark.parametrize(
+    ("stage", "world_size", "tier"), [(3, 1, "cpu"), (3, 1, "nvme"), (1, 3, "nvme"), (2, 3, "cpu")]
+)
+def test_one_and_three_ranks_do_too(stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path) -> None:
+    check(stage, world_size, tier, pools, nvme)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_every_number_of_ranks_does(stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path) -> None:
+    check(stage, world_size, tier, pools, nvme)

@@ -1,0 +1,126 @@
+"""The parameters of a model move into their sections: values to where they rest, parameters to views of buffers.
+
+Owns which parameters can be moved and what becomes of each. A plain one stays the object it is. The values of one
+that `deferred_init` has left to be made are made here, one parameter at a time, and a plain parameter takes its
+place in every module. Decides nothing about tiers, and takes no memory but for values on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers
+from zero_offload.deferred.recipe import TEMPORARY_BYTES
+from zero_offload.deferred.recorder import DeferredTensor
+from zero_offload.device import Device
+from zero_offload.memory.heap import HeapTrimmer
+from zero_offload.memory.pages import trim_heap
+from zero_offload.plan.layout import ParamSlice
+from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.runtime.dtensors import move_to
+from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.registry import owner_of, recipe_of
+from zero_offload.shards.store import ShardStore
+
+
+def param_problem(param: nn.Parameter) -> str | None:
+    """Why a parameter cannot be offloaded, or None."""
+    if owner_of(param) is not None:
+        return "is offloaded already; call zo.offload once per model"
+    if recipe_of(param) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+        return "has a hook, which a deferred parameter loses; register it after zo.offload" if hooks else None
+    if isinstance(param, DeferredTensor):
+        return "is still recorded; leave 'with zo.deferred_init():' before zo.offload"
+    if param.is_meta:
+        return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
+    if type(param) is not nn.Parameter:
+        return f"is a {type(param).__name__}; only plain parameters and DTensors can be offloaded"
+    if param.device.type != "cpu":
+        return f"is on {param.device}; build the model on the CPU"
+    return "has a gradient; call model.zero_grad() first" if param.grad is not None else None
+
+
+def lacks_values(model: nn.Module) -> bool:
+    """Whether values of some parameter were left out by `deferred_init(values="skip")`."""
+    recipes = [recipe_of(param) for param in model.parameters()]
+    return any(recipe is not None and recipe.is_skipped for recipe in recipes)
+
+
+def move_in(model: nn.Module, units: Sequence[Unit], store: ShardStore, device: Device, values_of: int | None) -> None:
+    """Make every parameter a view of its section.
+
+    The values of shard number `values_of` are taken along; None where the shards have theirs.
+    """
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device.torch_device))
+    params = dict(model.named_parameters())
+    views = WeakIdKeyDictionary()
+    for unit in units:
+        for section in unit.sections:
+            members = {piece: params[piece.spec.name] for piece in section.layout.params}
+            if values_of is not None:
+                _write_values(section, store, values_of, members)
+            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
+                for piece, param in members.items():
+                    view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
+                    views[param] = _as_view(param, view)
+                    unit.params.append(views[param])
+    for module in model.modules():
+        for name, registered in list(module._parameters.items()):
+            if registered is not None and views[registered] is not registered:
+                setattr(module, name, views[registered])
+
+
+def _write_values(
+    section: Section, store: ShardStore, shard_index: int, members: Mapping[ParamSlice, nn.Parameter]
+) -> None:
+    recipes = [recipe_of(param) for param in members.values()]
+    if all(recipe is not None and recipe.is_skipped for recipe in recipes):
+        return
+    values = _Values()
+    readers = {piece: functools.partial(values.read, param) for piece, param in members.items()}
+    fill = fill_from_readers(section.shard, shard_index, readers)
+    store.write_components(section.shard, ComponentSource(section.shard, fill))
+    if any(recipes):
+        trim_heap()  # what values were made with, of many sizes
+
+
+class _Values:
+    """Elements of parameters, in any order, best one parameter after the other: one that was made is kept."""
+
+    def __init__(self) -> None:
+        self._param: nn.Parameter | None = None
+        self._made = torch.empty(0)
+        self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
+
+    def read(self, param: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        recipe = recipe_of(param)
+        if recipe is None:
+            return local_part(param).detach().reshape(-1)[begin:end]
+        if recipe.is_skipped:
+            return torch.zeros(1, dtype=param.dtype).expand(end - begin)
+        if self._param is not param:
+            freed, self._made = self._made.nbytes, torch.empty(0)  # before the next one takes memory
+            self._trimmer.freed(freed)
+            self._param, self._made = param, recipe.make().reshape(-1)
+        return self._made[begin:end]
+
+
+def _as_view(param: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    """The parameter that is this view: itself, or a new one for a deferred one, which cannot leave meta."""
+    if recipe_of(param) is None:
+        move_to(param, view)
+        return param
+    made = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), param.requires_grad)
+    made.data = view
+    made.__dict__.update({key: value for key, value in param.__dict__.items() if key != "_is_param"})
+    return made

@@ -1,0 +1,93 @@
+"""The directories, engine, files and generations of one model, opened in the order that several ranks need.
+
+Owns that order; what is opened is closed by the `ExitStack` it is given. The calls: `open`, and `create` once the store
+has planned its extents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+
+from zero_offload.checkpoint.format import swap_file_name
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.plan.layout import ShardLayout
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import open_engine
+from zero_offload.storage.swap_file import SwapFile
+from zero_offload.types import Tier
+
+IO_THREADS = 4
+
+
+class RunFiles:
+    """The directories, engine, swap file and generations of one model; all None without a directory."""
+
+    def __init__(self) -> None:
+        self.keeper: GenerationKeeper | None = None
+        self.swap: SwapFile | None = None
+        self.scratch: SwapFile | None = None
+        """Activations: of no generation, and without a name."""
+
+    @classmethod
+    def open(
+        cls,
+        config: OffloadConfig,
+        layout: ShardLayout,
+        ranks: Ranks,
+        cleanup: contextlib.ExitStack,
+    ) -> RunFiles:
+        files = cls()
+        if not config.nvme_dirs:
+            return files
+        directories = _open_directories(config, ranks, cleanup)
+        durability = config.effective_durability
+        keeper = GenerationKeeper(directories, layout, ranks, durability)
+        if durability is not Durability.SCRATCH:
+            with ranks.exchange.together():
+                keeper.look(Existing(config.existing))
+            keeper.run_id = ranks.exchange.agree(keeper.run_id)
+            files.keeper = keeper
+            with ranks.exchange.together():
+                if keeper.found is None and ranks.rank == 0:
+                    keeper.remove_old()
+                    keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
+        engine = open_engine(IO_THREADS)
+        seed = zlib.crc32(keeper.run_id.encode())
+        if Tier.NVME in config.activation_fractions:
+            files.scratch = SwapFile(directories, "activations", engine, seed)
+            # Closed after the engine, which waits: a forward without a backward leaves writes under way.
+            cleanup.callback(files.scratch.close)
+        cleanup.callback(engine.close)
+        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed)
+        cleanup.callback(files.swap.close)
+        return files
+
+    @property
+    def found(self) -> object:
+        return None if self.keeper is None else self.keeper.found
+
+    def create(self, durability: Durability) -> None:
+        """The store has planned its extents: make or open the files."""
+        if self.swap is None:
+            return
+        if self.scratch is not None:
+            self.scratch.create_scratch()
+        if durability is Durability.SCRATCH:
+            self.swap.create_scratch()
+        elif self.found is not None:
+            self.swap.open_existing()
+        else:
+            self.swap.create()
+
+
+def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
+    """Rank 0 takes the locks; the others join once it has them."""
+    directories = []
+    for is_turn, take in ((ranks.rank == 0, RunDirectory.open), (ranks.rank != 0, RunDirectory.join)):
+        with ranks.exchange.together():
+            for path in config.nvme_dirs if is_turn else ():
+                directories.append(take(path))
+                cleanup.callback(directories[-1].close)
+    return directories

@@ -1,0 +1,354 @@
+"""Bytes that leave the compute device between forward and backward, and come back: in host memory, or in a file.
+
+Owns the blocks: each is leased to a piece of one tensor's memory and given back with it, so that nothing grows once a
+step has taken what it needs. Decides nothing. The calls: `put` launches the way out, `arrival` stands for the way back:
+`start` launches what there is room for, `finish` gives the bytes; `release` when nobody wants them any more.
+
+On a GPU both ways go over the copy lanes. On the way to a file and back bytes pass through page-aligned host memory, of
+constant size: `ACTIVATION_BLOCKS_OUT` and `ACTIVATION_BLOCKS_BACK` blocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_offload.device import Device, Handoff
+from zero_offload.errors import CapacityError, StorageError
+from zero_offload.memory.arena import Arena
+from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
+from zero_offload.shards.disk import ALL_ROWS, DiskArrays
+from zero_offload.storage.engine import Urgency
+from zero_offload.storage.swap_file import SECTOR, Extent, Transfer
+from zero_offload.telemetry.events import Counters
+from zero_offload.types import Tier
+
+_SLAB_BLOCKS = 32
+"""Blocks of host memory that are taken and registered at once."""
+
+Pieces = Sequence[Any]
+
+
+class Arrival(Protocol):
+    """The way back of one tensor's memory."""
+
+    def start(self) -> bool:
+        """Launch what there is room for; says whether that was all."""
+
+    def finish(self) -> Tensor:
+        """(nbytes,) uint8 on the compute device, valid for compute launched from now on."""
+
+    def abandon(self) -> None:
+        """It is not wanted any more."""
+
+
+class ActivationTier(Protocol):
+    def put(self, source: Tensor) -> Pieces:
+        """Launch the copy of `source`, (nbytes,) uint8 on the compute device, which may be freed but not changed."""
+
+    def arrival(self, pieces: Pieces) -> Arrival: ...
+
+    def release(self, pieces: Pieces) -> None:
+        """The bytes are of no use any more. Any thread, at any time: waits for nothing."""
+
+
+def _cut(source: Tensor) -> Iterator[Tensor]:
+    return iter(source.split(ACTIVATION_BLOCK_BYTES))
+
+
+class _Blocks:
+    """Host memory in blocks, which come back in the order in which they are likely to be free of copies."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._free: deque[tuple[Tensor, Handoff | Transfer | None]] = deque()
+
+    def grow(self, count: int) -> None:
+        region = self._arena.allocate(count * ACTIVATION_BLOCK_BYTES)
+        whole = region.tensor(torch.uint8, count * ACTIVATION_BLOCK_BYTES)
+        self._free.extend((block, None) for block in whole.split(ACTIVATION_BLOCK_BYTES))
+
+    @property
+    def available(self) -> bool:
+        return bool(self._free)
+
+    def lease(self) -> Tensor:
+        """(ACTIVATION_BLOCK_BYTES,) uint8; there must be one."""
+        block, last = self._free.popleft()
+        _wait(last)
+        return block
+
+    def give_back(self, block: Tensor, last: Handoff | Transfer | None) -> None:
+        """`last` may still use it."""
+        self._free.append((block, last))
+
+
+def _wait(last: Handoff | Transfer | None) -> None:
+    if isinstance(last, Transfer):
+        last.wait()
+    elif last is not None:
+        last.take_on_host()
+
+
+# In host memory, beside a GPU
+
+
+@dataclass
+class _HostPiece:
+    block: Tensor
+    nbytes: int
+    last: Handoff
+    """The copy that wrote it, or the latest that read it."""
+
+
+class HostTier:
+    """Pinned host memory; as much as was ever away at once."""
+
+    def __init__(self, device: Device, arena: Arena, counters: Counters) -> None:
+        self._device = device
+        self._blocks = _Blocks(arena)
+        self._counters = counters
+
+    def put(self, source: Tensor) -> Pieces:
+        self._counters.written(Tier.CPU, source.nbytes)
+        pieces = []
+        for part in _cut(source):
+            if not self._blocks.available:
+                self._blocks.grow(_SLAB_BLOCKS)
+            block = self._blocks.lease()
+            pieces.append(_HostPiece(block, part.nbytes, self._device.download(block[: part.nbytes], part)))
+        return pieces
+
+    def arrival(self, pieces: Pieces) -> Arrival:
+        return _FromHost(self._device, self._counters, pieces)
+
+    def release(self, pieces: Pieces) -> None:
+        for piece in pieces:
+            self._blocks.give_back(piece.block, piece.last)
+
+
+class _FromHost:
+    """Uploads, all at once."""
+
+    def __init__(self, device: Device, counters: Counters, pieces: Sequence[_HostPiece]) -> None:
+        self._device = device
+        self._counters = counters
+        self._pieces = pieces
+        self._target: Tensor | None = None
+
+    def start(self) -> bool:
+        if self._target is None:
+            nbytes = sum(piece.nbytes for piece in self._pieces)
+            self._counters.read(Tier.CPU, nbytes)
+            self._target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+            for piece, part in zip(self._pieces, _cut(self._target), strict=True):
+                # The lanes know nothing of each other: through compute, the upload comes after the download.
+                source = piece.last.take()[: piece.nbytes]
+                piece.last = Handoff(source, self._device.upload(part, source).ready)
+        return True
+
+    def finish(self) -> Tensor:
+        self.start()
+        for piece in self._pieces:
+            piece.last.take()
+        target, self._target = self._target, None
+        assert target is not None
+        return target
+
+    def abandon(self) -> None:
+        if self._target is not None:
+            for piece in self._pieces:
+                piece.last.take()  # what gets its memory next comes after the uploads
+            self._target = None
+
+
+# In a file
+
+
+@dataclass
+class _DiskPiece:
+    extent: Extent
+    nbytes: int
+    staged: _Leaving | None = None
+    """On its way out."""
+    last: Transfer | None = None
+    """The write, or the latest read."""
+
+    def settle(self) -> None:
+        """Wait until the file has it, and nobody reads it."""
+        if self.staged is not None:
+            self.staged.finish()
+        if self.last is not None:
+            self.last.wait()
+
+
+@dataclass
+class _Leaving:
+    """A block of staging on its way to the file."""
+
+    disk: DiskArrays
+    block: Tensor
+    piece: _DiskPiece
+    download: Handoff | None
+
+    @property
+    def written(self) -> bool:
+        return self.piece.last is not None and self.piece.last.done()
+
+    def advance(self) -> None:
+        """Launch the write if the download is done."""
+        if self.piece.staged is not None and (self.download is None or self.download.ready.done()):
+            self._launch()
+
+    def finish(self) -> None:
+        """Launch it whatever it takes."""
+        if self.piece.staged is not None:
+            if self.download is not None:
+                self.download.take_on_host()
+            self._launch()
+
+    def _launch(self) -> None:
+        self.piece.staged = None
+        # The tail of the last block is never read: whole sectors are enough.
+        self.piece.extent.blocks["nbytes"] = -(-self.piece.nbytes // SECTOR) * SECTOR
+        self.piece.last = self.disk.launch_write(self.piece.extent, ALL_ROWS, self.block.data_ptr())
+
+
+class DiskTier:
+    """Blocks of a file of this rank's own, without a name: nothing of it outlives the process."""
+
+    def __init__(self, device: Device, arena: Arena, disk: DiskArrays) -> None:
+        self._device = device
+        self._disk = disk
+        self._staging = _Blocks(arena)
+        self._leaving: deque[_Leaving] = deque()
+        self.landing = _Blocks(arena)
+        self._free: deque[_DiskPiece] = deque()
+        self._num_extents = 0
+        self.arrivals: list[_FromDisk] = []
+        """That hold landing blocks."""
+
+    def put(self, source: Tensor) -> Pieces:
+        if self._num_extents == 0:
+            self._staging.grow(ACTIVATION_BLOCKS_OUT)
+            self.landing.grow(ACTIVATION_BLOCKS_BACK)
+        return [self._put(part) for part in _cut(source)]
+
+    def _put(self, part: Tensor) -> _DiskPiece:
+        piece, block = _DiskPiece(self._lease_extent(), part.nbytes), self._lease_staging()
+        target = block[: part.nbytes]
+        leaving = _Leaving(self._disk, block, piece, None)
+        if self._device.is_host:
+            target.copy_(part)
+        else:
+            leaving.download = self._device.download(target, part)
+        piece.staged = leaving
+        self._leaving.append(leaving)
+        leaving.advance()
+        return piece
+
+    def _lease_extent(self) -> Extent:
+        if self._free:
+            piece = self._free.popleft()
+            piece.settle()
+            return piece.extent
+        self._num_extents += 1
+        try:
+            return self._disk.allocate(f"activations {self._num_extents}", [ACTIVATION_BLOCK_BYTES])
+        except CapacityError as error:
+            raise StorageError(
+                f"no room for activations on the NVMe tier: {error}. Free some, use a smaller batch, mark blocks with "
+                "zo.checkpoint, or set activations='device'"
+            ) from error
+
+    def _lease_staging(self) -> Tensor:
+        """A block for the way out, waiting for the oldest write if all are in use."""
+        for leaving in self._leaving:
+            leaving.advance()
+        while self._leaving and (self._leaving[0].written or not self._staging.available):
+            oldest = self._leaving.popleft()
+            oldest.finish()
+            self._staging.give_back(oldest.block, oldest.piece.last)
+        return self._staging.lease()
+
+    def arrival(self, pieces: Pieces) -> Arrival:
+        return _FromDisk(self, self._device, self._disk, pieces)
+
+    def room(self, arrival: _FromDisk) -> None:
+        """Make sure that a landing block is available, at the cost of what was fetched ahead."""
+        while not self.landing.available:
+            victim = next(each for each in reversed(self.arrivals) if each is not arrival)
+            victim.abandon()
+
+    def release(self, pieces: Pieces) -> None:
+        self._free.extend(pieces)
+
+
+class _FromDisk:
+    """Reads into landing blocks, as many as are free; from there to the device."""
+
+    def __init__(self, tier: DiskTier, device: Device, disk: DiskArrays, pieces: Sequence[_DiskPiece]) -> None:
+        self._tier = tier
+        self._device = device
+        self._disk = disk
+        self._pieces = pieces
+        self._launched: deque[tuple[_DiskPiece, Tensor, Transfer]] = deque()
+        self._next = 0
+
+    def start(self) -> bool:
+        return self._start(Urgency.NORMAL)
+
+    def _start(self, urgency: Urgency) -> bool:
+        while self._next < len(self._pieces):
+            piece = self._pieces[self._next]
+            if not self._tier.landing.available:
+                return False
+            if urgency is Urgency.NORMAL and (piece.staged is not None or not (piece.last and piece.last.done())):
+                return False  # nothing is waited for ahead of time
+            piece.settle()
+            block = self._tier.landing.lease()
+            piece.last = self._disk.launch_read(piece.extent, ALL_ROWS, block.data_ptr(), urgency)
+            if not self._launched:
+                self._tier.arrivals.append(self)
+            self._launched.append((piece, block, piece.last))
+            self._next += 1
+        return True
+
+    def finish(self) -> Tensor:
+        nbytes = sum(piece.nbytes for piece in self._pieces)
+        target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        handoffs = []
+        for part in _cut(target):
+            if not self._launched:
+                self._tier.room(self)
+            self._start(Urgency.URGENT)
+            piece, block, read = self._take()
+            read.wait()
+            source, upload = block[: piece.nbytes], None
+            if self._device.is_host:
+                part.copy_(source)
+            else:
+                upload = self._device.upload(part, source)
+                handoffs.append(upload)
+            self._tier.landing.give_back(block, upload)
+        for handoff in handoffs:
+            handoff.take()
+        self._next = 0
+        return target
+
+    def _take(self) -> tuple[_DiskPiece, Tensor, Transfer]:
+        first = self._launched.popleft()
+        if not self._launched:
+            self._tier.arrivals.remove(self)
+        return first
+
+    def abandon(self) -> None:
+        while self._launched:
+            _, block, read = self._take()
+            self._tier.landing.give_back(block, read)
+        self._next = 0

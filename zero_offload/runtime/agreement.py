@@ -1,0 +1,87 @@
+"""What the ranks of one model are about to do, said before they do it: on a gloo group of its own, a few bytes a time.
+
+Two ranks that meet in different collectives would hang, or read each other's bytes as something else. So every
+collective is announced by `same`, which raises on all ranks where they differ. With branches="any" a rank may want a
+unit that others do not: then `next_unit` says which one all gather next, and `next_unit` at a place that every
+rank comes to (the end of a forward) returns None when all are there. Control thread only; blocking.
+"""
+
+from __future__ import annotations
+
+import zlib
+from enum import IntEnum
+
+import torch
+import torch.distributed as dist
+
+from zero_offload.config import Branches
+from zero_offload.errors import ZeroOffloadError
+from zero_offload.runtime.rank_group import RankGroup
+
+
+class Intent(IntEnum):
+    UNIT = 0  # gather this unit
+    PLACE = 1  # wait here, taking part in gathers that others want
+    CALL = 2  # a collective that all make together
+
+
+class Agreement:
+    """The ranks that hold the same part of one model."""
+
+    def __init__(self, group: RankGroup, branches: Branches) -> None:
+        self._num_ranks = len(group.members)
+        self._group = group.agreement_group()
+        self._watch = group.watch
+        self.branches = branches
+        self._error: ZeroOffloadError | None = None
+        """What was raised in this forward or backward: what is left of it is for this rank alone."""
+
+    def begin(self) -> None:
+        """A forward starts on all ranks; whatever went wrong before is over."""
+        self._error = None
+
+    def same(self, call: str) -> None:
+        """Every rank makes the same call now, or all raise."""
+        self._exchange(Intent.CALL, zlib.crc32(call.encode()), call)
+
+    def next_unit(self, wish: int, name: str) -> int:
+        """The unit that all ranks gather now, of those that some rank wants: this one wants `wish`."""
+        return min(self._exchange(Intent.UNIT, wish, f"the gather of parameters of {name}"))
+
+    def next_unit_at(self, place: str) -> int | None:
+        """The same for a rank that wants none before all have come to `place`; None when they have."""
+        return min(self._exchange(Intent.PLACE, zlib.crc32(place.encode()), place), default=None)
+
+    def _exchange(self, intent: Intent, value: int, text: str) -> list[int]:
+        """Tell and be told; the units that are wanted. All ranks come to the same conclusion."""
+        if self._group is None:
+            return [value] if intent is Intent.UNIT else []
+        if self._error is not None:
+            if intent is Intent.PLACE:
+                return []
+            raise self._error
+        mine = torch.tensor([intent, value])  # int64, CPU
+        every = torch.empty(self._num_ranks * 2, dtype=torch.int64)
+        with self._watch.waiting(text):
+            dist.all_gather_into_tensor(every, mine, group=self._group)
+        said = {(int(intent), int(value)) for intent, value in every.view(-1, 2).tolist()}
+        wanted = [value for intent, value in said if intent == Intent.UNIT]
+        others = {each for each in said if each[0] != Intent.UNIT}
+        if len(others) > 1 or (wanted and any(intent == Intent.CALL for intent, _ in others)):
+            raise self._mismatch(text)
+        return wanted
+
+    def _mismatch(self, text: str) -> ZeroOffloadError:
+        texts: list[str] = [""] * self._num_ranks
+        with self._watch.waiting(text):
+            dist.all_gather_object(texts, text, group=self._group)
+        first = next(rank for rank in range(self._num_ranks) if texts[rank] != texts[0])
+        remedy = (
+            "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "
+            "some ranks only): make them alike, or offload with branches='any'"
+            if self.branches is Branches.SAME
+            else "With branches='any' ranks may use different units, but each runs as many forwards and backwards of "
+            "the model as the others, and calls zo's functions in the same order"
+        )
+        self._error = ZeroOffloadError(f"rank 0 is at {texts[0]}, rank {first} at {texts[first]}. {remedy}")
+        return self._error
