@@ -30,6 +30,7 @@ from zero_offload.errors import (
     IntegrityError,
     LockError,
     NonFiniteError,
+    RankError,
     StorageError,
     ZeroOffloadError,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadConfig",
     "Precision",
+    "RankError",
     "Resumed",
     "Stats",
     "StorageError",

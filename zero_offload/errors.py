@@ -49,6 +49,12 @@ class LockError(ZeroOffloadError):
     exit_code = 6
 
 
+class RankError(ZeroOffloadError):
+    """Another rank died, failed or did not come; the message names it. Never the cause, always its consequence."""
+
+    exit_code = 8
+
+
 class NonFiniteError(ZeroOffloadError):
     """Gradients stayed NaN or infinite; training stops on the last good state."""
 

@@ -236,18 +236,17 @@ class AdamWArgs:
     num_threads: int
 
 
-@dataclass(frozen=True)
-class GradArgs:
-    """One `zo_grad_store` call."""
+class GradArgs(NamedTuple):
+    """One `zo_grad_store` call, in the order of its struct: there is one for every gradient."""
 
-    dst: int
     dst_kind: Kind
-    src: int
     src_kind: Kind
-    numel: int
     mode: GradMode
-    scale: float
     num_threads: int
+    scale: float
+    dst: int
+    src: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -339,7 +338,7 @@ def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_
 
 
 def grad_store(args: GradArgs) -> SumOfSquares:
-    struct = GradArgsStruct(size=C.sizeof(GradArgsStruct), **vars(args))
+    struct = GradArgsStruct(C.sizeof(GradArgsStruct), *args)
     _check(lib().zo_grad_store(C.byref(struct)))
     return SumOfSquares(struct.sumsq, bool(struct.finite))
 

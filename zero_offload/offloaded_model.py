@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,7 @@ class OffloadedModel:
         else:
             self.worker.drain()
             self._pipeline.run(sections, threads)
+            self.parts.residency.gatherer.end_update()
         self.parts.residency.refresh_kept()
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
@@ -277,13 +280,17 @@ class OffloadedModel:
         if self._completes and self._latest is not None and self._latest.rng is None:
             # The script ended between `step` and `commit`; the generation before has what a resume needs.
             self._latest = None
+        # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
+        together = sys.exc_info()[1] is None or self.parts.ranks.exchange.all_come()
         try:
-            self._commit_latest()
+            self.worker.drain()
+            if self._latest is not None and together:
+                self._commit_latest()
             self.worker.drain()
         finally:
             self.worker.shutdown()
             # When one rank returns, none holds the directory's lock: it can be opened again at once.
-            with self.parts.ranks.exchange.together():
+            with self.parts.ranks.exchange.together() if together else nullcontext():
                 self.parts.close_files()
 
 

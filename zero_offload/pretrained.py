@@ -294,7 +294,7 @@ def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor
         flat = torch.empty(section.layout.numel, dtype=part.dtype, device=owner.parts.device.torch_device)
         collectives.agreement.same(f"the gather of masters of {unit.name}")
         flat.view(collectives.num_shards, -1)[collectives.shard_index].copy_(part)
-        collectives.all_gather(flat)
+        collectives.launch_gather(flat, unit.name)()
         gathered[section.layout.index] = flat
     return gathered
 

@@ -23,6 +23,7 @@ PUBLIC_NAMES = {
     "NonFiniteError",
     "OffloadConfig",
     "Precision",
+    "RankError",
     "Resumed",
     "Stats",
     "StorageError",

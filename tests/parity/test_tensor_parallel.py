@@ -156,7 +156,7 @@ def go_on(rank: int, case: Case, model: nn.Module, optimizer: zo.AdamW, span: ra
             out.losses.append(loss.item())
         if case.max_norm is not None:
             owner.grads.reduce_waiting()
-            norm = owner.grads.ledger.norm()[0]
+            norm = owner.grads.ledger.norm(None)[0]
             assert zo.clip_grad_norm_(model, case.max_norm) == torch.tensor(norm)
             out.norms.append(norm)
         optimizer.step()
@@ -238,8 +238,9 @@ def train_whole(case: Case) -> Outcome:
 
 
 def check_close(whole_run: Outcome, found: list[Outcome], num_tensor_ranks: int = 2) -> None:
-    # Sums are made in another order: over parts of a matrix, and over ranks.
-    close: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
+    # Sums are made in another order: over parts of a matrix, and over ranks. Where a gradient is nearly zero, Adam
+    # divides that noise by itself: an element may be off by half a percent of a step of the learning rate 1e-2.
+    close: dict[str, Any] = {"rtol": 2e-4, "atol": 5e-5}
     mean = torch.tensor([each.losses for each in found[::num_tensor_ranks]]).mean(0)
     torch.testing.assert_close(mean, torch.tensor(whole_run.losses), **close)
     assert found[0].norms == pytest.approx(whole_run.norms, rel=2e-4)

@@ -17,7 +17,7 @@ from zero_offload.errors import ZeroOffloadError
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 
 _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capacity, 4 storage, 5 integrity,
-6 directory in use, 7 gradients not finite, 130 interrupted"""
+6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zero_offload.runtime.rank_watch import RankWatch
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -21,6 +23,7 @@ class Ranks:
 
     rank: int
     size: int
+    watch: RankWatch
 
     @property
     def is_first(self) -> bool:
@@ -38,24 +41,32 @@ class Ranks:
     def wait(self) -> None:
         """Return once every rank has come here."""
         if self.size > 1:
-            dist.barrier()
+            with self.watch.waiting("the start, at which all ranks meet"):
+                dist.barrier()
 
     def _sum(self, value: float) -> float:
         total = torch.tensor(value, dtype=torch.float64)  # (), CPU: goes over gloo on every machine
-        dist.all_reduce(total)
+        with self.watch.waiting("a sum of the training loop over all ranks"):
+            dist.all_reduce(total)
         return total.item()
 
 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks]:
-    """Join the ranks that the launcher's environment names; without a launcher this process is alone."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or dist.is_initialized():
-        yield Ranks(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else Ranks(0, 1)
-        return
-    backend = "cpu:gloo,cuda:nccl" if torch.accelerator.is_available() else "gloo"
-    dist.init_process_group(backend)
+    """Join the ranks that the launcher's environment names; without a launcher this process is alone.
+
+    Whatever ends this rank, the others are told.
+    """
+    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
+    if joins:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.accelerator.is_available() else "gloo")
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    ranks = Ranks(rank, size, RankWatch(range(size)))
     try:
-        yield Ranks(dist.get_rank(), size)
+        yield ranks
+    except BaseException as error:
+        ranks.watch.failed(error)
+        raise
     finally:
-        dist.destroy_process_group()
+        if joins:
+            dist.destroy_process_group()

@@ -31,6 +31,7 @@ class Agreement:
     def __init__(self, group: RankGroup, branches: Branches) -> None:
         self._num_ranks = len(group.members)
         self._group = group.agreement_group()
+        self._watch = group.watch
         self.branches = branches
         self._error: ZeroOffloadError | None = None
         """What was raised in this forward or backward: what is left of it is for this rank alone."""
@@ -61,7 +62,8 @@ class Agreement:
             raise self._error
         mine = torch.tensor([intent, value])  # int64, CPU
         every = torch.empty(self._num_ranks * 2, dtype=torch.int64)
-        dist.all_gather_into_tensor(every, mine, group=self._group)
+        with self._watch.waiting(text):
+            dist.all_gather_into_tensor(every, mine, group=self._group)
         said = {(int(intent), int(value)) for intent, value in every.view(-1, 2).tolist()}
         wanted = [value for intent, value in said if intent == Intent.UNIT]
         others = {each for each in said if each[0] != Intent.UNIT}
@@ -71,7 +73,8 @@ class Agreement:
 
     def _mismatch(self, text: str) -> ZeroOffloadError:
         texts: list[str] = [""] * self._num_ranks
-        dist.all_gather_object(texts, text, group=self._group)
+        with self._watch.waiting(text):
+            dist.all_gather_object(texts, text, group=self._group)
         first = next(rank for rank in range(self._num_ranks) if texts[rank] != texts[0])
         remedy = (
             "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "

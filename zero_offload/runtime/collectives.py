@@ -1,24 +1,33 @@
 """What ranks tell each other. One rank is a group of size one: same calls, no communication.
 
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
-gradients and flags travel. Blocking calls on the control thread, each announced to `Agreement`; beside them only
-`CommitGroup` communicates, on a process group of its own because it runs on the update worker's thread.
+gradients and flags travel. Parameters and gradients have a lane each: launched here, waited for by calling what the
+launch returned. Flags and sums are blocking calls. All on the control thread, each announced to `Agreement`; beside
+them only `CommitGroup` communicates, on a process group of its own because it runs on the update worker's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zero_offload import errors
 from zero_offload.config import Branches, GradReduction, OffloadConfig
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.agreement import Agreement
+from zero_offload.runtime.lanes import Lane, lane
 from zero_offload.runtime.rank_group import Group, RankGroup
 from zero_offload.telemetry.events import Counters
+
+T = TypeVar("T")
+
+COME_S = timedelta(seconds=5)
+"""How long ranks wait for each other where one may have been left by an exception."""
 
 
 class Collectives:
@@ -34,41 +43,67 @@ class Collectives:
         self._divisor = group.partition.world_size if mean else 1
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype_name)
         """What gradients are rounded to before they cross the network."""
-        self.agreement = Agreement(group, Branches(config.branches))
+        with group.watch.waiting("zo.offload, which all ranks call"):
+            self.agreement = Agreement(group, Branches(config.branches))
         self._device = device
         self._group = group
+        self._watch = group.watch
         self.partition = group.partition
         self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
         self.shard_index = group.shard_index
+        self._gathers = self._reductions = self._twins = None
+        if self.num_shards > 1:
+            self._gathers = lane(group.copy_of(group.sharers), device)
+            self._reductions = lane(group.copy_of(group.sharers), device)
+            if self.partition.num_replicas > 1:
+                self._twins = lane(group.copy_of(group.twins), device)
+        elif self.world_size > 1:
+            self._reductions = lane(group.copy_of(group.everyone), device)
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
-    def all_gather(self, flat: torch.Tensor) -> None:
-        """Fill `flat`, (numel,), of which this rank's part is in place, from all ranks."""
-        if self.num_shards == 1:
-            return
-        numel = flat.numel() // self.num_shards
-        mine = flat[self.shard_index * numel : (self.shard_index + 1) * numel]
+    def launch_gather(self, flat: torch.Tensor, unit: str) -> Callable[[], None]:
+        """Fill `flat`, (numel,), parameters of `unit` of which this rank's part is in place; returns the wait."""
+        if self._gathers is None:
+            return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        # Bytes, since not every backend gathers every dtype.
-        dist.all_gather_into_tensor(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group.sharers)
+        return self._watched(lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}")
 
-    def reduce_grads(self, flat: torch.Tensor, what: str) -> torch.Tensor:
-        """Mean (or sum) over ranks of `flat`, (numel,) fp32; returns this rank's shard, (shard_numel,) fp32."""
-        if self.world_size == 1:
-            return flat
-        self.agreement.same(f"the reduction of gradients of {what}")
-        sent = flat.to(self._reduce_dtype)
+    def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
+        """Mean (or sum) over ranks of each of `flats`, (numel,) fp32; the wait returns this rank's shards, fp32.
+
+        They cross the network as one; the last of them is `unit`'s. Not called by a rank that is alone.
+        """
+        assert self._reductions is not None
+        what = f"the reduction of gradients of {unit}"
+        # Shard by shard, (num_shards, numel of all their shards): what is one rank's lies together.
+        rows = [flat.to(self._reduce_dtype).view(self.num_shards, -1) for flat in flats]
+        sent = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
         self.counters.add("reduced", sent.nbytes)
-        if self.num_shards == 1:
-            dist.all_reduce(sent, group=self._group.everyone)
-            return sent.float().div_(self._divisor)
-        shard = torch.empty(sent.numel() // self.num_shards, dtype=sent.dtype, device=sent.device)
-        dist.reduce_scatter_tensor(shard, sent, group=self._group.sharers)
-        if self.partition.num_replicas > 1:
-            dist.all_reduce(shard, group=self._group.twins)
-        return shard.float().div_(self._divisor)
+        one_shard = self.num_shards == 1
+        wait = self._watched(
+            lambda lane: lane.all_reduce(sent) if one_shard else lane.reduce_scatter(sent), self._reductions, what
+        )
+
+        def finish() -> list[torch.Tensor]:
+            shard = wait()
+            if self._twins is not None:
+                shard = self._watched(lambda lane: lane.all_reduce(shard), self._twins, what)()
+            mean = shard.float().div_(self._divisor)
+            return list(mean.split([row.shape[1] for row in rows]))
+
+        return finish
+
+    def _watched(self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str) -> Callable[[], T]:
+        with self._watch.waiting(what):
+            wait = launch(lane)
+
+        def watched() -> T:
+            with self._watch.waiting(what):
+                return wait()
+
+        return watched
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
@@ -77,8 +112,9 @@ class Collectives:
             return values
         self.agreement.same("the gradient norm")
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        for group in groups:
-            dist.all_reduce(total, group=group)
+        with self._watch.waiting("the gradient norm"):
+            for group in groups:
+                dist.all_reduce(total, group=group)
         return [float(value) for value in total]
 
     def _rows(self) -> list[Group]:
@@ -92,8 +128,9 @@ class Collectives:
             return list(flags)
         self.agreement.same(f"an agreement about {len(flags)} flags")
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        for group in groups:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        with self._watch.waiting("an agreement about flags"):
+            for group in groups:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return [bool(flag) for flag in found.tolist()]
 
 
@@ -101,7 +138,9 @@ class CommitGroup:
     """Agreements of ranks about files, on a process group of their own."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group = group.control_group()
+        self._watch = group.watch
+        with self._watch.waiting("zo.offload, which all ranks call"):
+            self._group = group.control_group()
         ascending = sorted(group.run_members)
         self._order = [ascending.index(member) for member in group.run_members]
         """torch's number of each of our ranks."""
@@ -111,14 +150,16 @@ class CommitGroup:
         if self._group is None:
             return text
         holder = [text]
-        dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
+        with self._watch.waiting("rank 0's word"):
+            dist.broadcast_object_list(holder, group=self._group, group_src=self._order[0])
         return holder[0]
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks: what all can rely on."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
-            dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
+            with self._watch.waiting("zo.offload, which all ranks call"):
+                dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)
         return [int(value) for value in values]
 
     def gather_digests(self, digest: str) -> list[str]:
@@ -127,8 +168,22 @@ class CommitGroup:
             return [digest]
         mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in self._order]
-        dist.all_gather(every, mine, group=self._group)
+        with self._watch.waiting("a commit"):
+            dist.all_gather(every, mine, group=self._group)
         return [bytes(every[number].tolist()).decode() for number in self._order]
+
+    def all_come(self) -> bool:
+        """Whether every rank calls this, within `COME_S`: what asks may have been left by an exception on one alone.
+
+        After a False the group is of no more use.
+        """
+        if self._group is None:
+            return True
+        try:
+            dist.monitored_barrier(self._group, timeout=COME_S, wait_all_ranks=True)
+        except RuntimeError:
+            return False
+        return True
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -147,7 +202,12 @@ class CommitGroup:
             return
         found: list[tuple[str, str] | None] = [None] * len(self._order)
         mine = None if failure is None else (type(failure).__name__, str(failure))
-        dist.all_gather_object(found, mine, group=self._group)
+        try:
+            with self._watch.waiting("a commit or another agreement about files"):
+                dist.all_gather_object(found, mine, group=self._group)
+        except RankError:
+            if failure is None:
+                raise
         if failure is not None:
             raise failure
         for rank, number in enumerate(self._order):

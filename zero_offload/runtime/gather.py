@@ -1,16 +1,18 @@
 """Units gathered from all ranks that hold a part of them: when that is needed, and that all do it together.
 
 Owns what is said to `Agreement` about parameters. A section whose whole values this rank keeps (`Replica`) needs no
-other rank; replicas are made and outdated on all ranks at once, so all find the same units in need.
+other rank; replicas are made and outdated on all ranks at once, so all find the same units in need. Which gathers are
+launched before their unit is used follows from the plan and from calls, never from what happens to be complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from zero_offload.runtime.carrier import Carrier
 from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.unit import Section, Unit
+from zero_offload.shards.shard import Component
 
 
 class Gatherer:
@@ -22,21 +24,65 @@ class Gatherer:
         self.agreement = collectives.agreement
         self.is_agreed = collectives.partition.any_branches and collectives.num_shards > 1
         """Whether ranks use different units, and so agree which is next before each gather."""
+        self._flying: dict[int, list[tuple[Section, Callable[[], None]]]] = {}
+        """By unit: gathers that are under way."""
+        self._updating: set[int] = set()
+        """Units whose update some rank may still be computing."""
 
     def needs(self, unit: Unit) -> bool:
         """Whether bringing it takes all ranks."""
         return self._collectives.num_shards > 1 and any(_spread(unit.sections))
 
-    def gather(self, unit: Unit, to_read: Sequence[Section]) -> None:
-        """Gather the sections `to_read`; all, where another rank may lack what is valid here."""
-        if self._collectives.num_shards == 1:
-            return
-        sections = list(_spread(unit.sections if self.is_agreed else to_read))
+    def begin_update(self, order: Iterable[int]) -> None:
+        self._updating.update(order)
+
+    def end_update(self) -> None:
+        """The update that was begun is over, on every rank: it ran on the control thread."""
+        self._updating.clear()
+
+    def waited_for(self, unit: Unit) -> None:
+        """The unit's update is over, on every rank: each has waited for it at this point."""
+        self._updating.discard(unit.index)
+
+    def may_run_ahead(self, unit: Unit) -> bool:
+        """Whether every rank knows that its part is in memory: no drive and no update to wait for."""
+        return (
+            self._collectives.num_shards > 1
+            and not self.is_agreed
+            and unit.index not in self._updating
+            and unit.index not in self._flying
+            and all(s.shard.replica is None and Component.VALUE in s.shard.memory for s in unit.sections)
+        )
+
+    def has(self, unit: Unit) -> bool:
+        """Whether its gathers are under way."""
+        return unit.index in self._flying
+
+    def launch(self, unit: Unit) -> None:
+        """This rank's parts are in place: exchange them with the others'.
+
+        Those of the sections to read; of all, where another rank may lack what is valid here.
+        """
+        sections: list[Section] = []
+        if self._collectives.num_shards > 1:
+            sections = list(_spread(unit.sections if self.is_agreed else unit.to_read))
         if sections and not self.is_agreed:
             self.agreement.same(f"the gather of parameters of {unit.name}")
-        for section in sections:
-            self._collectives.all_gather(section.flat)
+        self._flying[unit.index] = [(s, self._collectives.launch_gather(s.flat, unit.name)) for s in sections]
+
+    def finish(self, unit: Unit) -> None:
+        """Return when the unit's whole values are valid for compute."""
+        if not self.has(unit):
+            self.launch(unit)
+        for section, wait in self._flying.pop(unit.index):
+            wait()
             self._carrier.keep(unit, section)
+
+    def abandon(self, unit: Unit) -> None:
+        """End what brings the unit's values, so that its buffers may go or be filled anew."""
+        for _, wait in self._flying.pop(unit.index, ()):
+            wait()
+        self._carrier.abandon(unit)
 
     def wanted_units(self, place: str) -> Iterator[int]:
         """Units that other ranks want, until all have come to `place`."""

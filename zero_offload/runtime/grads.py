@@ -2,9 +2,9 @@
 
 Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
 in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
-gathered in a flat fp32 buffer and reduced when all are there, in the same order on every rank. On a GPU they are
-downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`; then
-`clip_norm`, `clip_value`; or `drop`.
+gathered in a flat fp32 buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. On a
+GPU they are downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`;
+then `clip_norm`, `clip_value`; or `drop`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from zero_offload.runtime.collectives import Collectives
 from zero_offload.runtime.dtensors import local_grad
 from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
 from zero_offload.runtime.grad_staging import GradStaging
+from zero_offload.runtime.reductions import Reductions, is_small
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
@@ -50,6 +51,7 @@ class GradReducer:
     ) -> None:
         self._device = device
         self._staging = GradStaging(device, store.arena, _largest_grad(units), self._land, self._rest)
+        self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
         self._board = board
         self._collectives = collectives
@@ -60,6 +62,8 @@ class GradReducer:
         self.defers = collectives.partition.defers_reduction
         """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
+        self._num_attached = 0
+        """Sections whose `partial` has pages."""
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
@@ -105,6 +109,7 @@ class GradReducer:
         for grads in self.ledger.sections:
             if grads.arrived:
                 self._complete(grads)
+        self._reductions.finish()
         self._staging.drain()
         if not self.defers:
             self.reduce_waiting()
@@ -124,6 +129,7 @@ class GradReducer:
                 grads.holding |= anywhere
                 self._partial(grads)
                 self._complete(grads)
+        self._reductions.finish()
         self._staging.drain()
 
     def clip_norm(self, params: Collection[nn.Parameter], max_norm: float) -> float:
@@ -150,7 +156,7 @@ class GradReducer:
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
         shard = grads.local or grads.shard
-        alone = grad.nbytes == grad.untyped_storage().nbytes() >= ADOPT_BYTES
+        alone = grad.nbytes >= ADOPT_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
         if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
             self._store_one(grads, index, grad, adds=adds)
             return
@@ -191,12 +197,20 @@ class GradReducer:
 
     def _partial(self, grads: SectionGrads) -> torch.Tensor:
         """(numel,) fp32 on the compute device, zero at first: what has no gradient takes part as zeros."""
-        if grads.partial is None and not self._device.is_host:
+        if grads.partial is not None:
+            if self._reductions.has(grads):
+                self._reductions.finish()
+            else:
+                return grads.partial
+        if not self._device.is_host or is_small(grads):
             grads.partial = torch.zeros(grads.layout.numel, dtype=torch.float32, device=self._device.torch_device)
-        elif grads.partial is None:
-            grads.pages = grads.pages or MovableBuffer(self._store.arena, grads.layout.numel * 4)
-            self._residency.attach(grads.pages)
-            grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).zero_()
+            return grads.partial
+        if self._num_attached >= GRADS_IN_FLIGHT:
+            self._reductions.finish_oldest()
+        grads.pages = grads.pages or MovableBuffer(self._store.arena, grads.layout.numel * 4)
+        self._residency.attach(grads.pages)
+        self._num_attached += 1
+        grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).zero_()
         return grads.partial
 
     def _complete(self, grads: SectionGrads) -> None:
@@ -204,17 +218,23 @@ class GradReducer:
         what = _describe(grads)
         grads.arrived.clear()
         if grads.partial is not None:
+            self._collectives.agreement.same(f"the reduction of gradients of {what}")
             self._add_waiting(grads, grads.partial)
-            reduced = self._collectives.reduce_grads(grads.partial, what)
-            if self._device.is_host:
-                self._store_reduced(grads, reduced)
-            else:
-                self._staging.stage(grads, REDUCED, reduced, adds=False)
-            self._drop_partial(grads)
-        if self._device.is_host:
+            self._reductions.add(grads)
+        elif self._device.is_host:
             self._rest(grads)
         else:
             self._staging.seal(grads)
+
+    def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
+        """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, goes to rest."""
+        if self._device.is_host:
+            self._store_reduced(grads, shard)
+            self._rest(grads)
+        else:
+            self._staging.stage(grads, REDUCED, shard, adds=False)
+            self._staging.seal(grads)
+        self._drop_partial(grads)
 
     def _add_waiting(self, grads: SectionGrads, partial: torch.Tensor) -> None:
         """Add this rank's own sums to `partial`, (numel,) fp32 on the device."""
@@ -256,9 +276,11 @@ class GradReducer:
         grads.partial = None
         if grads.pages is not None and grads.pages.attached:
             grads.pages.detach()
+            self._num_attached -= 1
 
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
+        self._reductions.drop()
         self._staging.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()

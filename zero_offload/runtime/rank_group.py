@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.config import Branches, OffloadConfig
 from zero_offload.plan.partition import Partition
+from zero_offload.runtime.rank_watch import RankWatch, time_limit
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
@@ -44,6 +46,10 @@ class RankGroup:
     @property
     def shard_index(self) -> int:
         return self.rank % self.partition.optimizer_shards
+
+    @cached_property
+    def watch(self) -> RankWatch:
+        return RankWatch(self.run_members)
 
     @property
     def run_members(self) -> tuple[int, ...]:
@@ -82,6 +88,10 @@ class RankGroup:
         dist.all_gather_object(columns, self.members, group=row)
         return replace(self, column=tensor_mesh.get_local_rank(), columns=tuple(columns), row=row)
 
+    def copy_of(self, group: Group) -> Group:
+        """Another group of the same ranks."""
+        return _new_group(self.members if group is None else tuple(dist.get_process_group_ranks(group)))
+
     def control_group(self) -> Group:
         """A group of its own over gloo, for agreements from another thread; None when this rank is alone."""
         return _new_group(self.run_members, "gloo") if len(self.run_members) > 1 else None
@@ -97,7 +107,8 @@ def _partition(config: OffloadConfig, world_size: int, num_replicas: int = 1) ->
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
     # Only the members call: ranks outside of the mesh know nothing of this model.
-    group: Group = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+    # torch would give it the default time-out, not the one that init_process_group was given.
+    group: Group = dist.new_group(list(members), timeout=time_limit(), backend=backend, use_local_synchronization=True)
     return group
 
 

@@ -45,7 +45,7 @@ class Residency:
         self._store = store
         self._board = board
         self._is_alone = collectives.num_shards == 1
-        self._gatherer = Gatherer(collectives, carrier)
+        self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
         self._budget = budget
         self.schedule = FetchSchedule()
@@ -59,7 +59,7 @@ class Residency:
 
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
-        self._gatherer.agreement.begin()
+        self.gatherer.agreement.begin()
         self._store.counters.add("departures", self.schedule.num_departures)
         self._loans.forget()
         self.schedule.begin_cycle(kind)
@@ -68,8 +68,18 @@ class Residency:
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""
         self.bring(unit)
+        self.gatherer.waited_for(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
+        following = next(iter(self.schedule.upcoming()), None) if self._num_absent else None
+        if following is not None and self.gatherer.may_run_ahead(self._units[following]):
+            # It runs beside the compute of the unit in use.
+            unit = self._units[following]
+            if unit.state is UnitState.AWAITING:
+                self._resolve(unit, Urgency.NORMAL)
+            if unit.state is UnitState.FETCHING:
+                self._carrier.finish(unit)
+                self.gatherer.launch(unit)
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
@@ -77,14 +87,14 @@ class Residency:
             self._board.check()
             return
         with self._store.counters.timed("stall_s"):
-            if not self._gatherer.is_agreed or not self._gatherer.needs(unit):
+            if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
             while unit.state is not UnitState.PRESENT or self._board.pending(unit.index):
-                self._fetch(self._units[self._gatherer.agreement.next_unit(unit.index, unit.name)])
+                self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
 
     def meet(self, place: str) -> None:
         """Where ranks use different units: take part in what others gather, until all have come to `place`."""
-        for index in self._gatherer.wanted_units(place):
+        for index in self.gatherer.wanted_units(place):
             self._fetch(self._units[index])
 
     def _fetch(self, unit: Unit) -> None:
@@ -97,18 +107,19 @@ class Residency:
             self._resolve(unit, Urgency.URGENT)
         if unit.state is UnitState.FETCHING:
             self._finish(unit)
-        elif self._gatherer.is_agreed:
-            self._gatherer.gather(unit, ())
+        elif self.gatherer.is_agreed:
+            self.gatherer.finish(unit)
 
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
+        self.gatherer.begin_update(order)
         stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
         self._loans.find(stale)
         self._hand_frames_on(stale)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
-                self._carrier.abandon(unit)
+                self.gatherer.abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
@@ -216,15 +227,16 @@ class Residency:
         self._carrier.launch(unit, unit.to_read, urgency)
 
     def _finish(self, unit: Unit) -> None:
-        self._carrier.finish(unit)
-        self._gatherer.gather(unit, unit.to_read)
+        if not self.gatherer.has(unit):
+            self._carrier.finish(unit)
+        self.gatherer.finish(unit)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
 
     def _evict(self, unit: Unit) -> None:
         if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
             self._board.wait(unit.index)
-        self._carrier.abandon(unit)
+        self.gatherer.abandon(unit)
         unit.detach()
         self._advance(unit, UnitState.AWAY)
 

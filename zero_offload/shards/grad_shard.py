@@ -45,6 +45,8 @@ class GradShard:
         self.tier = tier
         self._attach = attach
         self._array: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+        """Views of the open array, by the parameter's index: making one takes longer than writing a small gradient."""
         self._buffer: MovableBuffer | None = None
         self._extents: dict[torch.dtype, Extent] = {}
         self._adopted: dict[int, torch.Tensor] = {}
@@ -78,15 +80,22 @@ class GradShard:
     def place(self, index: int) -> torch.Tensor:
         """Where this shard's part of a parameter's gradient is to be written, in the open array; `dtype`."""
         self._adopted.pop(index, None)
-        return self._part(self.open(), index)
+        return self._part(index)
 
     def view(self, index: int) -> torch.Tensor:
         """This shard's part of a parameter's gradient (one shard: all of it) where it is; `dtype`, maybe empty."""
-        return self._adopted[index] if index in self._adopted else self._part(self.open(), index)
+        return self._adopted[index] if index in self._adopted else self._part(index)
 
-    def _part(self, array: torch.Tensor, index: int) -> torch.Tensor:
-        begin, end = self.layout.in_shard(self.layout.params[index], self._shard_index)
-        return array[begin:end]
+    def _part(self, index: int) -> torch.Tensor:
+        array = self.open()
+        if index not in self._parts:
+            begin, end = self.layout.in_shard(self.layout.params[index], self._shard_index)
+            self._parts[index] = array[begin:end]
+        return self._parts[index]
+
+    def _forget_array(self) -> None:
+        self._array = None
+        self._parts.clear()
 
     def release(self) -> None:
         """The gradients are of no use any more, unless some are still held."""
@@ -99,7 +108,7 @@ class GradShard:
             return
         self._store.disk.write_array(self._extent(), self._array)
         self._buffer.detach()
-        self._array = None
+        self._forget_array()
 
     def widen(self) -> torch.Tensor:
         """Switch to fp32, keeping the values, which is exact; returns the open buffer, which then has all of them."""
@@ -110,7 +119,8 @@ class GradShard:
         narrow = self.open().float() if self.held else None
         if self._buffer is not None and self._buffer.attached:
             self._buffer.detach()
-        self._array = self._buffer = None
+        self._forget_array()
+        self._buffer = None
         self.dtype, held, self.held = torch.float32, self.held, False
         wide = self.open()
         self.held = held

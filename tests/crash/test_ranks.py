@@ -1,0 +1,179 @@
+"""One of several ranks dies, fails or hangs: all end in time and name the culprit, and a resume goes on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zero_offload as zo
+from tests.helpers import ranks
+from tests.helpers.ranks import Case, Outcome
+from tests.helpers.trainer import fork_server
+from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.runtime.collectives import Collectives
+
+WORLD, VICTIM, STEPS, STRIKE = 3, 1, 5, 3
+TIME_LIMIT_S = 4
+NAME = f"rank {VICTIM} \\(process \\d+ on "
+
+
+def _strike(how: str, store: str) -> None:
+    """What becomes of the victim."""
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how.startswith("raise"):
+        raise zo.StorageError("the drive is on fire")
+
+
+def _at(place: str, act: Callable[[], None], model: torch.nn.Module, step: int) -> None:
+    """Call `act` at a place of step STRIKE."""
+    if place == "forward":
+        model.blocks[1].register_forward_pre_hook(lambda *_: act())  # type: ignore[operator, union-attr]
+    elif place == "backward":
+        model.blocks[1].register_full_backward_pre_hook(lambda *_: act())  # type: ignore[operator, union-attr]
+    elif place == "update":
+        _before(Collectives, "sum_over_shards", act)
+    elif place == "commit":
+        # Between this rank's manifest and the generation that all ranks make.
+        _before(GenerationKeeper, "_rank_payload", act)
+
+
+def _before(owner: type, name: str, act: Callable[[], None]) -> None:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
+    """A process of its own: trains, is struck, and writes down what it ended with and when."""
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{out}/store{how}",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=TIME_LIMIT_S),
+    )
+    ended: dict[str, Any] = {"params": None, "error": None}
+    try:
+        model, optimizer = ranks.start(case)
+        resumed = zo.resume(model, optimizer)
+        first = 0 if resumed is None else resumed.extra["next"]
+        ended["first"] = first
+        losses: list[float] = []
+        for step in range(first, case.num_steps):
+            began = time.monotonic()
+            if how and step == STRIKE and rank == VICTIM:
+                _at(place, lambda: _strike(how, out), model, step)
+            done = Outcome()
+            ranks.steps(case, (rank, WORLD), model, optimizer, range(step, step + 1), done)
+            losses += done.losses
+        ended["losses"] = losses
+        torch.save(ranks.read_params(model), Path(out, f"params{rank}.pt"))
+        zo.close(model)
+    except BaseException as error:
+        ended["error"] = [type(error).__name__, str(error)]
+        if how == "raise and close" and rank == VICTIM:
+            zo.close(model)
+        raise
+    finally:
+        Path(out, f"ended{rank}.json").write_text(json.dumps(ended | {"wait_s": time.monotonic() - began}))
+
+
+def _run(case: Case, out: Path, how: str = "", place: str = "") -> list[dict[str, Any]]:
+    """What each rank wrote; the victim may have written nothing."""
+    for path in out.glob("ended*"):
+        path.unlink()
+    processes = [fork_server().Process(target=run_rank, args=(r, case, str(out), how, place)) for r in range(WORLD)]
+    for process in processes:
+        process.start()
+    for rank, process in enumerate(processes):
+        if how == "stop" and rank == VICTIM:
+            continue
+        process.join(60)
+        assert not process.is_alive(), f"rank {rank} hangs"
+    processes[VICTIM].kill()
+    processes[VICTIM].join()
+    found = [out / f"ended{rank}.json" for rank in range(WORLD)]
+    return [json.loads(path.read_text()) if path.exists() else {} for path in found]
+
+
+def _case(nvme: Path) -> Case:
+    settings = {"stage": 3, "params": "cpu", "optimizer": "nvme", "nvme": nvme, "existing": "resume"}
+    # 3 ranks share 4 rows: one each.
+    return Case(settings, num_steps=STEPS, max_norm=1.0)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Any]:
+    """Losses of every rank and the parameters of a run that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole")
+    ended = _run(_case(out / "nvme"), out)
+    return [each["losses"] for each in ended], torch.load(out / "params0.pt")
+
+
+SAYS = {
+    "kill": f"^{NAME}.*died without a last word",
+    "stop": f"^{NAME}.*did not come to .* \\(stopped\\)",
+    "raise": f"^{NAME}.*has failed: StorageError: the drive is on fire. This is the cause",
+}
+STRIKES = [
+    ("kill", "forward"),
+    ("kill", "backward"),
+    ("kill", "update"),
+    ("kill", "commit"),
+    ("raise", "forward"),
+    ("raise", "backward"),
+    ("stop", "forward"),
+    ("stop", "commit"),
+]
+
+
+@pytest.mark.parametrize(("how", "place"), STRIKES)
+def test_all_ranks_end_and_name_the_culprit(how: str, place: str, tmp_path: Path, whole: tuple[list[Any], Any]) -> None:
+    case = _case(tmp_path / "nvme")
+    ended = _run(case, tmp_path, how, place)
+    for rank in set(range(WORLD)) - {VICTIM}:
+        kind, text = ended[rank]["error"]
+        assert kind == "RankError" and re.search(SAYS[how], text), ended[rank]
+        assert f"Rank {rank} had waited " in text and "\n" not in text
+        # The time-out and the time in which the others are asked.
+        assert ended[rank]["wait_s"] < 2 * TIME_LIMIT_S + 10
+    if how == "raise":
+        assert ended[VICTIM]["error"] == ["StorageError", "the drive is on fire"]
+    resumed = _run(case, tmp_path)
+    losses, params = whole
+    # A commit runs beside the next step: it may not have been complete.
+    assert len({each["first"] for each in resumed}) == 1 and resumed[0]["first"] >= STRIKE - 1
+    for rank, each in enumerate(resumed):
+        assert each["losses"] == losses[rank][each["first"] :]
+    found = torch.load(tmp_path / "params0.pt")
+    assert all(torch.equal(found[name], params[name]) for name in params)
+
+
+def test_one_rank_closes_after_an_exception(tmp_path: Path) -> None:
+    """Closing makes the last step a generation, which takes all ranks: the others wait in forward."""
+    case = _case(tmp_path / "nvme")
+    case = replace(case, settings=case.settings | {"commit_every": 10})
+    ended = _run(case, tmp_path, "raise and close", "forward")
+    assert ended[VICTIM]["error"] == ["StorageError", "the drive is on fire"]
+    assert all(re.search(SAYS["raise"], ended[rank]["error"][1]) for rank in (0, 2)), ended

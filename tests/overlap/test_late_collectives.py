@@ -1,0 +1,147 @@
+"""Collectives that happen as late as their waits permit, on poisoned targets: the bits of those that do not wait."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import ranks
+from tests.helpers.late_device import poison
+from tests.helpers.ranks import Case, Outcome, RankPool
+from zero_offload.plan.partition import STAGES
+from zero_offload.runtime import collectives, reductions
+from zero_offload.runtime.grads import GradReducer
+from zero_offload.runtime.lanes import DirectLane, NativeLane
+from zero_offload.runtime.residency import Residency
+
+GATHER, REDUCE = "gather", "reduce"
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    pool = RankPool(request.param)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def at_once(pool: RankPool) -> Any:
+    return functools.cache(lambda stage: pool.succeed(ranks.train, case_of(stage)))
+
+
+def case_of(stage: int, **settings: Any) -> Case:
+    return Case({"stage": stage, "precision": "bf16"} | settings, num_steps=4, max_norm=0.5, num_frozen=1)
+
+
+class LateLane:
+    """Nothing happens before the wait; until then the target is poisoned, and the source must stay as it is."""
+
+    def __init__(self, lane: DirectLane, outstanding: dict[str, int]) -> None:
+        self._lane = lane
+        self._open = 0
+        self._most = outstanding
+
+    def _late(self, kind: str, source: torch.Tensor, run: Callable[[], Any]) -> Callable[[], Any]:
+        before = source.clone()
+        self._open += 1
+        self._most[kind] = max(self._most[kind], self._open)
+
+        def wait() -> Any:
+            self._open -= 1
+            assert torch.equal(source, before), "the source has changed under way"
+            return run()
+
+        return wait
+
+    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
+        parts = flat.tensor_split(self._lane._size)
+        for rank, part in enumerate(parts):
+            if rank != self._lane._index:
+                poison(part)
+        return self._late(GATHER, parts[self._lane._index], lambda: self._lane.gather(flat)())
+
+    def reduce_scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self._late(REDUCE, flat, lambda: self._lane.reduce_scatter(flat)())
+
+    def all_reduce(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return self._late(REDUCE, flat, lambda: self._lane.all_reduce(flat)())
+
+
+def train_with(
+    rank: int, world_size: int, case: Case, make: Callable[..., Any], bucket_bytes: int
+) -> tuple[Outcome, dict[str, int]]:
+    """`ranks.train` on other lanes; and how many gathers and reductions were under way at once."""
+    outstanding = {GATHER: 0, REDUCE: 0}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "lane", lambda group, device: make(group, outstanding))
+        patch.setattr(reductions, "BUCKET_BYTES", bucket_bytes)
+        return ranks.train(rank, world_size, case), outstanding
+
+
+def late(group: Any, outstanding: dict[str, int]) -> LateLane:
+    return LateLane(DirectLane(group), outstanding)
+
+
+def native(group: Any, outstanding: dict[str, int]) -> NativeLane:
+    return NativeLane(group)
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 20_000, 1 << 20])
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_late_collectives_change_no_bit(
+    stage: int, params: str, bucket_bytes: int, pool: RankPool, at_once: Any, nvme: Path
+) -> None:
+    case = case_of(stage, params=params, optimizer="nvme", nvme=nvme, durability="scratch", device_memory="4MiB")
+    found = pool.succeed(train_with, case, late, bucket_bytes)
+    assert [outcome for outcome, _ in found] == at_once(stage)
+    for _, outstanding in found:
+        assert outstanding[REDUCE] == 1
+
+
+def test_gathers_run_ahead_and_reductions_behind(pool: RankPool) -> None:
+    for gathers, reductions_ in pool.succeed(count_ahead, case_of(3, params="cpu")):
+        assert gathers > 0 and reductions_ > 0
+
+
+def count_ahead(rank: int, world_size: int, case: Case) -> tuple[int, int]:
+    """How many gathers and reductions were waited for at a later use or gradient than they were launched at."""
+    counts, events = {GATHER: 0, REDUCE: 0}, [0]
+
+    def watched(self: Any, launch: Any, lane: Any, what: str) -> Any:
+        wait, began = original(self, launch, lane, what), events[0]
+
+        def counted() -> Any:
+            counts[GATHER if "gather" in what else REDUCE] += events[0] > began
+            return wait()
+
+        return counted
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            events[0] += 1
+            return call(*args)
+
+        return counted
+
+    original = collectives.Collectives._watched
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives.Collectives, "_watched", watched)
+        patch.setattr(Residency, "acquire", counting(Residency.acquire))
+        patch.setattr(GradReducer, "arrive", counting(GradReducer.arrive))
+        patch.setattr(reductions, "BUCKET_BYTES", 0)
+        ranks.train(rank, world_size, case)
+    return counts[GATHER], counts[REDUCE]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_native_collectives_give_the_same_bits_on_two_ranks(stage: int, pool: RankPool, at_once: Any) -> None:
+    """Two terms have one sum, in whatever order."""
+    if len(pool.processes) == 2:
+        found = pool.succeed(train_with, case_of(stage), native, 1 << 20)
+        assert [outcome for outcome, _ in found] == at_once(stage)

@@ -1,0 +1,247 @@
+"""Who is to blame when a rank waits in vain: every rank leaves its last words in the program's store.
+
+A collective that fails says that a connection is gone, not whose fault that is. So each rank writes down where it runs,
+and, when its end comes, why: its own error, that it ended, or what it waited for. Who has waited in vain reads what
+the others wrote, looks after processes of this machine, and raises one `RankError` that names the culprit. Never used
+while all is well. The calls: `waiting` around every communication, `failed` where a program's error is caught; an
+error that nobody catches is found when the interpreter exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from zero_offload.errors import RankError
+
+LISTEN_S = 5.0
+"""How long a rank that has waited in vain waits for the last words of others."""
+_LOOK_EVERY_S = 0.05
+_TEXT_MAX = 2000
+
+
+class Place(NamedTuple):
+    """A process."""
+
+    host: str
+    namespace: str
+    """Process numbers mean the same inside of one."""
+    pid: int
+
+    @classmethod
+    def here(cls) -> Place:
+        return cls(socket.gethostname(), os.readlink("/proc/self/ns/pid"), os.getpid())
+
+    def state(self) -> str:
+        """What the system says: "gone", "stopped", "running", or "" when it is on another machine."""
+        here = Place.here()
+        if (self.host, self.namespace) != (here.host, here.namespace):
+            return ""
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            return "gone"
+        return {"Z": "gone", "X": "gone", "T": "stopped"}.get(letter, "running")
+
+
+@dataclass
+class Witness:
+    """What is known of another rank."""
+
+    rank: int
+    place: Place | None = None
+    failed: str = ""
+    """Its own error."""
+    waits: str = ""
+    """What it has waited for in vain."""
+    ended: str = ""
+    """Its program ended without an error."""
+    state: str = ""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether more will not be known."""
+        return bool(self.failed or self.waits or self.ended) or self.state == "gone"
+
+    def __str__(self) -> str:
+        if self.place is None:
+            return f"rank {self.rank}"
+        return f"rank {self.rank} (process {self.place.pid} on {self.place.host})"
+
+
+class RankWatch:
+    """One rank's view of the others, for the life of the process."""
+
+    def __init__(self, members: Sequence[int]) -> None:
+        """`members` are the program's ranks that work together."""
+        self._others: tuple[int, ...] = ()
+        self._store: Any = None
+        if len(members) < 2:
+            return
+        self.rank = dist.get_rank()
+        self._others = tuple(member for member in members if member != self.rank)
+        # A connection of its own: the default group's may be gone before the last word.
+        self._store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._say("at", json.dumps(Place.here()))
+        for kind in ("failed", "waits", "ended"):
+            self._say(kind, "")
+        # At the end of the interpreter, and of multiprocessing's children, which do not run atexit's functions. Held
+        # until then: a model that is gone must not take the last word with it.
+        Finalize(None, self._say_at_exit, exitpriority=0)
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Inside is nothing but communication, for `what`. Raises RankError for whatever goes wrong there."""
+        began = time.monotonic()
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            waited_s = time.monotonic() - began
+            self._say("waits", what)
+            raise RankError(self._explain(what, waited_s, error)) from error
+
+    def failed(self, error: BaseException) -> None:
+        """This rank ends with `error`: others that wait for it will show its text."""
+        if isinstance(error, RankError):
+            return
+        self._say("failed", f"{type(error).__name__}: {error}"[:_TEXT_MAX])
+
+    def _say_at_exit(self) -> None:
+        # On its way out of a child's target, or where the interpreter keeps an error that nobody caught.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit):
+            error = error.__context__  # torch's spawn turns an error into an exit
+        if error is None:
+            self._say("ended", "yes")
+        else:
+            self.failed(error)
+
+    def _say(self, kind: str, text: str) -> None:
+        # Setting does not wait for an answer; a store that is gone is no news to who ends.
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(_key(kind, self.rank), text)
+
+    # Looking for the culprit
+
+    def _explain(self, what: str, waited_s: float, error: Exception) -> str:
+        witnesses = [Witness(rank) for rank in self._others]
+        store = self._store
+        if not _in_time(lambda: _listen(store, witnesses), 2 * LISTEN_S):
+            self._store = None  # the thread that asked it holds its lock: nobody may wait for that at exit
+            found = (
+                "the store of the process group does not answer, so the culprit is not known; it is with rank 0, "
+                "unless torchrun keeps it: look at rank 0 first"
+            )
+        else:
+            found = _verdict(witnesses, what)
+        return (
+            f"{found}. Rank {self.rank} had waited {waited_s:.1f} s in {what} ({_first_line(error)}). Start all ranks "
+            "again when the cause is gone; existing='resume' goes on from the last commit"
+        )
+
+
+def _listen(store: Any, witnesses: Sequence[Witness]) -> None:
+    """Fill in what the others have said, until all is clear or time is up."""
+    deadline = time.monotonic() + LISTEN_S
+    while True:
+        for witness in witnesses:
+            _hear(store, witness)
+        if all(witness.is_clear for witness in witnesses) or time.monotonic() > deadline:
+            return
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _hear(store: Any, witness: Witness) -> None:
+    def read(kind: str) -> str:
+        key = _key(kind, witness.rank)
+        return bytes(store.get(key)).decode(errors="replace") if store.check([key]) else ""
+
+    if witness.place is None and (place := read("at")):
+        witness.place = Place(*json.loads(place))
+    # In this order: a process that is gone has said all it had to say.
+    witness.state = "" if witness.place is None else witness.place.state()
+    witness.failed, witness.waits, witness.ended = read("failed"), read("waits"), read("ended")
+
+
+def _key(kind: str, rank: int) -> str:
+    return f"zero_offload/{kind}/{rank}"
+
+
+def _verdict(witnesses: Sequence[Witness], what: str) -> str:
+    """The first cause that explains the others."""
+    if failed := [each for each in witnesses if each.failed]:
+        texts = "; ".join(f"{each} has failed: {each.failed}" for each in failed)
+        return f"{texts}. This is the cause, and the error here only follows from it"
+    if gone := [each for each in witnesses if each.state == "gone" and not each.ended and not each.waits]:
+        return (
+            f"{_names(gone)} died without a last word: killed (out of memory? see dmesg), or ended by a crash or "
+            "os._exit. Its own output is the place to look; the error here only follows from it"
+        )
+    if ended := [each for each in witnesses if each.ended and not each.waits]:
+        return (
+            f"{_names(ended)} ended its program before the others, without an uncaught error: has it less data? "
+            "All ranks must do the same number of steps"
+        )
+    if silent := [each for each in witnesses if not each.is_clear]:
+        states = ", ".join(each.state or "on another machine" for each in silent)
+        return (
+            f"{_names(silent)} did not come to {what} and does not answer ({states}). See where it is with "
+            "'py-spy dump --pid PROCESS'; if it only needs longer, give torch.distributed.init_process_group a "
+            "longer timeout="
+        )
+    waits = ", ".join(f"{each} in {each.waits}" for each in witnesses)
+    return (
+        f"no rank has failed, but they wait for different things or cannot reach each other: {waits}. All ranks must "
+        "use the same modules in the same order"
+    )
+
+
+def _names(witnesses: Sequence[Witness]) -> str:
+    return " and ".join(map(str, witnesses))
+
+
+def _first_line(error: Exception) -> str:
+    """The transport's own words, without its source file and its advice."""
+    return str(error).strip().split("\n")[0].split("] ", 1)[-1].split(". ")[0]
+
+
+def _in_time(job: Callable[[], None], limit_s: float) -> bool:
+    """Run `job` on a thread of its own: what waits for a process that hangs would never return."""
+    done = threading.Event()
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            job()
+            done.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return done.is_set()
+
+
+def time_limit(group: dist.ProcessGroup | None = None) -> timedelta:
+    """How long a rank waits for others in `group`, by default that of all ranks."""
+    group = group or distributed_c10d._get_default_group()
+    on_cpu = torch.device("cpu")
+    device = on_cpu if on_cpu in group._device_types else group._device_types[0]
+    limit: timedelta = group._get_backend(device).options._timeout
+    return limit

@@ -1,0 +1,90 @@
+"""Reductions of gradients over ranks, behind backward: launched when a section is complete, waited for later.
+
+Owns what is under way. Small sections share a reduction: they wait in a bucket until there are `BUCKET_BYTES` of them.
+At most `REDUCTIONS_IN_FLIGHT` run while backward fills the next section. Launches come in the order in which sections
+are complete, which is the same on every rank. The calls: `add` per section, `finish` before the gradients are used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zero_offload.plan.memory import GRADS_IN_FLIGHT
+from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.grad_ledger import SectionGrads
+from zero_offload.types import MIB
+
+REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
+"""Beside the section that backward fills."""
+BUCKET_BYTES = 1 * MIB
+"""Smaller sections share a collective: its start would take longer than its transfer."""
+
+Done = Callable[[SectionGrads, torch.Tensor], None]
+"""done(section, its reduced shard): what the section lent is its own again."""
+
+
+def is_small(grads: SectionGrads) -> bool:
+    """Whether a section goes into a bucket."""
+    return grads.layout.numel * 4 < BUCKET_BYTES
+
+
+class Reductions:
+    """Idle where a rank is alone."""
+
+    def __init__(self, collectives: Collectives, done: Done) -> None:
+        self._collectives = collectives
+        # Weak: whoever takes the results holds this object, and a cycle would outlive a dropped model.
+        self._done = weakref.WeakMethod(done)
+        self._bucket: list[SectionGrads] = []
+        self._flying: deque[tuple[Sequence[SectionGrads], Callable[[], list[torch.Tensor]]]] = deque()
+
+    def add(self, grads: SectionGrads) -> None:
+        """The section's `partial` is complete: reduce it, alone or with others."""
+        if not is_small(grads):
+            self._launch([grads])
+            return
+        self._bucket.append(grads)
+        if sum(each.layout.numel * 4 for each in self._bucket) >= BUCKET_BYTES:
+            self._launch_bucket()
+
+    def has(self, grads: SectionGrads) -> bool:
+        """Whether the section's `partial` is lent."""
+        return any(grads is each for each in self._bucket) or any(
+            grads is each for sections, _ in self._flying for each in sections
+        )
+
+    def finish(self) -> None:
+        """Return when nothing is under way."""
+        self._launch_bucket()
+        while self._flying:
+            self.finish_oldest()
+
+    def finish_oldest(self) -> None:
+        """Wait for one reduction, if there is one."""
+        if self._flying:
+            sections, wait = self._flying.popleft()
+            done = self._done()
+            assert done is not None
+            for grads, shard in zip(sections, wait(), strict=True):
+                done(grads, shard)
+
+    def drop(self) -> None:
+        """Nobody wants the results; what has been launched is waited for, since it reads what the sections lent."""
+        self._bucket.clear()
+        while self._flying:
+            self._flying.popleft()[1]()
+
+    def _launch_bucket(self) -> None:
+        if self._bucket:
+            bucket, self._bucket = self._bucket, []
+            self._launch(bucket)
+
+    def _launch(self, sections: Sequence[SectionGrads]) -> None:
+        while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
+            self.finish_oldest()
+        partials = [grads.partial for grads in sections if grads.partial is not None]
+        self._flying.append((sections, self._collectives.launch_reduce(partials, sections[-1].unit.name)))
