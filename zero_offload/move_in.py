@@ -23,8 +23,8 @@ from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.memory.pages import trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.tensor_parallel import local_part
-from zero_offload.runtime.dtensors import move_to
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.grads.dtensors import move_to
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, recipe_of
 from zero_offload.shards.store import ShardStore
 

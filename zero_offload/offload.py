@@ -45,14 +45,14 @@ from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.probe import probe_hardware
 from zero_offload.run_files import RunFiles
-from zero_offload.runtime.activations import open_activations
-from zero_offload.runtime.carrier import Carrier, DeviceCarrier, HostCarrier
-from zero_offload.runtime.collectives import Collectives, CommitGroup
-from zero_offload.runtime.guard import guard
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
-from zero_offload.runtime.rank_group import RankGroup, mesh_problems
+from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
+from zero_offload.runtime.ranks.group import RankGroup, mesh_problems
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.saved.activations import open_activations
+from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
+from zero_offload.runtime.units.guard import guard
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, register
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore

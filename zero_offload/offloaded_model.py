@@ -31,12 +31,12 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.param_access import ParamAccess
 from zero_offload.plan.layout import ShardLayout
-from zero_offload.runtime.activations import Activations
-from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.grads import GradReducer
+from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.session import Session
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard

@@ -16,9 +16,9 @@ from torch import nn
 from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.runtime.grad_ledger import GradLedger
+from zero_offload.runtime.grads.ledger import GradLedger
 from zero_offload.runtime.session import Session
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard

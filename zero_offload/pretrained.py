@@ -27,7 +27,7 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.pages import trim_heap
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component
 from zero_offload.types import parse_bytes
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_offload.kernels.adamw import AdamWSegment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
-from zero_offload.runtime.grad_ledger import GradLedger, SectionGrads
+from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads
 from zero_offload.shards.registry import AdamWHyper
 
 

@@ -22,7 +22,7 @@ from tests.helpers import ranks
 from tests.helpers.ranks import Case, Outcome
 from tests.helpers.trainer import fork_server
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.runtime.collectives import Collectives
+from zero_offload.runtime.ranks.collectives import Collectives
 
 WORLD, VICTIM, STEPS, STRIKE = 3, 1, 5, 3
 TIME_LIMIT_S = 4

@@ -12,8 +12,8 @@ from tests.helpers import ranks
 from tests.helpers.models import TinyLM, tokens_of
 from tests.helpers.ranks import Case, Outcome
 from zero_offload.api import runtime_of
-from zero_offload.runtime import activation_tiers, activations
-from zero_offload.runtime.activations import Activations
+from zero_offload.runtime.saved import activations, tiers
+from zero_offload.runtime.saved.activations import Activations
 
 SMALLEST_BYTES = 4096
 
@@ -21,10 +21,10 @@ SMALLEST_BYTES = 4096
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "SMALLEST_BYTES", SMALLEST_BYTES)
     monkeypatch.setattr(activations, "AHEAD_BYTES", 64 << 10)
-    monkeypatch.setattr(activation_tiers, "ACTIVATION_BLOCK_BYTES", 16 << 10)
-    monkeypatch.setattr(activation_tiers, "ACTIVATION_BLOCKS_OUT", 2)
-    monkeypatch.setattr(activation_tiers, "ACTIVATION_BLOCKS_BACK", 3)
-    monkeypatch.setattr(activation_tiers, "_SLAB_BLOCKS", 4)
+    monkeypatch.setattr(tiers, "ACTIVATION_BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(tiers, "ACTIVATION_BLOCKS_OUT", 2)
+    monkeypatch.setattr(tiers, "ACTIVATION_BLOCKS_BACK", 3)
+    monkeypatch.setattr(tiers, "_SLAB_BLOCKS", 4)
 
 
 def activations_of(model: nn.Module) -> Activations:

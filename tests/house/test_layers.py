@@ -33,6 +33,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 FAMILIES = (0, 5, 6)  # files of these layers may import each other: words, the tying object, faces
+RUNTIME = ("ranks", "units", "saved", "loans", "victims", "residency", "grads", "session", "hooks")
+"""The order inside of `runtime`, which is the largest part: each imports only from what stands before it."""
 WORDS_ONLY = ("nn",)
 """Ordinary torch code, which must work without the rest: it knows the words of layer 0 and nothing else."""
 
@@ -94,6 +96,18 @@ def test_imports_point_down(module: str) -> None:
     assert violations(module, source, frozenset(module_names())) == []
 
 
+@pytest.mark.parametrize("module", [name for name in module_names() if name.startswith("runtime.")])
+def test_runtime_has_an_order(module: str) -> None:
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    parts = {
+        target.split(".")[1]
+        for target in imports_of(module, source, frozenset(module_names()))
+        if target.startswith("runtime.")
+    }
+    own = module.split(".")[1]
+    assert {part for part in parts if part != own} <= set(RUNTIME[: RUNTIME.index(own)] if own in RUNTIME else ())
+
+
 MODULES = frozenset({"types", "config", "storage.engine", "memory.pages", "shards.store", "plan.memory"})
 
 
@@ -104,8 +118,8 @@ MODULES = frozenset({"types", "config", "storage.engine", "memory.pages", "shard
         ("plan.memory", "from zero_offload.storage import engine"),
         ("memory.pages", "import zero_offload.shards.store"),
         ("types", "def f():\n    from zero_offload import offload"),
-        ("optim.adamw", "from zero_offload.runtime.unit import Unit"),
-        ("runtime.unit", "import zero_offload as zo"),
+        ("optim.adamw", "from zero_offload.runtime.units.unit import Unit"),
+        ("runtime.units.unit", "import zero_offload as zo"),
         ("nn.cross_entropy", "from zero_offload.shards.store import ShardStore"),
         ("nn.cross_entropy", "from zero_offload.recipes import gpt"),
         ("stray", "x = 1"),

@@ -79,8 +79,8 @@ def test_a_missing_wait_is_seen(
     """In the way of activations alone: the rest keeps its waits."""
     on_device(HostDevice())
     expected = train(zo.OffloadConfig(), False)
-    tiers = importlib.import_module("zero_offload.runtime.activation_tiers")
-    store = importlib.import_module("zero_offload.runtime.activations")
+    tiers = importlib.import_module("zero_offload.runtime.saved.tiers")
+    store = importlib.import_module("zero_offload.runtime.saved.activations")
 
     class Careless(LateDevice):
         """Hands out copies that nobody can wait for."""

@@ -14,9 +14,10 @@ from tests.helpers import ranks
 from tests.helpers.late_device import poison
 from tests.helpers.ranks import Case, Outcome, RankPool
 from zero_offload.plan.partition import STAGES
-from zero_offload.runtime import collectives, reductions
-from zero_offload.runtime.grads import GradReducer
-from zero_offload.runtime.lanes import DirectLane, NativeLane
+from zero_offload.runtime.grads import reductions
+from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.ranks import collectives
+from zero_offload.runtime.ranks.lanes import DirectLane, NativeLane
 from zero_offload.runtime.residency import Residency
 
 GATHER, REDUCE = "gather", "reduce"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from zero_offload.runtime.rank_watch import RankWatch
+from zero_offload.runtime.ranks.watch import RankWatch
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
-from zero_offload.runtime.boundary import Group
-from zero_offload.runtime.recompute import Recompute
+from zero_offload.runtime.saved.boundary import Group
+from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.units.unit import Unit
 
 GradReady = Callable[[nn.Parameter], None]
 

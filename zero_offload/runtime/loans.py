@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.saved import Saved
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.saved.tensors import Saved
+from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.state import UnitState
 
 TRANSPORT_S = 5.0

@@ -15,11 +15,11 @@ from zero_offload.memory.arena import MovableBuffer
 from zero_offload.memory.pages import FRAME
 from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
-from zero_offload.runtime.carrier import Carrier
-from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.gather import Gatherer
 from zero_offload.runtime.loans import Loans
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.units.carrier import Carrier
+from zero_offload.runtime.units.gather import Gatherer
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.runtime.victims import Victims
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore

@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
-from zero_offload.runtime.frames import runs
-from zero_offload.runtime.grads import GradReducer
-from zero_offload.runtime.guard import refuse_copy
-from zero_offload.runtime.recompute import drop_stale
+from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.saved import SavedTensors, TensorStore
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.recompute import drop_stale
+from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
+from zero_offload.runtime.units.guard import refuse_copy
+from zero_offload.runtime.units.unit import Unit
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.loans import Loans
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.state import UnitState
 
 _ARRIVING = (UnitState.FETCHING, UnitState.AWAITING)

@@ -19,8 +19,8 @@ from zero_offload.checkpoint.portable import SavedCheckpoint
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.runtime.collectives import CommitGroup
-from zero_offload.runtime.rank_group import RankGroup
+from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.shards.shard import components_of
 
 IN_MEMORY = {"params": "cpu", "optimizer": "cpu"}

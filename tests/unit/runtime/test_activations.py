@@ -20,8 +20,8 @@ from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from zero_offload.api import runtime_of
 from zero_offload.device import HostDevice
 from zero_offload.memory.arena import Arena
-from zero_offload.runtime.activation_tiers import DiskTier
-from zero_offload.runtime.activations import Activations, Away
+from zero_offload.runtime.saved.activations import Activations, Away
+from zero_offload.runtime.saved.tiers import DiskTier
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import local_part
-from zero_offload.runtime.unit import Unit
+from zero_offload.runtime.units.unit import Unit
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -119,7 +119,7 @@ def saving_hooks() -> SavingHooks | None:
     return hooks
 
 
-_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.recompute")
+_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved.recompute")
 
 
 def _recomputed_later(hooks: SavingHooks | None) -> bool:

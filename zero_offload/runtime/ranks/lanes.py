@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zero_offload.runtime.rank_group import Group
+from zero_offload.runtime.ranks.group import Group
 
 _TAGS = 1 << 30
 

@@ -23,8 +23,8 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.plan.placement import Dealer
-from zero_offload.runtime.activation_tiers import ActivationTier, DiskTier, HostTier, Pieces
-from zero_offload.runtime.saved import VersionCheck
+from zero_offload.runtime.saved.tensors import VersionCheck
+from zero_offload.runtime.saved.tiers import ActivationTier, DiskTier, HostTier, Pieces
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.swap_file import SwapFile

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.grad_ledger import SectionGrads
+from zero_offload.runtime.grads.ledger import SectionGrads
+from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.types import MIB
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1

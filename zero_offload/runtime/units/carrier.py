@@ -17,7 +17,7 @@ import torch
 from zero_offload.device import Device, Event, Handoff
 from zero_offload.memory.arena import Region
 from zero_offload.memory.pool import RegionPool
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.replica import Replica
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.engine import Urgency

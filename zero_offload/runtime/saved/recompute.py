@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_offload.device import device_rng_states, set_device_rng_states
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.boundary import Boundary, Group
-from zero_offload.runtime.frames import runs
-from zero_offload.runtime.saved import KEPT_AS_IT_IS, hooks_of_session, saving_hooks
+from zero_offload.runtime.saved.boundary import Boundary, Group
+from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, hooks_of_session, saving_hooks
 from zero_offload.shards.registry import owner_of
 
 

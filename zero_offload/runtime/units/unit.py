@@ -17,7 +17,7 @@ from zero_offload.kernels.checksum import fingerprint
 from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
 from zero_offload.plan.tensor_parallel import local_part
-from zero_offload.runtime.guard import guard, unguard
+from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.state import StateTracker, UnitState
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from zero_offload.runtime.carrier import Carrier
-from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.units.carrier import Carrier
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component
 
 

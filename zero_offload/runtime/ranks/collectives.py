@@ -19,9 +19,9 @@ import torch.distributed as dist
 from zero_offload import errors
 from zero_offload.config import Branches, GradReduction, OffloadConfig
 from zero_offload.errors import RankError, ZeroOffloadError
-from zero_offload.runtime.agreement import Agreement
-from zero_offload.runtime.lanes import Lane, lane
-from zero_offload.runtime.rank_group import Group, RankGroup
+from zero_offload.runtime.ranks.agreement import Agreement
+from zero_offload.runtime.ranks.group import Group, RankGroup
+from zero_offload.runtime.ranks.lanes import Lane, lane
 from zero_offload.telemetry.events import Counters
 
 T = TypeVar("T")

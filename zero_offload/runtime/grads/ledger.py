@@ -19,8 +19,8 @@ from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.types import Tier
 

@@ -20,13 +20,13 @@ from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.collectives import Collectives
-from zero_offload.runtime.dtensors import local_grad
-from zero_offload.runtime.grad_ledger import REDUCED, GradLedger, SectionGrads
-from zero_offload.runtime.grad_staging import GradStaging
-from zero_offload.runtime.reductions import Reductions, is_small
+from zero_offload.runtime.grads.dtensors import local_grad
+from zero_offload.runtime.grads.ledger import REDUCED, GradLedger, SectionGrads
+from zero_offload.runtime.grads.reductions import Reductions, is_small
+from zero_offload.runtime.grads.staging import GradStaging
+from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.unit import Section, Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard

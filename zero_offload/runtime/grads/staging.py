@@ -17,7 +17,7 @@ import torch
 from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import RegionPool
-from zero_offload.runtime.grad_ledger import SectionGrads
+from zero_offload.runtime.grads.ledger import SectionGrads
 
 SECTIONS_IN_FLIGHT = 3
 

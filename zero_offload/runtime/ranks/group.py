@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.config import Branches, OffloadConfig
 from zero_offload.plan.partition import Partition
-from zero_offload.runtime.rank_watch import RankWatch, time_limit
+from zero_offload.runtime.ranks.watch import RankWatch, time_limit
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""

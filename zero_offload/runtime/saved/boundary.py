@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.saved import KEPT_AS_IT_IS, SavingHooks, Unpack, VersionCheck
+from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, SavingHooks, Unpack, VersionCheck
 
 Group = dist.ProcessGroup
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zero_offload.config import Branches
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.rank_group import RankGroup
+from zero_offload.runtime.ranks.group import RankGroup
 
 
 class Intent(IntEnum):
