@@ -92,7 +92,7 @@ def test_what_is_away_can_be_frozen_and_thawed(away: nn.Module) -> None:
     assert all(param.requires_grad for param in away.parameters())
 
 
-@pytest.mark.parametrize("cast", ["half", "double", "float", "cuda", "to_empty"])
+@pytest.mark.parametrize("cast", ["half", "double", "bfloat16", "to_empty"])
 def test_conversions_of_the_module_are_refused(cast: str, away: nn.Module) -> None:
     convert = {"to_empty": lambda: away.to_empty(device="cpu")}.get(cast, getattr(away, cast, None))
     with pytest.raises(zo.ZeroOffloadError):

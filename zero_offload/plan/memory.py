@@ -231,9 +231,13 @@ def _staging_bytes(
             arriving.append(unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
-        # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32.
-        values = unit.params_bytes - unit.frozen_bytes
-        trained.append(values if partition.world_size == 1 else unit.trained_numel * GRADS_IN_FLIGHT * 4)
+        # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
+        # what arrives from them, and on its way to disk the sum has pages of its own.
+        if partition.world_size == 1:
+            trained.append(unit.params_bytes - unit.frozen_bytes)
+        else:
+            on_its_way = unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0
+            trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     chunk_bytes = CHUNK_NUMEL * (max(_OPTIMIZER_BYTES[name] for name in dtypes) + 4)  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
