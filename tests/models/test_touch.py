@@ -88,7 +88,6 @@ READS = {
     "numpy": lambda p: p.detach().numpy(),
     "data": lambda p: p.data,
     "data_ptr": lambda p: p.data_ptr(),
-    "to": lambda p: p.to(torch.float64),
     "tolist": lambda p: p.tolist(),
     "matmul": lambda p: torch.matmul(p, p.t()),
     "out": lambda p: torch.add(torch.ones(2), 1, out=p),

@@ -17,12 +17,12 @@ from torch import nn
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
-from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.dtensors import local_grad
 from zero_offload.runtime.grads.ledger import REDUCED, GradLedger, SectionGrads
-from zero_offload.runtime.grads.reductions import Reductions, is_small
+from zero_offload.runtime.grads.partials import Partials
+from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.staging import GradStaging
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
@@ -51,6 +51,7 @@ class GradReducer:
     ) -> None:
         self._device = device
         self._staging = GradStaging(device, store.arena, _largest_grad(units), self._land, self._rest)
+        self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
         self._board = board
@@ -62,8 +63,6 @@ class GradReducer:
         self.defers = collectives.partition.defers_reduction
         """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
-        self._num_attached = 0
-        """Sections whose `partial` has pages."""
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
@@ -196,22 +195,14 @@ class GradReducer:
         self._open.append(grads)
 
     def _partial(self, grads: SectionGrads) -> torch.Tensor:
-        """(numel,) fp32 on the compute device, zero at first: what has no gradient takes part as zeros."""
+        """(numel,) fp32 on the compute device: this rank's sum, to be filled."""
         if grads.partial is not None:
-            if self._reductions.has(grads):
-                self._reductions.finish()
-            else:
+            if not self._reductions.has(grads):
                 return grads.partial
-        if not self._device.is_host or is_small(grads):
-            grads.partial = torch.zeros(grads.layout.numel, dtype=torch.float32, device=self._device.torch_device)
-            return grads.partial
-        if self._num_attached >= GRADS_IN_FLIGHT:
+            self._reductions.finish()
+        if not self._partials.has_room(grads):
             self._reductions.finish_oldest()
-        grads.pages = grads.pages or MovableBuffer(self._store.arena, grads.layout.numel * 4)
-        self._residency.attach(grads.pages)
-        self._num_attached += 1
-        grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).zero_()
-        return grads.partial
+        return self._partials.make(grads)
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
@@ -234,7 +225,7 @@ class GradReducer:
         else:
             self._staging.stage(grads, REDUCED, shard, adds=False)
             self._staging.seal(grads)
-        self._drop_partial(grads)
+        self._partials.drop(grads)
 
     def _add_waiting(self, grads: SectionGrads, partial: torch.Tensor) -> None:
         """Add this rank's own sums to `partial`, (numel,) fp32 on the device."""
@@ -272,19 +263,13 @@ class GradReducer:
         _close(grads)
         self._open = [each for each in self._open if each is not grads]
 
-    def _drop_partial(self, grads: SectionGrads) -> None:
-        grads.partial = None
-        if grads.pages is not None and grads.pages.attached:
-            grads.pages.detach()
-            self._num_attached -= 1
-
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
         self._reductions.drop()
         self._staging.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()
-            self._drop_partial(grads)
+            self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
 
