@@ -80,19 +80,30 @@ class Outcome:
 
 
 class RankPool:
-    """Ranks that wait for jobs."""
+    """Ranks that wait for jobs.
+
+    They are started anew now and then: the process groups of a model live as long as the program, with three threads
+    each, and when there are hundreds of them everything slows down.
+    """
+
+    JOBS_MAX = 25
 
     def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._start()
+
+    def _start(self) -> None:
         from tests.helpers.trainer import fork_server
 
         context = fork_server()
+        self.num_jobs = 0
         self.folder = tempfile.TemporaryDirectory()
         store = os.path.join(self.folder.name, "store")
         self.connections: list[Connection] = []
         self.processes: list[BaseProcess] = []
-        for rank in range(world_size):
+        for rank in range(self._world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, store, theirs))
+            process = context.Process(target=_serve, args=(rank, self._world_size, store, theirs))
             process.start()
             theirs.close()
             self.connections.append(mine)
@@ -100,6 +111,10 @@ class RankPool:
 
     def call(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """`job(rank, world_size, *args)` on every rank; results and failures by rank."""
+        if self.num_jobs == self.JOBS_MAX:
+            self.close()
+            self._start()
+        self.num_jobs += 1
         for connection in self.connections:
             connection.send((job, args))
         return [self._receive(connection) for connection in self.connections]
@@ -118,8 +133,9 @@ class RankPool:
         for connection in self.connections:
             connection.close()
         for process in self.processes:
-            process.join(10)
+            # They have nothing to tidy up, and an orderly end takes seconds for hundreds of groups.
             process.kill()
+            process.join()
         self.folder.cleanup()
 
 

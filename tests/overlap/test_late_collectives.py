@@ -23,7 +23,7 @@ from zero_offload.runtime.residency import Residency
 GATHER, REDUCE = "gather", "reduce"
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(request.param)
     yield pool

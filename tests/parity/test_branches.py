@@ -105,7 +105,7 @@ class Outcome:
         return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     pool = RankPool(request.param)
     yield pool
@@ -269,7 +269,7 @@ def test_on_late_lanes(stage: int, params: str, pool: RankPool, nvme: Path) -> N
     assert pool.succeed(train_late, case) == expected
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_in_a_hybrid_mesh(stage: int, nvme: Path) -> None:
     settings = {"stage": stage, "branches": "any"}
     four = RankPool(4)

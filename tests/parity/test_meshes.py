@@ -39,7 +39,7 @@ def check_close(one: Outcome, several: list[Outcome]) -> None:
 
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("mesh", [None, HYBRID, STRIDED], ids=["all", "hybrid", "strided"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (1, 2)), 3])
 def test_four_ranks_follow_one(stage: int, mesh: Any, no_sync: bool, pool: RankPool, nvme: Path) -> None:
     case = replace(at(stage), mesh=mesh, no_sync=no_sync)
     found = pool.succeed(ranks.train, case)
@@ -51,8 +51,10 @@ def test_four_ranks_follow_one(stage: int, mesh: Any, no_sync: bool, pool: RankP
     assert pool.succeed(ranks.train, disk) == found
 
 
-@pytest.mark.parametrize("mesh", [HYBRID, STRIDED])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "mesh"),
+    [(3, HYBRID), (1, STRIDED), *(pytest.param(*each, marks=pytest.mark.full) for each in [(1, HYBRID), (3, STRIDED)])],
+)
 def test_hybrid_generations_and_checkpoints(stage: int, mesh: Any, pool: RankPool, tmp_path: Path) -> None:
     settings = {"params": "nvme", "optimizer": "nvme", "nvme": tmp_path / "run", "existing": "resume"}
     case = replace(at(stage, **settings), mesh=mesh)

@@ -274,7 +274,7 @@ def _records(out: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 2)), 1, 3])
 def test_both_ranks_killed_and_resumed(stage: int, tmp_path: Path) -> None:
     case = Case(ON_DISK | {"stage": stage, "existing": "resume"}, num_steps=14, max_norm=1.0)
     outs = {name: tmp_path / name for name in ("killed", "whole")}

@@ -258,7 +258,13 @@ def at(case: Case, **settings: Any) -> Case:
 
 
 @pytest.mark.parametrize(
-    ("stage", "plan"), [*((stage, "sequence") for stage in (0, 1, 2, 3)), (3, "matrices"), (1, "vocabulary")]
+    ("stage", "plan"),
+    [
+        (3, "sequence"),
+        (3, "matrices"),
+        (1, "vocabulary"),
+        *(pytest.param(stage, "sequence", marks=pytest.mark.full) for stage in (0, 1, 2)),
+    ],
 )
 def test_numbers_are_those_of_the_divided_and_of_the_whole_model(
     stage: int, plan: str, pool: RankPool, nvme: Path
@@ -271,14 +277,26 @@ def test_numbers_are_those_of_the_divided_and_of_the_whole_model(
     assert pool.succeed(train, disk) == found
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("shape", [(1, 4), (4, 1), (2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "stage"),
+    [
+        ((1, 4), 3),
+        ((4, 1), 1),
+        ((2, 1, 2), 3),
+        ((1, 2, 2), 1),
+        *(
+            pytest.param(shape, stage, marks=pytest.mark.full)
+            for shape, stage in [((1, 4), 1), ((4, 1), 3), ((2, 1, 2), 1), ((1, 2, 2), 3)]
+        ),
+    ],
+    ids=str,
+)
 def test_other_meshes(stage: int, shape: tuple[int, ...], pool: RankPool) -> None:
     case = replace(at(FP32, stage=stage), shape=shape, micro_batches=2)
     check_close(train_whole(case), pool.succeed(train, case), shape[-1])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_in_bf16_placements_change_nothing(stage: int, pool: RankPool, nvme: Path) -> None:
     case = at(FP32, precision="bf16", stage=stage)
     found = pool.succeed(train, case)
@@ -288,7 +306,7 @@ def test_in_bf16_placements_change_nothing(stage: int, pool: RankPool, nvme: Pat
     assert found[0].losses == pytest.approx(pool.succeed(train, at(case, precision="fp32"))[0].losses, rel=2e-2)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
 def test_a_generation_has_every_part(stage: int, pool: RankPool, nvme: Path) -> None:
     case = at(FP32, stage=stage, params="nvme", optimizer="nvme", nvme=nvme, existing="resume")
     expected = pool.succeed(train, at(FP32, stage=stage))

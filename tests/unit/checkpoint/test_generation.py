@@ -196,7 +196,9 @@ def test_striped_directories_resume_with_a_changed_frozen_parameter(tmp_path: Pa
     zo.close(model)
 
 
-@pytest.mark.parametrize("extra", [{1, 2}, object(), float("nan"), {"a": torch.zeros(1)}], ids=["set", "object", "nan", "tensor"])
+@pytest.mark.parametrize(
+    "extra", [{1, 2}, object(), float("nan"), {"a": torch.zeros(1)}], ids=["set", "object", "nan", "tensor"]
+)
 def test_extra_that_is_no_json(extra: object, nvme: Path) -> None:
     model, optimizer = open_model(nvme)
     with pytest.raises(zo.ConfigError, match="not JSON"):
