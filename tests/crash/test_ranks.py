@@ -139,12 +139,12 @@ SAYS = {
 STRIKES = [
     ("kill", "forward"),
     ("kill", "backward"),
-    ("kill", "update"),
+    pytest.param("kill", "update", marks=pytest.mark.full),
     ("kill", "commit"),
     ("raise", "forward"),
-    ("raise", "backward"),
+    pytest.param("raise", "backward", marks=pytest.mark.full),
     ("stop", "forward"),
-    ("stop", "commit"),
+    pytest.param("stop", "commit", marks=pytest.mark.full),
 ]
 
 

@@ -13,7 +13,13 @@ TIGHT = {"fp32": "8MiB", "bf16": "6MiB"}
 """Room for a block of a WIDE model and one frame more: every use of a unit evicts another."""
 
 
-@pytest.fixture(params=["cpu-fp32", "cpu-bf16", "nvme-fp32", "nvme-bf16"])
+@pytest.fixture(
+    params=[
+        "cpu-bf16",
+        "nvme-fp32",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("cpu-fp32", "nvme-bf16")),
+    ]
+)
 def config(request: pytest.FixtureRequest, nvme: Path) -> zo.OffloadConfig:
     tier, precision = request.param.split("-")
     if tier == "cpu":

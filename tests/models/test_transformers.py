@@ -29,7 +29,7 @@ TWO_FRAMES, THREE_FRAMES = "4MiB", "6MiB"
 """Of these models a unit takes one frame, and one more when part of it is frozen."""
 
 
-@pytest.fixture(params=["nvme", "cpu"])
+@pytest.fixture(params=["nvme", pytest.param("cpu", marks=pytest.mark.full)])
 def config(request: pytest.FixtureRequest, nvme: Path) -> zo.OffloadConfig:
     if request.param == "cpu":
         return placed("fp32", ("cpu", "cpu", "cpu"), None, None)

@@ -36,7 +36,7 @@ def pool() -> Iterator[RankPool]:
     pool.close()
 
 
-@pytest.fixture(params=list(TIERS))
+@pytest.fixture(params=["cpu", "nvme", pytest.param("mixed", marks=pytest.mark.full)])
 def settings(request: pytest.FixtureRequest, nvme: Path) -> dict[str, Any]:
     return TIERS[request.param] | {"nvme": nvme}
 
