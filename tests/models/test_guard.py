@@ -151,7 +151,7 @@ def test_a_sparse_gradient_is_refused(fp32_config: zo.OffloadConfig) -> None:
         model(tokens_of(0)).backward()
 
 
-@pytest.mark.parametrize("optimizer", ["cpu", "nvme"])
+@pytest.mark.parametrize("optimizer", ["cpu", pytest.param("nvme", marks=pytest.mark.full)])
 def test_a_dropped_model_frees_its_directory_and_its_memory(optimizer: str, nvme: Path) -> None:
     config = placed("fp32", ("nvme", "nvme", optimizer), nvme)
     # In a process of its own: what other tests have left in the C library's hands would come and go in between.
