@@ -157,12 +157,13 @@ def test_a_dropped_model_frees_its_directory_and_its_memory(optimizer: str, nvme
     # In a process of its own: what other tests have left in the C library's hands would come and go in between.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         sizes = process.submit(sizes_after_drops, config).result()
-    assert sizes[-1] - sizes[0] < 60 << 20, "the states of one model are about 120 MB"
+    # What one model leaves may go a moment later; what all leave stays.
+    assert min(sizes[2:]) - min(sizes[:2]) < 60 << 20, "the states of one model are about 120 MB"
 
 
 def sizes_after_drops(config: zo.OffloadConfig) -> list[int]:
     sizes = []
-    for _ in range(4):
+    for _ in range(5):
         model = zo.offload(build(partial(TinyLM, 2 * WIDE)), config)
         steps = zo.AdamW(model.parameters())
         list(train(model, steps, range(2)))
