@@ -168,6 +168,7 @@ def test_tiers_do_not_change_the_numbers(
     assert _losses(tmp_path / "run") == _losses(whole_run[0])
 
 
+@pytest.mark.full
 def test_fp16_scales_its_loss_and_resumes_with_the_scale(text: Path, tmp_path: Path, capsys: Capture) -> None:
     runs = {"whole": tmp_path / "whole", "killed": tmp_path / "killed"}
     for name, out in runs.items():
@@ -251,6 +252,7 @@ def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
     assert done.stdout.count("unigram entropy:") == 1  # only the first rank speaks
 
 
+@pytest.mark.full
 def test_recompute_and_activations_on_disk_change_no_loss(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,9 +137,9 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("where", "precision"),
     [
-        ("cpu", "bf16"),
-        ("nvme", "fp32"),
         ("fractions", "bf16"),
+        pytest.param("cpu", "bf16", marks=pytest.mark.full),
+        pytest.param("nvme", "fp32", marks=pytest.mark.full),
         pytest.param("cpu", "fp32", marks=pytest.mark.full),
         pytest.param("nvme", "bf16", marks=pytest.mark.full),
         pytest.param("fractions", "fp32", marks=pytest.mark.full),

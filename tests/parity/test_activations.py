@@ -62,7 +62,7 @@ def configured(nvme: Path, precision: str, activations: Any, params: Any = "cpu"
 
 
 @pytest.mark.parametrize("recompute", ["none", "some", "all"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.full), "bf16"])
 def test_placements(nvme: Path, precision: str, recompute: str) -> None:
     plain = run_plain(script, partial(make_model, "none"), precision)
     for number, (activations, params) in enumerate(itertools.product(ACTIVATIONS, ["cpu", "nvme"])):
