@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zero_offload.config import Branches
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.ranks.group import RankGroup
+from zero_offload.runtime.ranks.group import RankGroup, all_gather
 
 
 class Intent(IntEnum):
@@ -63,7 +63,7 @@ class Agreement:
         mine = torch.tensor([intent, value])  # int64, CPU
         every = torch.empty(self._num_ranks * 2, dtype=torch.int64)
         with self._watch.waiting(text):
-            dist.all_gather_into_tensor(every, mine, group=self._group)
+            all_gather(every, mine, group=self._group)
         said = {(int(intent), int(value)) for intent, value in every.view(-1, 2).tolist()}
         wanted = [value for intent, value in said if intent == Intent.UNIT]
         others = {each for each in said if each[0] != Intent.UNIT}

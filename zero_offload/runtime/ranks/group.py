@@ -20,6 +20,10 @@ from zero_offload.config import Branches, OffloadConfig
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit
 
+# torch 2.13 renames them, and warns.
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
 

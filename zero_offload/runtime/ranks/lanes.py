@@ -14,13 +14,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zero_offload.runtime.ranks.group import Group
+from zero_offload.runtime.ranks.group import Group, all_gather, reduce_scatter
 
 _TAGS = 1 << 30
-
-# torch 2.13 renames them, and warns.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Lane(Protocol):
@@ -105,7 +101,7 @@ class NativeLane:
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         mine = flat.tensor_split(self._size)[self._index]
         # Bytes, since not every backend gathers every dtype.
-        work = _all_gather(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group, async_op=True)
+        work = all_gather(flat.view(torch.uint8), mine.view(torch.uint8), group=self._group, async_op=True)
 
         def wait() -> None:
             work.wait()
@@ -114,7 +110,7 @@ class NativeLane:
 
     def reduce_scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         mine = torch.empty_like(flat.tensor_split(self._size)[self._index])
-        work = _reduce_scatter(mine, flat, group=self._group, async_op=True)
+        work = reduce_scatter(mine, flat, group=self._group, async_op=True)
         return lambda: _wait(work, mine)
 
     def all_reduce(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:

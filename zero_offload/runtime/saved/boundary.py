@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.runtime.ranks.group import all_gather
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, SavingHooks, Unpack, VersionCheck
 
 Group = dist.ProcessGroup
@@ -100,5 +101,5 @@ def _whole(part: Tensor, shape: torch.Size, group: Group) -> Tensor:
     """All ranks' parts together. Collective."""
     whole = part.new_empty(part.numel() * group.size())
     # Bytes, since not every backend gathers every dtype.
-    dist.all_gather_into_tensor(whole.view(torch.uint8), part.contiguous().view(torch.uint8), group=group)
+    all_gather(whole.view(torch.uint8), part.contiguous().view(torch.uint8), group=group)
     return whole[: shape.numel()].view(shape)
