@@ -133,6 +133,9 @@ class GradArgsStruct(C.Structure):
     ]
 
 
+_GRAD_ARGS_SIZE = C.sizeof(GradArgsStruct)
+
+
 class IoBlockStruct(C.Structure):
     _fields_ = [
         ("offset", C.c_uint64),
@@ -236,19 +239,6 @@ class AdamWArgs:
     num_threads: int
 
 
-class GradArgs(NamedTuple):
-    """One `zo_grad_store` call, in the order of its struct: there is one for every gradient."""
-
-    dst_kind: Kind
-    src_kind: Kind
-    mode: GradMode
-    num_threads: int
-    scale: float
-    dst: int
-    src: int
-    numel: int
-
-
 @dataclass(frozen=True)
 class IoSubmission:
     """One `zo_io_submit` call; `blocks` is the address of `zo_io_block` rows, `base` that of their memory."""
@@ -337,8 +327,11 @@ def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_
     _check(lib().zo_convert(dst_kind, dst, src_kind, src, numel, num_threads))
 
 
-def grad_store(args: GradArgs) -> SumOfSquares:
-    struct = GradArgsStruct(C.sizeof(GradArgsStruct), *args)
+def grad_store(
+    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, scale: float, dst: int, src: int, numel: int
+) -> SumOfSquares:
+    """There is one call for every gradient, so nothing is built for it but the struct, whose order this is."""
+    struct = GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, scale, dst, src, numel)
     _check(lib().zo_grad_store(C.byref(struct)))
     return SumOfSquares(struct.sumsq, bool(struct.finite))
 

@@ -98,11 +98,11 @@ class OffloadedModel:
 
     # Gradients
 
-    def grad_ready(self, param: nn.Parameter) -> None:
+    def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
         self._has_new_grads = True
         self.session.note_backward()
-        self.grads.arrive(param)
+        self.grads.arrive(param, grad)
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         self._scaler = scaler

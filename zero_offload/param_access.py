@@ -58,7 +58,7 @@ class ParamAccess:
         self._grads = grads
         self._session = session
         self._places = {
-            id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params()
+            id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params
         }
         self._walking = False
         self._last: tuple[Section, Component, torch.Tensor] | None = None

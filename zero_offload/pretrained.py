@@ -187,7 +187,7 @@ def _write_params(owner: OffloadedModel, sources: Mapping[int, StoredTensor]) ->
     store, index = owner.parts.store, owner.parts.collectives.shard_index
     for unit in owner.parts.units:
         readers: dict[int, dict[ParamSlice, StoredTensor]] = {}
-        for section, piece, param in unit.placed_params():
+        for section, piece, param in unit.placed_params:
             readers.setdefault(section.layout.index, {})[piece] = sources[id(param)]
         for section in unit.sections:
             read = {piece: source.read for piece, source in readers[section.layout.index].items()}
@@ -227,7 +227,7 @@ def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype | None
     names = {id(each.tensor): each.names[0] for each in _named_params(model)}
     params = {}
     for unit in owner.parts.units:
-        for section, piece, param in unit.placed_params():
+        for section, piece, param in unit.placed_params:
             own = section.layout.dtype
             dtype = target if target is not None and own.is_floating_point else own
             params[piece] = TensorEntry(names[id(param)], dtype, piece.spec.shape)

@@ -23,7 +23,7 @@ from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 
-GradReady = Callable[[nn.Parameter], None]
+GradReady = Callable[[nn.Parameter, Tensor], None]
 
 
 def install_hooks(
@@ -96,11 +96,13 @@ class _WeakCall:
 
     def __call__(self, param: nn.Parameter) -> None:
         method = self._method()
+        # The parameter may be at rest, where it asks its owner about everything.
         with torch._C.DisableTorchFunctionSubclass():
+            grad = param.grad
             # A hook of the user's may have taken it.
-            arrived = param.grad is not None
-        if method is not None and arrived:
-            method(param)
+            if method is not None and grad is not None:
+                param.grad = None
+                method(param, grad)
 
 
 def _install_cast(module: nn.Module, cast: Cast) -> list[RemovableHandle]:

@@ -117,6 +117,8 @@ class Session:
         self._pid = os.getpid()
         self.lacks_weights = False
         """Values were left out, and none have been loaded in their place."""
+        self._any_leaves = not all(unit.resident for unit in units)
+        """Whether it matters that a use ends, and who holds views of parameters."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
         self._saved = SavedTensors(units, activations)
@@ -174,7 +176,7 @@ class Session:
         self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
         for unit in units:
             self._use(unit)
-        if units:
+        if units and self._any_leaves:
             self._watch_inputs(units, inputs)
 
     def exit(self, output: Any = None) -> Any:
@@ -186,7 +188,7 @@ class Session:
         scope = self._stack.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
-        replaced = self._keep_views(output)
+        replaced = self._keep_views(output) if self._any_leaves else None
         changed: list[str] = []
         for unit in (*scope.units, *scope.touched):
             unit.forward_uses = max(unit.forward_uses - 1, 0)

@@ -50,7 +50,7 @@ def cycle(parts: Parts, uses: list[int]) -> int:
 def test_an_acquired_unit_holds_its_values(parts: Parts) -> None:
     for unit in parts.units:
         parts.residency.acquire(unit)
-        for section, piece, param in unit.placed_params():
+        for section, piece, param in unit.placed_params:
             expected = parts.store.read_component(section.shard, next(iter(section.shard.slots[0])))
             assert torch.equal(section.flat[piece.begin : piece.end], expected[piece.begin : piece.end])
             assert param.shape == piece.spec.shape

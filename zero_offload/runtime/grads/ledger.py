@@ -84,7 +84,7 @@ class GradLedger:
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
-            for section, _, param in unit.placed_params():
+            for section, _, param in unit.placed_params:
                 grads = by_section[id(section)]
                 self._places[id(param)] = (grads, len(grads.params))
                 grads.params.append(param)

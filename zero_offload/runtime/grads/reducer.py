@@ -68,14 +68,11 @@ class GradReducer:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
         return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
 
-    def arrive(self, param: nn.Parameter) -> None:
-        """Autograd has accumulated `param.grad`: take it."""
+    def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
         grads, index = self.ledger.place(param)
-        with torch._C.DisableTorchFunctionSubclass():
-            grad, param.grad = param.grad, None
-            if not grads.arrived:
-                grads.num_expected = sum(each.requires_grad for each in grads.params)
-        assert grad is not None
+        if not grads.arrived:
+            grads.num_expected = sum(each.requires_grad for each in grads.params)
         grad = local_grad(param, grad)
         if grad.layout is not torch.strided:
             raise ZeroOffloadError(
@@ -206,7 +203,7 @@ class GradReducer:
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
-        what = _describe(grads)
+        what = "" if grads.partial is None else _describe(grads)
         grads.arrived.clear()
         if grads.partial is not None:
             self._collectives.agreement.same(f"the reduction of gradients of {what}")

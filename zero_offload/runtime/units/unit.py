@@ -8,7 +8,8 @@ storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Resi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -118,12 +119,11 @@ class Unit:
         """Frames its buffers need while they are here."""
         return sum(s.buffer.num_frames for s in self.sections if s.buffer is not None)
 
-    def placed_params(self) -> Iterator[tuple[Section, ParamSlice, nn.Parameter]]:
-        """Every parameter with its section and its slice of it."""
-        params = iter(self.params)
-        for section in self.sections:
-            for piece in section.layout.params:
-                yield section, piece, next(params)
+    @cached_property
+    def placed_params(self) -> tuple[tuple[Section, ParamSlice, nn.Parameter], ...]:
+        """Every parameter with its section and its slice of it; asked for once all of them are made."""
+        places = ((section, piece) for section in self.sections for piece in section.layout.params)
+        return tuple((*place, param) for place, param in zip(places, self.params, strict=True))
 
     def attach(self) -> bool:
         """Put pages under all buffers; False, and none attached, when there are too few."""
@@ -166,14 +166,14 @@ class Unit:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
         names = []
         # Without versions it was never opened: there was no room for it.
-        for (section, piece, param), version in zip(self.placed_params(), self._versions, strict=False):
+        for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
             elsewhere = local_part(param).untyped_storage()._cdata != section.flat.untyped_storage()._cdata
             if elsewhere or (param._version != version and not self.updates_in_place):
                 names.append(piece.spec.name)
         if self._fingerprints and not names and not torch.compiler.is_compiling():
             names = [
                 piece.spec.name
-                for (_, piece, param), before in zip(self.placed_params(), self._fingerprints, strict=True)
+                for (_, piece, param), before in zip(self.placed_params, self._fingerprints, strict=True)
                 if fingerprint(local_part(param).detach()) != before
             ]
         return names
