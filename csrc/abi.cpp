@@ -6,6 +6,7 @@
 #include "cpu/features.h"
 #include "io/engine.h"
 #include "optim/adamw.h"
+#include "ranks/neighbour.h"
 #include "reduce/reduce.h"
 #include "util/crc32c.h"
 #include "util/status.h"
@@ -210,6 +211,24 @@ int zo_sumsq(uint32_t kind, const void *values, int64_t numel, uint32_t num_thre
 
 uint32_t zo_crc32c(uint32_t seed, const void *data, uint64_t nbytes) {
     return zo::crc32c(seed, data, nbytes);
+}
+
+int zo_word_post(int64_t *word, int64_t value) {
+    ZO_CHECK(check_pointer("zo_word_post", "word", word));
+    zo::word_post(word, value);
+    return ZO_OK;
+}
+
+int zo_word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us) {
+    return guarded("zo_word_wait", [&]() -> int {
+        ZO_CHECK(check_pointer("zo_word_wait", "word", word));
+        return zo::word_wait(word, at_least, timeout_us);
+    });
+}
+
+int zo_peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes) {
+    ZO_CHECK(nbytes == 0 ? ZO_OK : check_pointer("zo_peer_read", "dst", dst));
+    return zo::peer_read(pid, address, dst, nbytes);
 }
 
 int zo_io_open(uint32_t num_threads, zo_io **out) {

@@ -8,7 +8,7 @@
  *   - tensors are plain addresses of element-aligned memory; counts are elements unless a name ends in bytes;
  *   - whatever the instruction set and the number of threads, a kernel returns the same bits.
  *
- * zero_offload/native.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
+ * zero_offload/abi.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
  */
 #ifndef ZERO_OFFLOAD_H
 #define ZERO_OFFLOAD_H
@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 2
+#define ZO_ABI_VERSION 3
 
 enum zo_status {
     ZO_OK = 0,
@@ -157,6 +157,17 @@ ZO_API int zo_sumsq(uint32_t kind, const void *values, int64_t numel, uint32_t n
 
 /* CRC-32C (Castagnoli). Seed 0 is the standard value; the result for one part is the seed for the next. */
 ZO_API uint32_t zo_crc32c(uint32_t seed, const void *data, uint64_t nbytes);
+
+/* ---- other processes of this machine ----------------------------------------------------------------------
+ */
+
+/* A word in memory that several processes map: who has waited for a value sees all that was written before it
+ * was posted. The wait returns 1 when the word is at_least or more, 0 when timeout_us have passed. */
+ZO_API int zo_word_post(int64_t *word, int64_t value);
+ZO_API int zo_word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us);
+
+/* Copy from another process's memory. ZO_SYSTEM where the system forbids it, or the process has ended. */
+ZO_API int zo_peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes);
 
 /* ---- file I/O ---------------------------------------------------------------------------------------------
  */

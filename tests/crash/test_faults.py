@@ -26,7 +26,7 @@ from tests.helpers.disk import (
     write_run,
 )
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
-from zero_offload.native import Fault
+from zero_offload.abi import Fault
 
 STEPS = 8
 PLACE = re.compile(r"at offset \d+ of (/\S+)")

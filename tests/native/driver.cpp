@@ -8,6 +8,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include <thread>
 #include <vector>
 
 #include "zero_offload.h"
@@ -209,12 +210,33 @@ void test_io() {
     for (const auto &table : tables) EXPECT(table.back().crc == blocks.back().crc);
 }
 
+void test_neighbours() {
+    int64_t word = 0;
+    EXPECT(zo_word_wait(&word, 1, 2000) == 0 && zo_word_wait(nullptr, 1, 0) == ZO_INVALID);
+    std::thread other([&] {
+        usleep(5000);
+        EXPECT(zo_word_post(&word, 3) == ZO_OK);
+    });
+    EXPECT(zo_word_wait(&word, 2, 60000000) == 1);
+    other.join();
+    EXPECT(zo_word_post(nullptr, 1) == ZO_INVALID);
+    // Its own process may read itself, where any may; one that does not exist is refused.
+    const std::vector<char> source(70000, 'x');
+    std::vector<char> copy(source.size());
+    const uint64_t address = uint64_t(uintptr_t(source.data()));
+    if (zo_peer_read(getpid(), address, copy.data(), copy.size()) == ZO_OK) EXPECT(copy == source);
+    EXPECT(zo_peer_read(getpid(), 8, copy.data(), 8) == ZO_SYSTEM);
+    EXPECT(zo_peer_read(1 << 30, address, copy.data(), 8) == ZO_SYSTEM && strstr(zo_last_error(), "0 of 8"));
+    EXPECT(zo_peer_read(getpid(), address, nullptr, 8) == ZO_INVALID);
+}
+
 }  // namespace
 
 // With the argument "io" only the engine runs: the thread sanitizer does not understand OpenMP's barriers.
 int main(int argc, char **argv) {
     test_refusals();
     if (argc < 2 || strcmp(argv[1], "io") != 0) test_kernels();
+    test_neighbours();
     test_io();
     puts("native driver: ok");
     return 0;

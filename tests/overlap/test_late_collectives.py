@@ -17,7 +17,8 @@ from zero_offload.plan.partition import STAGES
 from zero_offload.runtime.grads import reductions
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.ranks import collectives
-from zero_offload.runtime.ranks.lanes import DirectLane, NativeLane
+from zero_offload.runtime.ranks.group import Group, RankGroup
+from zero_offload.runtime.ranks.lanes import DirectLane, NativeLane, Sockets
 from zero_offload.runtime.residency import Residency
 
 GATHER, REDUCE = "gather", "reduce"
@@ -60,17 +61,17 @@ class LateLane:
         return wait
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        parts = flat.tensor_split(self._lane._size)
+        parts = flat.tensor_split(self._lane._ranks.num_ranks)
         for rank, part in enumerate(parts):
-            if rank != self._lane._index:
+            if rank != self._lane._ranks.index:
                 poison(part)
-        return self._late(GATHER, parts[self._lane._index], lambda: self._lane.gather(flat)())
+        return self._late(GATHER, parts[self._lane._ranks.index], lambda: self._lane.gather(flat)())
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return self._late(REDUCE, flat, lambda: self._lane.reduce_scatter(flat)())
+    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        return self._late(REDUCE, flat, lambda: self._lane.reduce_scatter(flat, dtype)())
 
-    def all_reduce(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        return self._late(REDUCE, flat, lambda: self._lane.all_reduce(flat)())
+    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        return self._late(REDUCE, flat, lambda: self._lane.all_reduce(flat, dtype)())
 
 
 def train_with(
@@ -79,25 +80,34 @@ def train_with(
     """`ranks.train` on other lanes; and how many gathers and reductions were under way at once."""
     outstanding = {GATHER: 0, REDUCE: 0}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "lane", lambda group, device: make(group, outstanding))
+        patch.setattr(collectives, "lane", lambda group, of, device: make(group, of, outstanding))
         patch.setattr(reductions, "BUCKET_BYTES", bucket_bytes)
         return ranks.train(rank, world_size, case), outstanding
 
 
-def late(group: Any, outstanding: dict[str, int]) -> LateLane:
-    return LateLane(DirectLane(group), outstanding)
+def late_sockets(group: RankGroup, of: Group, outstanding: dict[str, int]) -> LateLane:
+    return LateLane(DirectLane(Sockets(group.copy_of(of))), outstanding)
 
 
-def native(group: Any, outstanding: dict[str, int]) -> NativeLane:
-    return NativeLane(group)
+def late_neighbours(group: RankGroup, of: Group, outstanding: dict[str, int]) -> LateLane:
+    channel = group.channel(of, reads=True)
+    assert channel is not None
+    return LateLane(DirectLane(channel), outstanding)
 
 
-@pytest.mark.parametrize("bucket_bytes", [0, 20_000, 1 << 20])
+def native(group: RankGroup, of: Group, outstanding: dict[str, int]) -> NativeLane:
+    return NativeLane(group.copy_of(of))
+
+
+@pytest.mark.parametrize(
+    ("bucket_bytes", "neighbours"), [(0, False), (20_000, True), (20_000, False), (1 << 20, False)]
+)
 @pytest.mark.parametrize("params", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_late_collectives_change_no_bit(
-    stage: int, params: str, bucket_bytes: int, pool: RankPool, at_once: Any, nvme: Path
+    stage: int, params: str, bucket_bytes: int, neighbours: bool, pool: RankPool, at_once: Any, nvme: Path
 ) -> None:
+    late = late_neighbours if neighbours else late_sockets
     case = case_of(stage, params=params, optimizer="nvme", nvme=nvme, durability="scratch", device_memory="4MiB")
     found = pool.succeed(train_with, case, late, bucket_bytes)
     assert [outcome for outcome, _ in found] == at_once(stage)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_offload import native
+from zero_offload import abi, native
 from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
 from zero_offload.kernels.checksum import crc32c_of_tensor
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
@@ -23,8 +23,8 @@ SPECIALS = [
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.fixture(params=[isa for isa in native.supported_isas() if isa is not native.Isa.SCALAR], ids=str)
-def isa(request: pytest.FixtureRequest) -> Iterator[native.Isa]:
+@pytest.fixture(params=[isa for isa in native.supported_isas() if isa is not abi.Isa.SCALAR], ids=str)
+def isa(request: pytest.FixtureRequest) -> Iterator[abi.Isa]:
     before = native.isa()
     yield request.param
     native.set_isa(before)
@@ -75,7 +75,7 @@ def random_segments(numel: int, seed: int) -> list[AdamWSegment]:
 
 
 def run_adamw(
-    isa: native.Isa, numel: int, dtypes: tuple[torch.dtype, torch.dtype], copy: str, threads: int
+    isa: abi.Isa, numel: int, dtypes: tuple[torch.dtype, torch.dtype], copy: str, threads: int
 ) -> list[bytes]:
     native.set_isa(isa)
     value_dtype, grad_dtype = dtypes
@@ -103,13 +103,13 @@ def run_adamw(
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("copy", ["copy", "in place"])
 @pytest.mark.parametrize("dtypes", [(v, g) for v in (FP32, BF16, FP16) for g in (FP32, BF16, FP16)], ids=str)
-def test_adamw(isa: native.Isa, dtypes: tuple[torch.dtype, torch.dtype], copy: str, numel: int) -> None:
-    expected = run_adamw(native.Isa.SCALAR, numel, dtypes, copy, 1)
+def test_adamw(isa: abi.Isa, dtypes: tuple[torch.dtype, torch.dtype], copy: str, numel: int) -> None:
+    expected = run_adamw(abi.Isa.SCALAR, numel, dtypes, copy, 1)
     for threads in (1, 2, 3):
         assert run_adamw(isa, numel, dtypes, copy, threads) == expected
 
 
-def run_grads(isa: native.Isa, numel: int, threads: int) -> list[object]:
+def run_grads(isa: abi.Isa, numel: int, threads: int) -> list[object]:
     """Every kind of store and accumulate, with the sums each returns."""
     native.set_isa(isa)
     results: list[object] = []
@@ -140,13 +140,13 @@ def bits_of(result: GradSum) -> tuple[bytes, bool]:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_gradients(isa: native.Isa, numel: int) -> None:
-    expected = run_grads(native.Isa.SCALAR, numel, 1)
+def test_gradients(isa: abi.Isa, numel: int) -> None:
+    expected = run_grads(abi.Isa.SCALAR, numel, 1)
     for threads in (1, 2, 3):
         assert run_grads(isa, numel, threads) == expected
 
 
-def run_conversions(isa: native.Isa, numel: int, threads: int) -> list[bytes]:
+def run_conversions(isa: abi.Isa, numel: int, threads: int) -> list[bytes]:
     native.set_isa(isa)
     master, half, small = floats(numel, 1), halves(numel, 2), halves(numel, 3, FP16)
     to_half, residual = torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=torch.int16)
@@ -162,19 +162,19 @@ def run_conversions(isa: native.Isa, numel: int, threads: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("numel", SIZES)
-def test_conversions(isa: native.Isa, numel: int) -> None:
-    expected = run_conversions(native.Isa.SCALAR, numel, 1)
+def test_conversions(isa: abi.Isa, numel: int) -> None:
+    expected = run_conversions(abi.Isa.SCALAR, numel, 1)
     for threads in (1, 2, 3):
         assert run_conversions(isa, numel, threads) == expected
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 767, 768, 769, 12287, 12288, 12289, 99991])
-def test_crc32c(isa: native.Isa, nbytes: int) -> None:
+def test_crc32c(isa: abi.Isa, nbytes: int) -> None:
     """The instruction in three streams against the tables, at every alignment."""
     data = torch.from_numpy(np.random.default_rng(nbytes).integers(0, 256, nbytes + 8, dtype=np.uint8))
     for offset in range(8):
         part = data[offset : offset + nbytes]
-        native.set_isa(native.Isa.SCALAR)
+        native.set_isa(abi.Isa.SCALAR)
         expected = crc32c_of_tensor(part, seed=offset)
         native.set_isa(isa)
         assert crc32c_of_tensor(part, seed=offset) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload import native
+from zero_offload import abi, native
 from zero_offload.errors import CapacityError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,25 +53,25 @@ def test_a_missing_library_says_how_to_build_it(unloaded: pytest.MonkeyPatch, tm
 
 
 def test_another_version_is_refused(unloaded: pytest.MonkeyPatch) -> None:
-    unloaded.setattr(native, "ABI_VERSION", native.ABI_VERSION + 1)
+    unloaded.setattr(abi, "VERSION", abi.VERSION + 1)
     with pytest.raises(CapacityError, match="another build: version"):
         native.lib()
 
 
 def test_another_struct_size_is_refused(unloaded: pytest.MonkeyPatch) -> None:
-    unloaded.setitem(native.STRUCTS, "zo_io_block", native.IoResultStruct)
+    unloaded.setitem(abi.STRUCTS, "zo_io_block", abi.IoResultStruct)
     with pytest.raises(CapacityError, match="'zo_io_block': 24"):
         native.lib()
 
 
 def test_a_wrong_size_field_is_refused() -> None:
-    struct = native.AdamWArgsStruct(size=8)
+    struct = abi.AdamWArgsStruct(size=8)
     assert native.lib().zo_adamw(struct) == -1
     assert b"8 bytes" in native.lib().zo_last_error()
 
 
 @pytest.mark.parametrize("isa", native.supported_isas())
-def test_the_environment_chooses_the_isa(isa: native.Isa) -> None:
+def test_the_environment_chooses_the_isa(isa: abi.Isa) -> None:
     result = python("from zero_offload import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower())
     assert result.stdout.strip() == isa.name, result.stderr
 
@@ -94,5 +94,5 @@ def test_the_widest_isa_is_the_default() -> None:
 def test_an_isa_that_cannot_run_is_refused() -> None:
     before = native.isa()
     with pytest.raises(ConfigError, match="cannot run here"):
-        native.set_isa(native.Isa.NEON)
+        native.set_isa(abi.Isa.NEON)
     assert native.isa() == before

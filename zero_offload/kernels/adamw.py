@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from zero_offload import native
+from zero_offload import abi, native
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.dtypes import kind_of
 
-SEGMENT_DTYPE = np.dtype(native.AdamWSegmentStruct)
+SEGMENT_DTYPE = np.dtype(abi.AdamWSegmentStruct)
 SegmentArray = npt.NDArray[np.void]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from zero_offload.abi import Kind
 from zero_offload.errors import ConfigError
-from zero_offload.native import Kind
 
 _KINDS = {torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16, torch.float16: Kind.FP16}
 FLOATS = tuple(_KINDS)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 
-from zero_offload import native
+from zero_offload import abi, native
 from zero_offload.kernels.dtypes import kind_of
 
 GradSum = native.SumOfSquares
 """(sumsq: float, finite: bool): the sum of squares in double, and whether every value is finite."""
 
 # Looking up a member of an enumeration takes a tenth of a microsecond.
-_FP32, _OVERWRITE, _ACCUMULATE = native.Kind.FP32, native.GradMode.OVERWRITE, native.GradMode.ACCUMULATE
+_FP32, _OVERWRITE, _ACCUMULATE = abi.Kind.FP32, abi.GradMode.OVERWRITE, abi.GradMode.ACCUMULATE
 
 
 def store_grad(

@@ -11,7 +11,7 @@ import os
 import time
 from typing import NoReturn
 
-from zero_offload import native
+from zero_offload import abi, native
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineStats, Ticket, Urgency
 from zero_offload.types import format_bytes
@@ -42,13 +42,13 @@ class NativeEngine:
         self._paths[fd] = path
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(native.IoOp.READ, blocks, address, urgency)
+        return self._submit(abi.IoOp.READ, blocks, address, urgency)
 
     def read_unverified(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(native.IoOp.READ_UNVERIFIED, blocks, address, urgency)
+        return self._submit(abi.IoOp.READ_UNVERIFIED, blocks, address, urgency)
 
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(native.IoOp.WRITE, blocks, address, urgency)
+        return self._submit(abi.IoOp.WRITE, blocks, address, urgency)
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
         handle = self._open_handle()
@@ -56,12 +56,12 @@ class NativeEngine:
         while True:
             left_s = _WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
             result = native.io_wait(handle, ticket.number, min(max(left_s, 0.0), _WAIT_SLICE_S))
-            if result.status != native.IoStatus.TIMEOUT:
+            if result.status != abi.IoStatus.TIMEOUT:
                 break
             if deadline is not None and time.monotonic() >= deadline:
                 self._raise_timeout(ticket, result, timeout_s)
         self._in_flight.pop(ticket.number, None)
-        if result.status != native.IoStatus.DONE:
+        if result.status != abi.IoStatus.DONE:
             self._raise_failure(ticket, result)
 
     def done(self, ticket: Ticket) -> bool:
@@ -77,7 +77,7 @@ class NativeEngine:
             busy_write_s=stats.busy_write_s,
         )
 
-    def inject_fault(self, fault: native.Fault, nth: int = 1) -> None:
+    def inject_fault(self, fault: abi.Fault, nth: int = 1) -> None:
         """For tests: make the nth read or write from now on fail in this way, once."""
         native.io_fault(self._open_handle(), fault, nth)
 
@@ -97,7 +97,7 @@ class NativeEngine:
             raise StorageError("the file engine is closed; nothing can be read or written after close()")
         return self._handle
 
-    def _submit(self, op: native.IoOp, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
+    def _submit(self, op: abi.IoOp, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
         if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
             raise ConfigError(
                 f"a block table is a contiguous array of BLOCK_DTYPE rows, not {blocks.dtype} of shape "
@@ -117,16 +117,16 @@ class NativeEngine:
             f"(block {block + 1} of {len(ticket.blocks)})"
         )
 
-    def _raise_failure(self, ticket: Ticket, result: native.IoResultStruct) -> NoReturn:
-        verb = "write" if result.op == native.IoOp.WRITE else "read"
+    def _raise_failure(self, ticket: Ticket, result: abi.IoResultStruct) -> NoReturn:
+        verb = "write" if result.op == abi.IoOp.WRITE else "read"
         where = self._where(ticket, result.block)
-        if result.status == native.IoStatus.OS_ERROR:
+        if result.status == abi.IoStatus.OS_ERROR:
             code = result.sys_errno
             remedy = _REMEDIES.get(code, "The last commit is intact")
             raise StorageError(
                 f"{verb} of {where} failed: {os.strerror(code)} ({errno.errorcode.get(code, code)}). {remedy}"
             )
-        if result.status == native.IoStatus.TRUNCATED:
+        if result.status == abi.IoStatus.TRUNCATED:
             raise IntegrityError(
                 f"{verb} of {where}: the file ends inside the block. It was truncated by something else; "
                 "restore it, or start over with existing='discard'"
@@ -136,7 +136,7 @@ class NativeEngine:
             "when read again. The drive does not hold what was written; restore a checkpoint, test the drive"
         )
 
-    def _raise_timeout(self, ticket: Ticket, result: native.IoResultStruct, timeout_s: float | None) -> NoReturn:
+    def _raise_timeout(self, ticket: Ticket, result: abi.IoResultStruct, timeout_s: float | None) -> NoReturn:
         total = int(ticket.blocks["nbytes"].sum())
         raise StorageError(
             f"{format_bytes(result.bytes_done)} of {format_bytes(total)} moved in {timeout_s:g} s, first "

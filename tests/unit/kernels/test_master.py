@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from zero_offload import native
+from zero_offload import abi, native
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.master import convert, join_master, split_master
 
@@ -85,7 +85,7 @@ def test_convert_rounds_as_torch(low: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", native.supported_isas(), ids=str)
-def test_fp16_rounds_as_torch_around_every_fp16_number(isa: native.Isa) -> None:
+def test_fp16_rounds_as_torch_around_every_fp16_number(isa: abi.Isa) -> None:
     """Each fp16 number, the middles between neighbours, and what lies just beside those."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     numbers = numbers[numbers.isfinite()].sort().values

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from zero_offload.abi import Fault
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
-from zero_offload.native import Fault
 from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, Urgency, open_engine
 from zero_offload.storage.native_engine import NativeEngine
 

@@ -30,7 +30,8 @@ class Agreement:
 
     def __init__(self, group: RankGroup, branches: Branches) -> None:
         self._num_ranks = len(group.members)
-        self._group = group.agreement_group()
+        self._group = group.agreement_group
+        self._channel = None if self._group is None else group.channel(group.everyone)
         self._watch = group.watch
         self.branches = branches
         self._error: ZeroOffloadError | None = None
@@ -60,16 +61,21 @@ class Agreement:
             if intent is Intent.PLACE:
                 return []
             raise self._error
-        mine = torch.tensor([intent, value])  # int64, CPU
-        every = torch.empty(self._num_ranks * 2, dtype=torch.int64)
         with self._watch.waiting(text):
-            all_gather(every, mine, group=self._group)
-        said = {(int(intent), int(value)) for intent, value in every.view(-1, 2).tolist()}
+            said = set(self._tell(intent, value))
         wanted = [value for intent, value in said if intent == Intent.UNIT]
         others = {each for each in said if each[0] != Intent.UNIT}
         if len(others) > 1 or (wanted and any(intent == Intent.CALL for intent, _ in others)):
             raise self._mismatch(text)
         return wanted
+
+    def _tell(self, intent: int, value: int) -> list[tuple[int, ...]]:
+        if self._channel is not None:
+            return self._channel.tell((intent, value))
+        mine = torch.tensor([intent, value])  # int64, CPU
+        every = torch.empty(self._num_ranks * 2, dtype=torch.int64)
+        all_gather(every, mine, group=self._group)
+        return [tuple(pair) for pair in every.view(-1, 2).tolist()]
 
     def _mismatch(self, text: str) -> ZeroOffloadError:
         texts: list[str] = [""] * self._num_ranks

@@ -54,12 +54,12 @@ class Collectives:
         self.shard_index = group.shard_index
         self._gathers = self._reductions = self._twins = None
         if self.num_shards > 1:
-            self._gathers = lane(group.copy_of(group.sharers), device)
-            self._reductions = lane(group.copy_of(group.sharers), device)
+            self._gathers = lane(group, group.sharers, device)
+            self._reductions = lane(group, group.sharers, device)
             if self.partition.num_replicas > 1:
-                self._twins = lane(group.copy_of(group.twins), device)
+                self._twins = lane(group, group.twins, device)
         elif self.world_size > 1:
-            self._reductions = lane(group.copy_of(group.everyone), device)
+            self._reductions = lane(group, group.everyone, device)
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
@@ -71,29 +71,35 @@ class Collectives:
         return self._watched(lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}")
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
-        """Mean (or sum) over ranks of each of `flats`, (numel,) fp32; the wait returns this rank's shards, fp32.
+        """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.
 
-        They cross the network as one; the last of them is `unit`'s. Not called by a rank that is alone.
+        They cross the network as one; the last of them is `unit`'s. Gradients that are 16 bits wide cross so, and are
+        added in fp32 all the same. Not called by a rank that is alone.
         """
         assert self._reductions is not None
         what = f"the reduction of gradients of {unit}"
         # Shard by shard, (num_shards, numel of all their shards): what is one rank's lies together.
-        rows = [flat.to(self._reduce_dtype).view(self.num_shards, -1) for flat in flats]
+        rows = [self._rounded(flat).view(self.num_shards, -1) for flat in flats]
         sent = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
         self.counters.add("reduced", sent.nbytes)
         one_shard = self.num_shards == 1
         wait = self._watched(
-            lambda lane: lane.all_reduce(sent) if one_shard else lane.reduce_scatter(sent), self._reductions, what
+            lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
+            self._reductions,
+            what,
         )
 
         def finish() -> list[torch.Tensor]:
             shard = wait()
             if self._twins is not None:
-                shard = self._watched(lambda lane: lane.all_reduce(shard), self._twins, what)()
+                shard = self._watched(lambda lane: lane.all_reduce(shard, shard.dtype), self._twins, what)()
             mean = shard.float().div_(self._divisor)
             return list(mean.split([row.shape[1] for row in rows]))
 
         return finish
+
+    def _rounded(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat if self._reduce_dtype == torch.float32 else flat.to(self._reduce_dtype)
 
     def _watched(self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str) -> Callable[[], T]:
         with self._watch.waiting(what):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.config import Branches, OffloadConfig
 from zero_offload.plan.partition import Partition
+from zero_offload.runtime.ranks.neighbours import Channel, Neighbourhood
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit
 
 # torch 2.13 renames them, and warns.
@@ -100,9 +101,20 @@ class RankGroup:
         """A group of its own over gloo, for agreements from another thread; None when this rank is alone."""
         return _new_group(self.run_members, "gloo") if len(self.run_members) > 1 else None
 
+    @cached_property
     def agreement_group(self) -> Group:
-        """Another over gloo for the ranks that hold the same part, from the control thread."""
+        """Another over gloo for the ranks that hold the same part, from the control thread. Collective."""
         return _new_group(self.members, "gloo") if len(self.members) > 1 else None
+
+    @cached_property
+    def _neighbourhood(self) -> Neighbourhood:
+        assert self.agreement_group is not None
+        return Neighbourhood(self.agreement_group, self.members)
+
+    def channel(self, group: Group, *, reads: bool = False) -> Channel | None:
+        """A channel of its own between the ranks of `group`, if they can reach each other's memory. Collective."""
+        ranks = self.members if group is None else tuple(dist.get_process_group_ranks(group))
+        return self._neighbourhood.channel(ranks, reads=reads)
 
 
 def _partition(config: OffloadConfig, world_size: int, num_replicas: int = 1) -> Partition:

@@ -1,9 +1,10 @@
 """Collectives in two halves: launched now, waited for by calling what the launch returned.
 
-Each lane has a process group of its own, so that what one carries never waits for another's. In host memory ranks
-exchange their parts directly and each adds up its own, in the order of ranks: half the bytes of gloo's reduce-scatter,
-which reduces everything everywhere, and bits that depend on no ring. On a GPU the backend's collectives run on the
-group's stream. Buffers belong to the lane from the launch to the end of the wait.
+Each lane has a channel or a process group of its own, so that what one carries never waits for another's. In host
+memory ranks exchange their parts directly and each adds up its own, in the order of ranks: half the bytes of gloo's
+reduce-scatter, which reduces everything everywhere, and bits that depend on no ring. Neighbours read each other's
+memory, others use sockets. On a GPU the backend's collectives run on the group's stream. Buffers belong to the lane
+from the launch to the end of the wait.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from zero_offload.runtime.ranks.group import Group, all_gather, reduce_scatter
+from zero_offload.runtime.ranks.group import Group, RankGroup, all_gather, reduce_scatter
 
 _TAGS = 1 << 30
 
@@ -25,54 +26,35 @@ class Lane(Protocol):
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         """Fill `flat`, (numel,), of which this rank's part is in place."""
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The wait returns the sum over ranks of this rank's part, (part_numel,) in `flat`'s dtype."""
+    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """The wait returns the sum over ranks of this rank's part, (part_numel,) `dtype`; `flat` is overwritten."""
 
-    def all_reduce(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The wait returns the sum over ranks of `flat`, which is overwritten."""
+    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        """The wait returns the sum over ranks of `flat`, in `dtype`; `flat` is overwritten."""
 
 
-class DirectLane:
-    """Host memory: every rank sends every other its part."""
+class Exchange(Protocol):
+    """How ranks reach each other's host memory."""
+
+    num_ranks: int
+    index: int
+    """This rank's number."""
+
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Launch: sent[i] goes to rank i, whose part arrives in received[i]."""
+
+
+class Sockets:
+    """A process group's messages."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._size, self._index = dist.get_world_size(group), dist.get_rank(group)
+        self.num_ranks, self.index = dist.get_world_size(group), dist.get_rank(group)
         self._tag = 0
 
-    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        parts = flat.tensor_split(self._size)
-        return self._exchange([parts[self._index]] * self._size, parts)
-
-    def reduce_scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        parts = flat.tensor_split(self._size)
-        mine = parts[self._index]
-        terms = [mine if rank == self._index else torch.empty_like(mine) for rank in range(self._size)]
-        arrive = self._exchange(parts, terms)
-
-        def wait() -> torch.Tensor:
-            arrive()
-            total = terms[0].float() + terms[1].float()
-            for term in terms[2:]:
-                total += term.float()
-            return total.to(flat.dtype)
-
-        return wait
-
-    def all_reduce(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        reduce = self.reduce_scatter(flat)
-
-        def wait() -> torch.Tensor:
-            flat.tensor_split(self._size)[self._index].copy_(reduce())
-            self.gather(flat)()
-            return flat
-
-        return wait
-
-    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Launch: sent[i] goes to rank i, whose part arrives in received[i]."""
+    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
         self._tag = (self._tag + 1) % _TAGS
-        others = [rank for rank in range(self._size) if rank != self._index]
+        others = [rank for rank in range(self.num_ranks) if rank != self.index]
         # Bytes, since not every backend sends every dtype.
         works = [
             dist.irecv(received[rank].view(torch.uint8), group=self._group, group_src=rank, tag=self._tag)
@@ -87,6 +69,43 @@ class DirectLane:
             for work in works:
                 assert work is not None
                 work.wait()
+
+        return wait
+
+
+class DirectLane:
+    """Host memory: every rank gives every other its part."""
+
+    def __init__(self, ranks: Exchange) -> None:
+        self._ranks = ranks
+
+    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
+        parts = flat.tensor_split(self._ranks.num_ranks)
+        return self._ranks.exchange([parts[self._ranks.index]] * len(parts), parts)
+
+    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        parts = flat.tensor_split(self._ranks.num_ranks)
+        mine = parts[self._ranks.index]
+        terms = [mine if rank == self._ranks.index else torch.empty_like(mine) for rank in range(len(parts))]
+        arrive = self._ranks.exchange(parts, terms)
+
+        def wait() -> torch.Tensor:
+            arrive()
+            total = terms[0].float()
+            for term in terms[1:]:
+                total += term
+            return total.to(dtype)
+
+        return wait
+
+    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        reduce = self.reduce_scatter(flat, dtype)
+
+        def wait() -> torch.Tensor:
+            total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
+            total.tensor_split(self._ranks.num_ranks)[self._ranks.index].copy_(reduce())
+            self.gather(total)()
+            return total
 
         return wait
 
@@ -108,14 +127,16 @@ class NativeLane:
 
         return wait
 
-    def reduce_scatter(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        mine = torch.empty_like(flat.tensor_split(self._size)[self._index])
-        work = reduce_scatter(mine, flat, group=self._group, async_op=True)
+    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        whole = flat.to(dtype)
+        mine = torch.empty_like(whole.tensor_split(self._size)[self._index])
+        work = reduce_scatter(mine, whole, group=self._group, async_op=True)
         return lambda: _wait(work, mine)
 
-    def all_reduce(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
-        work = dist.all_reduce(flat, group=self._group, async_op=True)
-        return lambda: _wait(work, flat)
+    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        whole = flat.to(dtype)
+        work = dist.all_reduce(whole, group=self._group, async_op=True)
+        return lambda: _wait(work, whole)
 
 
 def _wait(work: Any, result: torch.Tensor) -> torch.Tensor:
@@ -123,6 +144,8 @@ def _wait(work: Any, result: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def lane(group: Group, device: torch.device) -> Lane:
-    """A lane for tensors on `device`; `group` is used by nobody else."""
-    return DirectLane(group) if device.type == "cpu" else NativeLane(group)
+def lane(group: RankGroup, ranks: Group, device: torch.device) -> Lane:
+    """A lane of its own between `ranks`, some or all of `group`, for tensors on `device`."""
+    if device.type != "cpu":
+        return NativeLane(group.copy_of(ranks))
+    return DirectLane(group.channel(ranks, reads=True) or Sockets(group.copy_of(ranks)))

@@ -1,0 +1,85 @@
+#include "ranks/neighbour.h"
+
+#include <sched.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "util/status.h"
+#include "zero_offload.h"
+
+namespace zo {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::microseconds;
+
+// Who comes within some microseconds, as ranks in step do, costs no sleep; who is computing keeps no core
+// busy here.
+constexpr int kSpins = 2000;
+constexpr microseconds kYieldFor{500};
+constexpr microseconds kFirstSleep{20}, kLongestSleep{500};
+// The kernel looks up the pages of one call one by one, and a signal is heard between two calls.
+constexpr uint64_t kBytesPerCall = 64 << 20;
+
+bool reached(const int64_t *word, int64_t at_least) {
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= at_least;
+}
+
+void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+void word_post(int64_t *word, int64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+
+int word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us) {
+    for (int i = 0; i < kSpins; ++i) {
+        if (reached(word, at_least)) return 1;
+        pause_briefly();
+    }
+    const auto begin = Clock::now();
+    const auto end = begin + microseconds(timeout_us);
+    microseconds sleep = kFirstSleep;
+    while (!reached(word, at_least)) {
+        const auto now = Clock::now();
+        if (now >= end) return 0;
+        if (now < begin + kYieldFor) {
+            sched_yield();
+        } else {
+            std::this_thread::sleep_for(sleep);
+            sleep = std::min(2 * sleep, kLongestSleep);
+        }
+    }
+    return 1;
+}
+
+int peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes) {
+    uint64_t done = 0;
+    while (done < nbytes) {
+        const uint64_t wanted = std::min(nbytes - done, kBytesPerCall);
+        const iovec local{static_cast<char *>(dst) + done, wanted};
+        const iovec remote{reinterpret_cast<void *>(address + done), wanted};
+        const ssize_t got = process_vm_readv(pid, &local, 1, &remote, 1, 0);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) {
+            return fail(ZO_SYSTEM, "zo_peer_read: process %d, %llu of %llu bytes read: %s", pid,
+                        (unsigned long long)done, (unsigned long long)nbytes,
+                        got < 0 ? strerror(errno) : "nothing came");
+        }
+        done += uint64_t(got);
+    }
+    return ZO_OK;
+}
+
+}  // namespace zo
