@@ -57,7 +57,7 @@ class SectionGrads:
     exposed: set[int] = field(default_factory=set)
     """Parameters whose gradient the user has in hand, and may have changed."""
     partial: torch.Tensor | None = None
-    """Several ranks: (numel,) fp32 of this rank alone, until reduced."""
+    """Several ranks: (numel,) of this rank alone, until reduced; the section's dtype or fp32."""
     pages: MovableBuffer | None = None
     """On a CPU, the memory of `partial`."""
 

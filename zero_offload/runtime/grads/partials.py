@@ -1,7 +1,9 @@
-"""Memory of the sums that go over ranks: a section's gradients whole, in fp32, on the compute device.
+"""What goes over ranks: a section's gradients whole, on the compute device.
 
-In host memory large ones have pages only while they are filled and reduced, as many at once as the plan counts.
-The calls: `make` when a section's first gradient arrives, after `has_room`; `drop` when the sum is at rest.
+In host memory large ones have pages only while they are filled and reduced, as many at once as the plan counts. They
+keep the dtype in which backward makes them, and are added up in fp32 all the same. What is a sum already is fp32, and
+so is everything on a GPU, whose collectives add in the dtype they are given. The calls: `make` when a section's first
+gradient arrives, after `has_room`; `put` for each; `fill` when no more come; `drop` when the sum is at rest.
 """
 
 from __future__ import annotations
@@ -30,15 +32,45 @@ class Partials:
         return not self._moves(grads) or self._num_attached < GRADS_IN_FLIGHT
 
     def make(self, grads: SectionGrads) -> torch.Tensor:
-        """(numel,) fp32, zero at first: what has no gradient takes part as zeros. Raises CapacityError."""
-        numel = grads.layout.numel
+        """(numel,), of any values. Raises CapacityError."""
+        numel, dtype = grads.layout.numel, grads.layout.dtype if self._device.is_host else torch.float32
         if self._moves(grads):
             grads.pages = grads.pages or MovableBuffer(self._arena, numel * 4)
             self._attach(grads.pages)
             self._num_attached += 1
-            grads.partial = grads.pages.region.tensor(torch.float32, numel).zero_()
+            grads.partial = grads.pages.region.tensor(dtype, numel)
         else:
-            grads.partial = torch.zeros(numel, dtype=torch.float32, device=self._device.torch_device)
+            grads.partial = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        return grads.partial
+
+    def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+        """A parameter's gradient has arrived, or one more of them in the same backward."""
+        assert grads.partial is not None
+        piece, again = grads.layout.params[index], index in grads.arrived
+        wide = self.widen(grads) if again or grad.dtype != grads.partial.dtype else grads.partial
+        place = wide[piece.begin : piece.end]
+        place.add_(grad.reshape(-1)) if again else place.copy_(grad.reshape(-1))
+
+    def fill(self, grads: SectionGrads) -> None:
+        """What has no gradient takes part as zeros."""
+        assert grads.partial is not None
+        end = 0
+        for index, piece in enumerate(grads.layout.params):
+            if index in grads.arrived:
+                grads.partial[end : piece.begin].zero_()
+                end = piece.end
+        grads.partial[end:].zero_()
+
+    def widen(self, grads: SectionGrads) -> torch.Tensor:
+        """Switch to fp32, keeping the values, which is exact."""
+        assert grads.partial is not None
+        if grads.partial.dtype == torch.float32:
+            return grads.partial
+        if grads.pages is None:
+            grads.partial = grads.partial.float()
+        else:
+            narrow = grads.partial.clone()  # both begin at the same page
+            grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).copy_(narrow)
         return grads.partial
 
     def drop(self, grads: SectionGrads) -> None:

@@ -2,7 +2,7 @@
 
 Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
 in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
-gathered in a flat fp32 buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. On a
+gathered in a flat buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. On a
 GPU they are downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`;
 then `clip_norm`, `clip_value`; or `drop`.
 """
@@ -93,8 +93,8 @@ class GradReducer:
             grads.waiting.add(index)
             self._deferred = True
         else:
-            piece = grads.layout.params[index]
-            self._partial(grads)[piece.begin : piece.end].add_(grad.reshape(-1))
+            self._partial(grads)
+            self._partials.put(grads, index, grad)
         grads.arrived.add(index)
         grads.holding.add(index)
         if len(grads.arrived) == grads.num_expected:
@@ -192,7 +192,7 @@ class GradReducer:
         self._open.append(grads)
 
     def _partial(self, grads: SectionGrads) -> torch.Tensor:
-        """(numel,) fp32 on the compute device: this rank's sum, to be filled."""
+        """(numel,) on the compute device: this rank's sum, to be filled."""
         if grads.partial is not None:
             if not self._reductions.has(grads):
                 return grads.partial
@@ -203,13 +203,16 @@ class GradReducer:
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
-        what = "" if grads.partial is None else _describe(grads)
-        grads.arrived.clear()
         if grads.partial is not None:
+            what = _describe(grads)
+            self._partials.fill(grads)
+            grads.arrived.clear()
             self._collectives.agreement.same(f"the reduction of gradients of {what}")
-            self._add_waiting(grads, grads.partial)
+            self._add_waiting(grads)
             self._reductions.add(grads)
-        elif self._device.is_host:
+            return
+        grads.arrived.clear()
+        if self._device.is_host:
             self._rest(grads)
         else:
             self._staging.seal(grads)
@@ -224,11 +227,12 @@ class GradReducer:
             self._staging.seal(grads)
         self._partials.drop(grads)
 
-    def _add_waiting(self, grads: SectionGrads, partial: torch.Tensor) -> None:
-        """Add this rank's own sums to `partial`, (numel,) fp32 on the device."""
+    def _add_waiting(self, grads: SectionGrads) -> None:
+        """Add this rank's own sums of earlier backwards to the partial one."""
         local = grads.local
         if local is None or not grads.waiting:
             return
+        partial = self._partials.widen(grads)
         for index in sorted(grads.waiting):
             piece, grad = grads.layout.params[index], local.view(index)
             if local.tier is Tier.NVME:
