@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -454,16 +454,46 @@ def test_a_model_that_returns_nothing(fp32_config: zo.OffloadConfig) -> None:
     assert_same(steps, ReturnsNothing, fp32_config)
 
 
-@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.parametrize("activations", ["device", "nvme"])
 @pytest.mark.parametrize(("what", "backend"), [("blocks", "aot_eager"), ("model", "eager")])
-def test_compiled(what: str, backend: str, nvme_config: zo.OffloadConfig) -> None:
+def test_compiled(
+    what: str,
+    backend: str,
+    activations: str,
+    nvme_config: zo.OffloadConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    monkeypatch.setattr("zero_offload.runtime.saved.activations.SMALLEST_BYTES", 1)
+
     def steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
         torch._dynamo.reset()
         for module in model.blocks if what == "blocks" else [model]:
             module.compile(backend=backend)
         yield from train(model, optimizer, range(3))
 
-    assert_same(steps, Model, nvme_config)
+    assert_same(steps, Model, replace(nvme_config, activations=activations))
+    assert not [warning for warning in recwarn if "zero_offload" in str(warning.message)], "torch.compile came to us"
+
+
+def test_compiled_blocks_are_one_graph_each(nvme_config: zo.OffloadConfig) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    def count(model: nn.Module) -> list[int]:
+        torch._dynamo.reset()
+        graphs.clear()
+        for block in model.blocks:
+            block.compile(backend=backend)
+        for seed in range(2):
+            model(tokens_of(seed))
+        return list(graphs)
+
+    plain = count(build(Model))
+    assert plain and count(zo.offload(build(Model), nvme_config)) == plain
 
 
 # What is refused

@@ -41,8 +41,8 @@ def install_hooks(
     for name in dict.fromkeys(("", *points)):
         units = tuple(points.get(name, ()))
         module = root.get_submodule(name)
-        before = functools.partial(_before, session, units)
-        after = functools.partial(_after, session)
+        before = functools.partial(_untraced(_before), session, units)
+        after = functools.partial(_untraced(_after), session)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after, always_call=True))
@@ -53,6 +53,13 @@ def install_hooks(
             register: Any = param.register_post_accumulate_grad_hook
             handles.append(register(_WeakCall(grad_ready)))
     return handles
+
+
+@functools.cache
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for torch.compile, which then compiles what a module does between its hooks."""
+    disable: Any = torch.compiler.disable
+    return disable(hook)  # type: ignore[no-any-return]
 
 
 def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> None:

@@ -46,8 +46,7 @@ class Section:
         """Whether the tensor views the buffer."""
         if tensor.layout is not torch.strided:
             return False
-        # Asked in the same way of both: a compiled forward traces this with tensors that stand for them.
-        return bool(tensor.untyped_storage()._cdata == self.flat.untyped_storage()._cdata)
+        return bool(tensor.untyped_storage()._cdata == self._storage)
 
     def _num_tensors(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage))
@@ -153,7 +152,7 @@ class Unit:
 
         In the first, second, fourth, eighth use and so on, so that it costs nothing in the long run.
         """
-        if self.updates_in_place or torch.compiler.is_compiling():
+        if self.updates_in_place:
             return
         self._num_watched += 1
         if self._num_watched & (self._num_watched - 1) == 0:
@@ -167,10 +166,9 @@ class Unit:
         names = []
         # Without versions it was never opened: there was no room for it.
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
-            elsewhere = local_part(param).untyped_storage()._cdata != section.flat.untyped_storage()._cdata
-            if elsewhere or (param._version != version and not self.updates_in_place):
+            if not section.holds(local_part(param)) or (param._version != version and not self.updates_in_place):
                 names.append(piece.spec.name)
-        if self._fingerprints and not names and not torch.compiler.is_compiling():
+        if self._fingerprints and not names:
             names = [
                 piece.spec.name
                 for (_, piece, param), before in zip(self.placed_params, self._fingerprints, strict=True)
