@@ -14,7 +14,6 @@ A unit's backward ends when the gradient of an input is complete, or with the wh
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
 from zero_offload.runtime.units.guard import refuse_copy
@@ -172,7 +171,7 @@ class Session:
                 "a forward of this model runs in another thread; one that starts now could take its parameters out of "
                 "memory. Run one forward at a time"
             )
-        self._stack.append(Scope(units, sys._getframe(2)))
+        self._stack.append(Scope(units, module_call()))
         self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
         for unit in units:
             self._use(unit)
