@@ -2,7 +2,8 @@
 
 Trains a GPT of 30M parameters for three steps of two micro-batches on 1, 2 and 4 ranks (gloo, this machine), all states
 in CPU memory, bf16 with fp32 sums of gradients. Memory is what the arena has given out, frames included; the plan's
-figure includes its buffers in flight. Traffic counts whole buffers, gradients in fp32, per parameter.
+figure includes its buffers in flight. Traffic is bytes of whole buffers per parameter: parameters are bf16, and so are
+the gradients of one backward; sums of several (stage 1) are fp32.
 
     python benchmarks/stages.py [--quick] [--json FILE]
 """
@@ -67,16 +68,18 @@ def measure(world_size: int, stage: int) -> dict[str, int]:
 
 
 def paper_traffic(stage: int, world_size: int) -> tuple[float, float]:
-    """Elements gathered and reduced per parameter and step; stage 3 at most, since units may be kept."""
+    """Bytes gathered and reduced per parameter and step; stage 3 at most, since units may be kept."""
     if world_size == 1:
         return 0.0, 0.0
-    gathered = {0: 0, 1: 1, 2: 1, 3: 2 * MICRO_BATCHES}
-    return gathered[stage], 1 if stage == 1 else MICRO_BATCHES
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * MICRO_BATCHES}
+    # Stage 0 gathers the sums, which are fp32, too.
+    reductions = {0: (2 + 4) * MICRO_BATCHES, 1: 4}
+    return 2 * gathers[stage], reductions.get(stage, 2 * MICRO_BATCHES)
 
 
 def compare(world_size: int, stage: int, found: dict[str, int]) -> list[dict[str, Any]]:
     numel = num_parameters(MODEL)
-    gathered, reduced = found["gathered"] / numel / 2, found["reduced"] / numel / 4
+    gathered, reduced = found["gathered"] / numel, found["reduced"] / numel
     expected = paper_traffic(stage, world_size)
     print(
         f"| {stage} | {world_size} | {found['planned'] / MIB:.0f} + {found['in_flight'] / MIB:.0f} | "
@@ -87,8 +90,7 @@ def compare(world_size: int, stage: int, found: dict[str, int]) -> list[dict[str
     where = f"stage {stage}, {world_size} ranks"
     rows = [row(f"memory, {where}", found["held"] / MIB, "MiB", "plan", planned / MIB, REACH)]
     if world_size > 1:
-        sent, theirs = 2 * gathered + 4 * reduced, 2 * expected[0] + 4 * expected[1]
-        rows.append(row(f"traffic, {where}", sent, "B/param", "ZeRO paper", theirs, REACH))
+        rows.append(row(f"traffic, {where}", gathered + reduced, "B/param", "ZeRO paper", sum(expected), REACH))
     return rows
 
 

@@ -81,8 +81,9 @@ class Collectives:
         # Shard by shard, (num_shards, numel of all their shards): what is one rank's lies together.
         rows = [self._rounded(flat).view(self.num_shards, -1) for flat in flats]
         sent = (rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).view(-1)
-        self.counters.add("reduced", sent.nbytes)
         one_shard = self.num_shards == 1
+        # An all-reduce is a reduce-scatter and a gather of the sums.
+        self.counters.add("reduced", sent.nbytes + sent.numel() * self._reduce_dtype.itemsize * one_shard)
         wait = self._watched(
             lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
