@@ -24,8 +24,8 @@ using std::chrono::microseconds;
 constexpr int kSpins = 2000;
 constexpr microseconds kYieldFor{500};
 constexpr microseconds kFirstSleep{20}, kLongestSleep{500};
-// The kernel looks up the pages of one call one by one, and a signal is heard between two calls.
-constexpr uint64_t kBytesPerCall = 64 << 20;
+// One call may not read more than 2 GiB.
+constexpr uint64_t kBytesPerCall = 1 << 30;
 
 bool reached(const int64_t *word, int64_t at_least) {
     return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= at_least;

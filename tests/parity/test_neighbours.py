@@ -77,6 +77,46 @@ def test_a_buffer_is_ours_again_when_all_have_read_it(pool: RankPool) -> None:
     assert pool.succeed(exchange_and_overwrite, 200) == [0] * WORLD_SIZE
 
 
+def interrupt_one(rank: int, world_size: int) -> list[bool]:
+    """Ctrl-C on rank 1 after the turn was told, twice, and it goes on; whether an exchange after that is right."""
+    channel = open_channel(world_size)
+    assert channel is not None
+    right = []
+    for number in range(3):
+        parts = torch.full((world_size, 1000), number * 10 + rank).unbind()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1 and number < 2:
+                patch.setattr(native, "peer_read", interrupt)
+            try:
+                channel.exchange([parts[rank]] * world_size, parts)()
+                right.append(all(bool((part == number * 10 + other).all()) for other, part in enumerate(parts)))
+            except KeyboardInterrupt:
+                right.append(False)
+    return right
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_rank_that_is_interrupted_keeps_nobody_waiting(pool: RankPool) -> None:
+    found = pool.succeed(interrupt_one)
+    assert found == [[rank != 1, rank != 1, True] for rank in range(WORLD_SIZE)]
+
+
+def exchange_unequal(rank: int, world_size: int) -> None:
+    channel = open_channel(world_size)
+    assert channel is not None
+    parts = torch.zeros(world_size, 100 + (rank == 2), dtype=torch.uint8).unbind()
+    channel.exchange([parts[rank]] * world_size, parts)()
+
+
+def test_unequal_parts_raise(pool: RankPool) -> None:
+    failures = pool.call(exchange_unequal)
+    assert failures[0] == Failure("RuntimeError", "rank 2 sends 101 bytes where 100 are expected")
+    assert all(isinstance(failure, Failure) for failure in failures)
+
+
 def sum_on_lanes(rank: int, world_size: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """What both kinds of lanes make of the same gradients: reduced in parts, and whole."""
     channel = open_channel(world_size)
@@ -112,6 +152,8 @@ def forbid(patch: pytest.MonkeyPatch, what: str) -> None:
         patch.setattr(native, "peer_read", refuse)
     elif what == "files":
         patch.setattr(os, "memfd_create", refuse)
+    elif what == "memfd_create":
+        patch.delattr(os, "memfd_create")
     elif what == "machine":
         patch.setattr(neighbours.Place, "here", lambda: Place(f"host{dist.get_rank()}", "pid:[1]", os.getpid()))
 
@@ -131,6 +173,7 @@ def reach(rank: int, world_size: int, what: str, on: int) -> tuple[bool, bool]:
     ("what", "expected"),
     [
         ("nothing", (True, True)),
+        ("memfd_create", (True, True)),
         ("reads", (True, False)),
         ("files", (False, False)),
         ("machine", (False, False)),

@@ -73,7 +73,7 @@ class Residency:
         self._look_ahead()
         following = next(iter(self.schedule.upcoming()), None) if self._num_absent else None
         if following is not None and self.gatherer.may_run_ahead(self._units[following]):
-            # It runs beside the compute of the unit in use.
+            # On its way it runs beside the compute of the unit in use.
             unit = self._units[following]
             if unit.state is UnitState.AWAITING:
                 self._resolve(unit, Urgency.NORMAL)

@@ -124,6 +124,7 @@ class GradReducer:
             if anywhere:
                 grads.holding |= anywhere
                 self._partial(grads)
+                self._partials.widen(grads)
                 self._complete(grads)
         self._reductions.finish()
         self._staging.drain()
@@ -204,8 +205,11 @@ class GradReducer:
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
         if grads.partial is not None:
-            what = _describe(grads)
             self._partials.fill(grads)
+            if self._deferred:
+                # Some ranks add sums of earlier backwards, which are fp32; all send what one of them sends.
+                self._partials.widen(grads)
+            what = _describe(grads)
             grads.arrived.clear()
             self._collectives.agreement.same(f"the reduction of gradients of {what}")
             self._add_waiting(grads)
@@ -282,10 +286,11 @@ def _close(grads: SectionGrads) -> None:
 
 
 def _describe(grads: SectionGrads) -> str:
-    """What is reduced; where some parameters have no gradient, which have, since the ranks must agree in that too."""
+    """What is reduced. Ranks must agree too in which parameters have a gradient, if not all, and in the dtype."""
     some = 0 < len(grads.arrived) < len(grads.layout.params)
     names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
-    return f"{grads.unit.name}, of {', '.join(names)}" if some else grads.unit.name
+    wide = ", in fp32" if grads.partial is not None and grads.partial.dtype != grads.layout.dtype else ""
+    return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}{wide}"
 
 
 def _largest_grad(units: Sequence[Unit]) -> int:

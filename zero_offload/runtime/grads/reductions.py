@@ -59,6 +59,9 @@ class Reductions:
 
     def finish(self) -> None:
         """Return when nothing is under way."""
+        if self._bucket:
+            # Its sections were announced, but not that no more of them come.
+            self._collectives.agreement.same("the reduction of the last gradients of a backward")
         self._launch_bucket()
         while self._flying:
             self.finish_oldest()

@@ -102,8 +102,9 @@ class DirectLane:
         reduce = self.reduce_scatter(flat, dtype)
 
         def wait() -> torch.Tensor:
+            mine = reduce()
             total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
-            total.tensor_split(self._ranks.num_ranks)[self._ranks.index].copy_(reduce())
+            total.tensor_split(self._ranks.num_ranks)[self._ranks.index].copy_(mine)
             self.gather(total)()
             return total
 

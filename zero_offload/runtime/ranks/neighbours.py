@@ -28,10 +28,10 @@ from zero_offload.runtime.ranks.watch import Place, time_limit
 _PAGE_WORDS = 512
 _NUM_CHANNELS = 4
 _POSTED, _READ = 0, 1
-"""Words of a page that count turns: what has been told, what has been read of others' memory."""
+"""Words of a page that hold a turn: the last that was told; the last whose buffers of others are read no more."""
 _SLOTS = (8, 256)
 """Turns alternate: a rank posts turn k + 2 after all have posted k + 1, and so have heard k."""
-WORDS_MAX = _PAGE_WORDS - _SLOTS[1]
+WORDS_MAX = _SLOTS[1] - _SLOTS[0]
 _LOOK_EVERY_S = 0.1
 
 Words = npt.NDArray[np.int64]
@@ -57,38 +57,46 @@ class Channel:
         self._pages, self.num_ranks, self.index = pages, len(pages), index
         self._mine = pages[index]
         self._others = [page for page in pages if page is not self._mine]
-        self._turn = self._num_read = 0
+        self._turn = 0
         self._limit_s = time_limit().total_seconds()
 
     def tell(self, words: Sequence[int]) -> list[tuple[int, ...]]:
         """Every rank's words of this turn, as many as mine. Blocking."""
-        self._turn += 1
-        slot = _SLOTS[self._turn % 2]
+        slot = _SLOTS[(self._turn + 1) % 2]
         self._mine.words[slot : slot + len(words)] = words
+        self._turn += 1
         native.word_post(self._mine.address(_POSTED), self._turn)
         self._wait(_POSTED, self._turn)
         return [tuple(page.words[slot : slot + len(words)].tolist()) for page in self._pages]
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
         """sent[i] is read by rank i, whose part is in received[i] at once; the wait is for others to have read ours."""
-        addresses = self.tell([tensor.data_ptr() for tensor in sent])
-        for step in range(1, self.num_ranks):
-            rank = (self.index + step) % self.num_ranks
-            into = received[rank]
-            native.peer_read(self._pages[rank].place.pid, addresses[rank][self.index], into.data_ptr(), into.nbytes)
-        self._num_read += 1
-        num_read = self._num_read
-        native.word_post(self._mine.address(_READ), num_read)
-        return lambda: self._wait(_READ, num_read)
+        try:
+            offers = self.tell([word for tensor in sent for word in (tensor.data_ptr(), tensor.nbytes)])
+            for step in range(1, self.num_ranks):
+                rank = (self.index + step) % self.num_ranks
+                self._read(self._pages[rank], offers[rank][2 * self.index :][:2], received[rank])
+        finally:
+            # Ctrl-C, too: others wait for this.
+            native.word_post(self._mine.address(_READ), self._turn)
+        turn = self._turn
+        return lambda: self._wait(_READ, turn)
+
+    def _read(self, page: Page, offer: Sequence[int], into: torch.Tensor) -> None:
+        address, nbytes = offer
+        if nbytes != into.nbytes:
+            raise RuntimeError(f"rank {page.rank} sends {nbytes} bytes where {into.nbytes} are expected")
+        native.peer_read(page.place.pid, address, into.data_ptr(), nbytes)
 
     def _wait(self, word: int, at_least: int) -> None:
         """Raises RuntimeError, as a collective does, for a rank that does not come."""
         deadline = time.monotonic() + self._limit_s
         for page in self._others:
             while not native.word_wait(page.address(word), at_least, _LOOK_EVERY_S):
-                # It may have come, and gone at once.
-                if page.place.state() == "gone" and not native.word_wait(page.address(word), at_least, 0.0):
-                    raise RuntimeError(f"the process of rank {page.rank} is gone")
+                # Any of them: who comes late may be waiting for one that is gone. It may have come before it went.
+                for other in self._others:
+                    if other.place.state() == "gone" and not native.word_wait(other.address(word), at_least, 0.0):
+                        raise RuntimeError(f"the process of rank {other.rank} is gone")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out after {self._limit_s:g} s")
 
@@ -141,7 +149,8 @@ class Neighbourhood:
         """
         reach = self._readable if reads else self._seen
         number, self._num_channels = self._num_channels, self._num_channels + 1
-        if len(members) > WORDS_MAX or any(not set(members) <= reach[member] for member in members):
+        assert number < _NUM_CHANNELS
+        if 2 * len(members) > WORDS_MAX or any(not set(members) <= reach[member] for member in members):
             return None
         pages = [
             Page(member, self._places[member], self._words[member][number * _PAGE_WORDS : (number + 1) * _PAGE_WORDS])
@@ -173,7 +182,10 @@ class Neighbourhood:
 def _make_pages() -> tuple[int, Words]:
     """A file without a name, and its memory; where the system has no such file, -1 and memory that nobody finds."""
     try:
-        fd = os.memfd_create("zero_offload ranks")
+        if hasattr(os, "memfd_create"):
+            fd = os.memfd_create("zero_offload ranks")
+        else:  # a Python that was built for an old C library
+            fd = os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError:
         return -1, np.zeros(_NUM_CHANNELS * _PAGE_WORDS, dtype=np.int64)
     os.ftruncate(fd, _NUM_CHANNELS * _PAGE_WORDS * 8)

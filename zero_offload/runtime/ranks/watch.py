@@ -2,9 +2,9 @@
 
 A collective that fails says that a connection is gone, not whose fault that is. So each rank writes down where it runs,
 and, when its end comes, why: its own error, that it ended, or what it waited for. Who has waited in vain reads what
-the others wrote, looks after processes of this machine, and raises one `RankError` that names the culprit. Never used
-while all is well. The calls: `waiting` around every communication, `failed` where a program's error is caught; an
-error that nobody catches is found when the interpreter exits.
+the others wrote, looks after processes of this machine, and raises one `RankError` that names the culprit. The calls:
+`waiting` around every communication, `failed` where a program's error is caught; an error that nobody catches is found
+when the interpreter exits.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Place(NamedTuple):
             return ""
         try:
             letter = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:
+        except (FileNotFoundError, ProcessLookupError):
             return "gone"
+        except OSError:
+            return "running"  # as far as can be seen from here
         return {"Z": "gone", "X": "gone", "T": "stopped"}.get(letter, "running")
 
 
