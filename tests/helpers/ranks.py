@@ -86,7 +86,7 @@ class RankPool:
     each, and when there are hundreds of them everything slows down.
     """
 
-    JOBS_MAX = 25
+    JOBS_MAX = 50
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
