@@ -21,6 +21,7 @@ from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.saved.boundary import Group
 from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
+from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
@@ -41,8 +42,8 @@ def install_hooks(
     for name in dict.fromkeys(("", *points)):
         units = tuple(points.get(name, ()))
         module = root.get_submodule(name)
-        before = functools.partial(_untraced(_before), session, units)
-        after = functools.partial(_untraced(_after), session)
+        before = _Hook(_untraced(_before), session, units)
+        after = _Hook(_untraced(_after), session)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(after, always_call=True))
@@ -53,6 +54,12 @@ def install_hooks(
             register: Any = param.register_post_accumulate_grad_hook
             handles.append(register(_WeakCall(grad_ready)))
     return handles
+
+
+class _Hook(functools.partial[Any]):
+    """A bound hook. Who copies or pickles a module copies its hooks before its parameters."""
+
+    __reduce_ex__ = refuse_copy
 
 
 @functools.cache
