@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
-from zero_offload.memory.heap import ACTIVATION_GROWTH_BYTES, ACTIVATION_LOOK_BYTES, HeapTrimmer
+from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.plan.placement import Dealer
 from zero_offload.runtime.saved.tensors import VersionCheck
 from zero_offload.runtime.saved.tiers import ActivationTier, DiskTier, HostTier, Pieces
@@ -211,5 +211,5 @@ def open_activations(
     if not tiers:
         return None
     staying = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
-    trimmer = HeapTrimmer(ACTIVATION_LOOK_BYTES, ACTIVATION_GROWTH_BYTES) if device.is_host else None
+    trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None
     return Activations(fractions, tiers, counters, staying, trimmer)
