@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,7 +64,9 @@ class Plain(Player):
         for name, param in self.model.named_parameters():
             if param.requires_grad:
                 master = self._masters[name] = KINDS[self._dtype](param)
-                param.register_post_accumulate_grad_hook(lambda _, master=master: master.take_grad())
+                # Weak: a hook that holds its own parameter keeps it for ever, and there are thousands of scripts.
+                take_grad = weakref.WeakMethod(master.take_grad)
+                param.register_post_accumulate_grad_hook(lambda _, take_grad=take_grad: take_grad()())
             else:
                 param.data = param.data.to(self._dtype)
         self._num_steps, self._factor, self._lr, self._broken = 0, 1.0, FIRST_LR, False
