@@ -93,7 +93,7 @@ class GradReducer:
             grads.waiting.add(index)
             self._deferred = True
         else:
-            self._partial(grads)
+            self._open_partial(grads)
             self._partials.put(grads, index, grad)
         grads.arrived.add(index)
         grads.holding.add(index)
@@ -123,7 +123,7 @@ class GradReducer:
             anywhere = {index for index in range(len(grads.params)) if next(found)}
             if anywhere:
                 grads.holding |= anywhere
-                self._partial(grads)
+                self._open_partial(grads)
                 self._partials.widen(grads)
                 self._complete(grads)
         self._reductions.finish()
@@ -192,15 +192,15 @@ class GradReducer:
             _close(self._open.pop(0))
         self._open.append(grads)
 
-    def _partial(self, grads: SectionGrads) -> torch.Tensor:
-        """(numel,) on the compute device: this rank's sum, to be filled."""
+    def _open_partial(self, grads: SectionGrads) -> None:
+        """This rank's sum of a section is there to be filled, and nobody else's to read."""
         if grads.partial is not None:
             if not self._reductions.has(grads):
-                return grads.partial
+                return
             self._reductions.finish()
         if not self._partials.has_room(grads):
             self._reductions.finish_oldest()
-        return self._partials.make(grads)
+        self._partials.make(grads)
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
