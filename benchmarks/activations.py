@@ -127,7 +127,7 @@ class Drive:
 
     def __init__(self, directory: Path) -> None:
         self._directory = RunDirectory.open(directory / "rates")
-        self._engine = open_engine(4)
+        self._engine = open_engine()
         self._file = SwapFile([self._directory], "rates", self._engine, 1)
         self._extent = self._file.allocate("rates", [MIB] * (RATE_BYTES // MIB))
         self._file.create_scratch()

@@ -16,7 +16,8 @@ namespace {
 
 using zo::fail;
 
-constexpr uint32_t kMaxIoThreads = 64;
+constexpr uint32_t kMaxIoThreads = 64, kMaxIoLanes = 64, kMaxIoDepth = 4096;
+constexpr uint32_t kIoSector = 4096, kMaxIoPart = 1u << 30;
 constexpr uint32_t kMaxThreads = 1024;
 
 template <class Body>
@@ -98,6 +99,23 @@ int check_adamw(const zo_adamw_args &args) {
     return check_pointer(call, "grad", args.grad);
 }
 
+int check_io_config(const char *call, const zo_io_config &config) {
+    const auto check_range = [call](const char *what, uint32_t value, uint32_t least, uint32_t most) -> int {
+        if (value >= least && value <= most) return ZO_OK;
+        return fail(ZO_INVALID, "%s: %s is %u, not %u to %u", call, what, value, least, most);
+    };
+    ZO_CHECK(check_range("kind", config.kind, ZO_IO_THREADS, ZO_IO_URING));
+    ZO_CHECK(check_range("num_lanes", config.num_lanes, 1, kMaxIoLanes));
+    ZO_CHECK(check_range("threads_per_lane", config.threads_per_lane, 1, kMaxIoThreads));
+    ZO_CHECK(check_range("depth", config.depth, 1, kMaxIoDepth));
+    ZO_CHECK(check_range("part_bytes", config.part_bytes, kIoSector, kMaxIoPart));
+    if (config.part_bytes % kIoSector != 0) {
+        return fail(ZO_INVALID, "%s: part_bytes is %u, no multiple of %u", call, config.part_bytes,
+                    kIoSector);
+    }
+    return ZO_OK;
+}
+
 int check_io(const char *call, zo_io *io) {
     ZO_CHECK(check_pointer(call, "the engine", io));
     if (io->engine.is_forked_copy()) {
@@ -118,8 +136,9 @@ extern "C" {
 int zo_abi(zo_abi_info *info) {
     ZO_CHECK(check_pointer("zo_abi", "info", info));
     ZO_CHECK(check_size("zo_abi", info->size, sizeof(*info)));
-    *info = {sizeof(zo_abi_info),  ZO_ABI_VERSION,      sizeof(zo_adamw_args), sizeof(zo_adamw_segment),
-             sizeof(zo_grad_args), sizeof(zo_io_block), sizeof(zo_io_result),  sizeof(zo_io_stats_t)};
+    *info = {sizeof(zo_abi_info),      ZO_ABI_VERSION,       sizeof(zo_adamw_args),
+             sizeof(zo_adamw_segment), sizeof(zo_grad_args), sizeof(zo_io_config),
+             sizeof(zo_io_block),      sizeof(zo_io_result), sizeof(zo_io_stats_t)};
     return zo::check_isa_environment();
 }
 
@@ -231,13 +250,42 @@ int zo_peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes) {
     return zo::peer_read(pid, address, dst, nbytes);
 }
 
-int zo_io_open(uint32_t num_threads, zo_io **out) {
-    return guarded("zo_io_open", [&]() -> int {
-        ZO_CHECK(check_pointer("zo_io_open", "out", out));
-        if (num_threads < 1 || num_threads > kMaxIoThreads) {
-            return fail(ZO_INVALID, "zo_io_open: num_threads is %u, not 1 to %u", num_threads, kMaxIoThreads);
+int zo_io_open(const zo_io_config *config, zo_io **out) {
+    constexpr const char *call = "zo_io_open";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_pointer(call, "config", config));
+        ZO_CHECK(check_pointer(call, "out", out));
+        ZO_CHECK(check_size(call, config->size, sizeof(*config)));
+        ZO_CHECK(check_io_config(call, *config));
+        try {
+            *out = new zo_io(*config);
+        } catch (const std::system_error &error) {
+            if (config->kind != ZO_IO_URING) throw;
+            return fail(ZO_UNSUPPORTED, "io_uring is not to be had here: %s", error.what());
         }
-        *out = new zo_io(num_threads);
+        return ZO_OK;
+    });
+}
+
+int zo_io_add_file(zo_io *io, int32_t fd, uint32_t lane) {
+    constexpr const char *call = "zo_io_add_file";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_io(call, io));
+        if (lane >= io->engine.num_lanes()) {
+            return fail(ZO_INVALID, "%s: lane %u of %u", call, lane, io->engine.num_lanes());
+        }
+        io->engine.add_file(fd, lane);
+        return ZO_OK;
+    });
+}
+
+int zo_io_abandon(zo_io *io) {
+    constexpr const char *call = "zo_io_abandon";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_pointer(call, "the engine", io));
+        if (!io->engine.is_forked_copy())
+            return fail(ZO_INVALID, "%s: the engine belongs to this process", call);
+        io->engine.abandon();
         return ZO_OK;
     });
 }
@@ -301,8 +349,8 @@ int zo_io_fault(zo_io *io, int kind, int64_t nth) {
     constexpr const char *call = "zo_io_fault";
     return guarded(call, [&]() -> int {
         ZO_CHECK(check_io(call, io));
-        if (kind < ZO_FAULT_NONE || kind > ZO_FAULT_WRITE_SHORT || (kind != ZO_FAULT_NONE && nth < 1)) {
-            return fail(ZO_INVALID, "%s: kind %d is not 0 to 6, or nth %lld is not 1 or more", call, kind,
+        if (kind < ZO_FAULT_NONE || kind > ZO_FAULT_STALL || (kind != ZO_FAULT_NONE && nth < 1)) {
+            return fail(ZO_INVALID, "%s: kind %d is not 0 to 10, or nth %lld is not 1 or more", call, kind,
                         (long long)nth);
         }
         io->engine.fault(kind, nth);

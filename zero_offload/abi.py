@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 3
+VERSION = 4
 
 
 class Isa(IntEnum):
@@ -29,6 +29,11 @@ class Kind(IntEnum):
 class GradMode(IntEnum):
     OVERWRITE = 0
     ACCUMULATE = 1
+
+
+class IoKind(IntEnum):
+    THREADS = 0
+    URING = 1
 
 
 class IoOp(IntEnum):
@@ -55,6 +60,10 @@ class Fault(IntEnum):
     READ_FLIP = 4
     WRITE_FLIP = 5
     WRITE_SHORT = 6
+    WRITE_DROP = 7
+    READ_SHORT = 8
+    STORM = 9
+    STALL = 10
 
 
 class AbiInfo(C.Structure):
@@ -64,6 +73,7 @@ class AbiInfo(C.Structure):
         ("sizeof_adamw_args", C.c_uint32),
         ("sizeof_adamw_segment", C.c_uint32),
         ("sizeof_grad_args", C.c_uint32),
+        ("sizeof_io_config", C.c_uint32),
         ("sizeof_io_block", C.c_uint32),
         ("sizeof_io_result", C.c_uint32),
         ("sizeof_io_stats", C.c_uint32),
@@ -119,6 +129,17 @@ class GradArgsStruct(C.Structure):
     ]
 
 
+class IoConfigStruct(C.Structure):
+    _fields_ = [
+        ("size", C.c_uint32),
+        ("kind", C.c_uint32),
+        ("num_lanes", C.c_uint32),
+        ("threads_per_lane", C.c_uint32),
+        ("depth", C.c_uint32),
+        ("part_bytes", C.c_uint32),
+    ]
+
+
 class IoBlockStruct(C.Structure):
     _fields_ = [
         ("offset", C.c_uint64),
@@ -161,6 +182,7 @@ STRUCTS: dict[str, type[C.Structure]] = {
     "zo_adamw_segment": AdamWSegmentStruct,
     "zo_adamw_args": AdamWArgsStruct,
     "zo_grad_args": GradArgsStruct,
+    "zo_io_config": IoConfigStruct,
     "zo_io_block": IoBlockStruct,
     "zo_io_result": IoResultStruct,
     "zo_io_stats_t": IoStatsStruct,
@@ -171,6 +193,7 @@ SIZED_STRUCTS = {
     "sizeof_adamw_args": "zo_adamw_args",
     "sizeof_adamw_segment": "zo_adamw_segment",
     "sizeof_grad_args": "zo_grad_args",
+    "sizeof_io_config": "zo_io_config",
     "sizeof_io_block": "zo_io_block",
     "sizeof_io_result": "zo_io_result",
     "sizeof_io_stats": "zo_io_stats_t",
@@ -194,8 +217,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_word_post": (_INT, [_P, _I64]),
     "zo_word_wait": (_INT, [_P, _I64, _I64]),
     "zo_peer_read": (_INT, [C.c_int32, _U64, _P, _U64]),
-    "zo_io_open": (_INT, [_U32, C.POINTER(_P)]),
+    "zo_io_open": (_INT, [C.POINTER(IoConfigStruct), C.POINTER(_P)]),
     "zo_io_close": (_INT, [_P]),
+    "zo_io_add_file": (_INT, [_P, C.c_int32, _U32]),
+    "zo_io_abandon": (_INT, [_P]),
     "zo_io_submit": (_INT, [_P, _INT, _P, _U32, _P, _INT, C.POINTER(_U64)]),
     "zo_io_wait": (_INT, [_P, _U64, C.c_double, C.POINTER(IoResultStruct)]),
     "zo_io_done": (_INT, [_P, _U64]),

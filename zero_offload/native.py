@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_offload import abi
-from zero_offload.abi import Fault, GradMode, IoOp, IoResultStruct, IoStatsStruct, Isa, Kind
+from zero_offload.abi import Fault, GradMode, IoKind, IoOp, IoResultStruct, IoStatsStruct, Isa, Kind
 from zero_offload.errors import CapacityError, ConfigError, StorageError, ZeroOffloadError
 
 LIBRARY_PATH = Path(__file__).resolve().with_name("_native.so")
@@ -43,6 +43,17 @@ class AdamWArgs:
     segments: int
     num_segments: int
     num_threads: int
+
+
+@dataclass(frozen=True)
+class IoConfig:
+    """One `zo_io_config`."""
+
+    kind: IoKind
+    num_lanes: int
+    threads_per_lane: int
+    depth: int
+    part_bytes: int
 
 
 @dataclass(frozen=True)
@@ -167,10 +178,11 @@ def peer_read(pid: int, address: int, dst: int, nbytes: int) -> None:
         raise RuntimeError(lib().zo_last_error().decode(errors="replace"))
 
 
-def io_open(num_threads: int) -> int:
+def io_open(config: IoConfig) -> int:
     """Start an engine; the result is its handle for the other `io_` calls."""
     handle = C.c_void_p()
-    _check(lib().zo_io_open(num_threads, C.byref(handle)))
+    struct = abi.IoConfigStruct(size=C.sizeof(abi.IoConfigStruct), **vars(config))
+    _check(lib().zo_io_open(C.byref(struct), C.byref(handle)))
     assert handle.value is not None
     return handle.value
 
@@ -178,6 +190,16 @@ def io_open(num_threads: int) -> int:
 def io_close(handle: int) -> None:
     """Wait for everything submitted, then stop the threads; the handle is dead afterwards."""
     _check(lib().zo_io_close(handle))
+
+
+def io_add_file(handle: int, fd: int, lane: int) -> None:
+    """Which drive a file is on."""
+    _check(lib().zo_io_add_file(handle, fd, lane))
+
+
+def io_abandon(handle: int) -> None:
+    """In a forked child: let go of what it has inherited."""
+    _check(lib().zo_io_abandon(handle))
 
 
 def io_submit(handle: int, submission: IoSubmission) -> int:

@@ -18,8 +18,6 @@ from zero_offload.storage.engine import open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import Tier
 
-IO_THREADS = 4
-
 
 class RunFiles:
     """The directories, engine, swap file and generations of one model; all None without a directory."""
@@ -53,7 +51,7 @@ class RunFiles:
                 if keeper.found is None and ranks.rank == 0:
                     keeper.remove_old()
                     keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
-        engine = open_engine(IO_THREADS)
+        engine = open_engine()
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
             files.scratch = SwapFile(directories, "activations", engine, seed)

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 3
+#define ZO_ABI_VERSION 4
 
 enum zo_status {
     ZO_OK = 0,
@@ -50,6 +50,7 @@ typedef struct {
     uint32_t sizeof_adamw_args;
     uint32_t sizeof_adamw_segment;
     uint32_t sizeof_grad_args;
+    uint32_t sizeof_io_config;
     uint32_t sizeof_io_block;
     uint32_t sizeof_io_result;
     uint32_t sizeof_io_stats;
@@ -174,6 +175,9 @@ ZO_API int zo_peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbyte
 
 typedef struct zo_io zo_io;
 
+/* Who moves the blocks: threads in pread and pwrite, or Linux's io_uring. */
+enum zo_io_kind { ZO_IO_THREADS = 0, ZO_IO_URING = 1 };
+
 enum zo_io_op { ZO_IO_READ = 0, ZO_IO_WRITE = 1, ZO_IO_READ_UNVERIFIED = 2 };
 
 enum zo_io_status {
@@ -190,10 +194,24 @@ enum zo_io_fault_kind {
     ZO_FAULT_WRITE_EIO = 1,
     ZO_FAULT_READ_EIO = 2,
     ZO_FAULT_WRITE_ENOSPC = 3,
-    ZO_FAULT_READ_FLIP = 4,  /* one bit of the buffer, after a good read */
-    ZO_FAULT_WRITE_FLIP = 5, /* one bit of what reaches the file; the crc is that of the good bytes */
-    ZO_FAULT_WRITE_SHORT = 6 /* the first transfer stops half-way */
+    ZO_FAULT_READ_FLIP = 4,   /* one bit of the buffer, after a good read */
+    ZO_FAULT_WRITE_FLIP = 5,  /* one bit of what reaches the file; the crc is that of the good bytes */
+    ZO_FAULT_WRITE_SHORT = 6, /* the first transfer stops half-way */
+    ZO_FAULT_WRITE_DROP = 7,  /* nothing reaches the file, and success is reported */
+    ZO_FAULT_READ_SHORT = 8,  /* the file seems to end */
+    ZO_FAULT_STORM = 9,       /* EINTR and EAGAIN, forty times */
+    ZO_FAULT_STALL = 10       /* nothing happens until the next zo_io_fault call, or close */
 };
+
+/* How an engine works. One lane per drive: files are in lane 0 until zo_io_add_file says otherwise. */
+typedef struct {
+    uint32_t size;
+    uint32_t kind;
+    uint32_t num_lanes;
+    uint32_t threads_per_lane;
+    uint32_t depth;      /* of ZO_IO_URING: parts in flight per thread */
+    uint32_t part_bytes; /* blocks are moved in parts of at most so many bytes, a multiple of 4096 */
+} zo_io_config;
 
 /* One block of a file: a row of an extent's block table. A write fills crc = zo_crc32c(seed, bytes). */
 typedef struct {
@@ -217,7 +235,7 @@ typedef struct {
     uint64_t bytes_done;
 } zo_io_result;
 
-/* Busy seconds are time inside read or write calls, summed over the threads. */
+/* Busy seconds are those during which parts of a block were under way, summed over blocks. */
 typedef struct {
     uint32_t size;
     uint32_t num_threads;
@@ -228,13 +246,21 @@ typedef struct {
     double busy_write_s;
 } zo_io_stats_t;
 
-ZO_API int zo_io_open(uint32_t num_threads, zo_io **out);
+/* ZO_UNSUPPORTED when io_uring is asked for and the kernel, or a sandbox around us, does not offer it. */
+ZO_API int zo_io_open(const zo_io_config *config, zo_io **out);
 
 /* Waits for everything submitted. */
 ZO_API int zo_io_close(zo_io *io);
 
+/* Which drive a file is on; again when the descriptor comes to stand for another file. */
+ZO_API int zo_io_add_file(zo_io *io, int32_t fd, uint32_t lane);
+
+/* In a forked child, instead of zo_io_close: lets go of the descriptors it has inherited. */
+ZO_API int zo_io_abandon(zo_io *io);
+
 /* Returns at once. Block i lies in memory at base + the sum of nbytes of the blocks before it; each is one
- * job. `blocks` and the memory stay alive until the ticket is done. Urgent submissions go before all others.
+ * job. `blocks` and the memory stay alive until the ticket is done. Urgent submissions go before all others;
+ * reads and writes take turns.
  */
 ZO_API int zo_io_submit(zo_io *io, int op, zo_io_block *blocks, uint32_t num_blocks, void *base, int urgency,
                         uint64_t *ticket);

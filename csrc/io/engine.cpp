@@ -10,13 +10,20 @@
 namespace zo {
 namespace {
 
+// So many urgent blocks in a row, and one that is not: whoever waits for it must not wait for ever.
+constexpr uint32_t kUrgentStreak = 16;
+
 bool is_write(int op) { return op == ZO_IO_WRITE; }
 
 bool fault_strikes(int kind, int op) {
     switch (kind) {
         case ZO_FAULT_READ_EIO:
         case ZO_FAULT_READ_FLIP:
+        case ZO_FAULT_READ_SHORT:
             return !is_write(op);
+        case ZO_FAULT_STORM:
+        case ZO_FAULT_STALL:
+            return true;
         case ZO_FAULT_NONE:
             return false;
         default:
@@ -40,12 +47,37 @@ class SignalsBlocked {
 
 }  // namespace
 
-IoEngine::IoEngine(uint32_t num_threads) : owner_(getpid()) {
+std::deque<LaneBatch> &Lane::choose() {
+    const bool others = !reads.empty() || !writes.empty();
+    if (!urgent.empty() && (!others || urgent_streak < kUrgentStreak)) {
+        ++urgent_streak;
+        return urgent;
+    }
+    urgent_streak = 0;
+    if (reads.empty() || writes.empty()) {
+        read_ahead_bytes = 0;
+        return reads.empty() ? writes : reads;
+    }
+    return read_ahead_bytes <= 0 ? reads : writes;
+}
+
+IoEngine::IoEngine(const zo_io_config &config) : owner_(getpid()) {
     const SignalsBlocked blocked;
+    const auto make = config.kind == ZO_IO_URING ? make_uring_transport : make_threads_transport;
     stats_.size = sizeof(stats_);
-    stats_.num_threads = num_threads;
+    stats_.num_threads = config.num_lanes * config.threads_per_lane;
+    for (uint32_t i = 0; i < config.num_lanes; ++i) {
+        lanes_.push_back(std::make_unique<Lane>());
+        for (uint32_t j = 0; j < config.threads_per_lane; ++j) {
+            lanes_.back()->transports.push_back(make(this, lanes_.back().get(), config));
+        }
+    }
     try {
-        for (uint32_t i = 0; i < num_threads; ++i) threads_.emplace_back([this] { run(); });
+        for (const auto &lane : lanes_) {
+            for (const auto &transport : lane->transports) {
+                threads_.emplace_back([runs = transport.get()] { runs->run(); });
+            }
+        }
     } catch (...) {
         stop();
         throw;
@@ -58,28 +90,58 @@ void IoEngine::stop() {
     {
         const std::lock_guard<std::mutex> lock(mutex_);
         stopping_ = true;
+        stalled_ = false;
+        wake_all();
     }
-    work_.notify_all();
     for (std::thread &thread : threads_) thread.join();
+}
+
+void IoEngine::wake_all() {
+    unstalled_.notify_all();
+    for (const auto &lane : lanes_) {
+        lane->work.notify_all();
+        for (const auto &transport : lane->transports) transport->wake();
+    }
 }
 
 bool IoEngine::is_forked_copy() const { return getpid() != owner_; }
 
+void IoEngine::abandon() {
+    for (const auto &lane : lanes_) {
+        for (const auto &transport : lane->transports) transport->abandon();
+    }
+}
+
+void IoEngine::add_file(int fd, uint32_t lane) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    files_[fd] = {lane, next_file_version_++};
+}
+
 uint64_t IoEngine::submit(int op, zo_io_block *blocks, uint32_t num_blocks, char *base, bool urgent) {
-    auto batch = std::make_shared<Batch>(Batch{op, blocks, num_blocks, base, 0, 0, {}});
+    auto batch = std::make_shared<Batch>(Batch{op, blocks, num_blocks, base, num_blocks, num_blocks, {}});
     batch->result.size = sizeof(zo_io_result);
     batch->result.op = op;
     const std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t ticket = next_ticket_++;
     open_.emplace(ticket, batch);
-    if (num_blocks > 0) {
-        (urgent ? urgent_ : normal_).push_back(std::move(batch));
-        stats_.jobs_queued += num_blocks;
-        if (num_blocks == 1) {
-            work_.notify_one();
-        } else {
-            work_.notify_all();
-        }
+    std::vector<LaneBatch> parts(lanes_.size());
+    uint64_t offset = 0;
+    for (uint32_t row = 0; row < num_blocks; ++row) {
+        const auto found = files_.find(blocks[row].fd);
+        LaneBatch &part = parts[found == files_.end() ? 0 : found->second.lane];
+        part.rows.push_back(row);
+        part.offsets.push_back(offset);
+        offset += blocks[row].nbytes;
+    }
+    stats_.jobs_queued += num_blocks;
+    for (size_t i = 0; i < parts.size(); ++i) {
+        if (parts[i].rows.empty()) continue;
+        Lane &lane = *lanes_[i];
+        const bool several = parts[i].rows.size() > 1;
+        parts[i].batch = batch;
+        (urgent ? lane.urgent : is_write(op) ? lane.writes : lane.reads).push_back(std::move(parts[i]));
+        several ? lane.work.notify_all() : lane.work.notify_one();
+        for (const auto &transport : lane.transports) transport->wake();
     }
     return ticket;
 }
@@ -89,18 +151,15 @@ bool IoEngine::wait(uint64_t ticket, double timeout_s, zo_io_result *result) {
     const auto found = open_.find(ticket);
     if (found == open_.end()) return false;
     const std::shared_ptr<Batch> batch = found->second;
-    const auto finished = [&batch] { return batch->finished(); };
+    const auto finished = [&batch] { return batch->unfinished == 0; };
     if (timeout_s < 0) {
         finished_.wait(lock, finished);
     } else {
         // A year stands for any longer time, which the clock could not represent.
         const std::chrono::duration<double> timeout(std::min(timeout_s, 3.2e7));
         if (!finished_.wait_for(lock, timeout, finished)) {
-            *result = zo_io_result{};
-            result->size = sizeof(zo_io_result);
-            result->op = batch->op;
+            *result = batch->result;
             result->status = ZO_IO_TIMEOUT;
-            result->bytes_done = batch->result.bytes_done;
             return true;
         }
     }
@@ -113,7 +172,7 @@ bool IoEngine::done(uint64_t ticket, bool *is_done) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = open_.find(ticket);
     if (found == open_.end()) return false;
-    *is_done = found->second->finished();
+    *is_done = found->second->unfinished == 0;
     return true;
 }
 
@@ -126,32 +185,58 @@ void IoEngine::fault(int kind, int64_t nth) {
     const std::lock_guard<std::mutex> lock(mutex_);
     fault_kind_ = kind;
     fault_countdown_ = nth;
+    stalled_ = false;
+    wake_all();
 }
 
 int IoEngine::next_fault(int op) {
     if (!fault_strikes(fault_kind_, op) || --fault_countdown_ > 0) return ZO_FAULT_NONE;
     const int kind = fault_kind_;
     fault_kind_ = ZO_FAULT_NONE;
+    if (kind == ZO_FAULT_STALL) stalled_ = true;
     return kind;
 }
 
-void IoEngine::run() {
-    Job job;
-    while (take(&job))
-        finish(job, transfer_block(job.batch->op, job.batch->blocks[job.block], job.memory, job.fault));
+void IoEngine::hold_while_stalled() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    unstalled_.wait(lock, [this] { return !stalled_; });
 }
 
-bool IoEngine::take(Job *job) {
+bool IoEngine::stalled() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return stalled_;
+}
+
+bool IoEngine::take(Lane &lane, Job *job) {
     std::unique_lock<std::mutex> lock(mutex_);
-    work_.wait(lock, [this] { return stopping_ || !urgent_.empty() || !normal_.empty(); });
-    auto &queue = urgent_.empty() ? normal_ : urgent_;
-    if (queue.empty()) return false;
-    const std::shared_ptr<Batch> &batch = queue.front();
-    *job = {batch, batch->num_started, batch->memory, next_fault(batch->op)};
-    batch->memory += batch->blocks[batch->num_started].nbytes;
-    --stats_.jobs_queued;
-    if (++batch->num_started == batch->num_blocks) queue.pop_front();
+    lane.work.wait(lock, [&] { return stopping_ || !lane.empty(); });
+    if (lane.empty()) return false;
+    pop(lane, job);
     return true;
+}
+
+bool IoEngine::try_take(Lane &lane, Job *job) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (lane.empty()) return false;
+    pop(lane, job);
+    return true;
+}
+
+void IoEngine::pop(Lane &lane, Job *job) {
+    std::deque<LaneBatch> &queue = lane.choose();
+    LaneBatch &part = queue.front();
+    Batch &batch = *part.batch;
+    const uint32_t row = part.rows[part.next];
+    const zo_io_block &block = batch.blocks[row];
+    const auto file = files_.find(block.fd);
+    *job = {part.batch, row, batch.base + part.offsets[part.next], next_fault(batch.op),
+            file == files_.end() ? 0 : file->second.version};
+    if (&queue != &lane.urgent) {
+        lane.read_ahead_bytes += is_write(batch.op) ? -int64_t(block.nbytes) : int64_t(block.nbytes);
+    }
+    --batch.unstarted;
+    --stats_.jobs_queued;
+    if (++part.next == part.rows.size()) queue.pop_front();
 }
 
 void IoEngine::finish(const Job &job, const BlockOutcome &outcome) {
@@ -160,7 +245,7 @@ void IoEngine::finish(const Job &job, const BlockOutcome &outcome) {
     zo_io_result &result = batch.result;
     const zo_io_block &block = batch.blocks[job.block];
     (is_write(batch.op) ? stats_.busy_write_s : stats_.busy_read_s) += outcome.busy_s;
-    ++batch.num_finished;
+    --batch.unfinished;
     if (outcome.status == ZO_IO_DONE) {
         result.bytes_done += block.nbytes;
         (is_write(batch.op) ? stats_.bytes_written : stats_.bytes_read) += block.nbytes;
@@ -172,15 +257,22 @@ void IoEngine::finish(const Job &job, const BlockOutcome &outcome) {
             result.expected_crc = block.crc;
             result.actual_crc = outcome.actual_crc;
         }
-        if (batch.num_started < batch.num_blocks) {
-            for (auto *queue : {&urgent_, &normal_}) {
-                queue->erase(std::remove(queue->begin(), queue->end(), job.batch), queue->end());
-            }
-            stats_.jobs_queued -= batch.num_blocks - batch.num_started;
-            batch.num_blocks = batch.num_started;
+        drop_unstarted(job.batch);
+    }
+    if (batch.unfinished == 0) finished_.notify_all();
+}
+
+void IoEngine::drop_unstarted(const std::shared_ptr<Batch> &batch) {
+    if (batch->unstarted == 0) return;
+    const auto is_part = [&](const LaneBatch &part) { return part.batch == batch; };
+    for (const auto &lane : lanes_) {
+        for (auto *queue : {&lane->urgent, &lane->reads, &lane->writes}) {
+            queue->erase(std::remove_if(queue->begin(), queue->end(), is_part), queue->end());
         }
     }
-    if (batch.finished()) finished_.notify_all();
+    stats_.jobs_queued -= batch->unstarted;
+    batch->unfinished -= batch->unstarted;
+    batch->unstarted = 0;
 }
 
 }  // namespace zo

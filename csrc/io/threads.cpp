@@ -1,95 +1,54 @@
-// One block, moved completely by pread or pwrite, and checked; on the engine's threads, without its lock.
+// A lane's blocks by pread and pwrite, one after the other: works on every system and every file.
 #include <sched.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <chrono>
 
 #include "io/engine.h"
-#include "util/crc32c.h"
 
 namespace zo {
 namespace {
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
+class ThreadsTransport : public Transport {
+  public:
+    ThreadsTransport(IoEngine *engine, Lane *lane, const zo_io_config &config)
+        : engine_(engine), lane_(lane), part_bytes_(config.part_bytes) {}
 
-// Calls once(done, rest) -> bytes moved or -1, until nbytes are moved. Interruptions and parts go on; 0 ends.
-template <class Once>
-void move_all(uint64_t nbytes, BlockOutcome *outcome, const Once &once) {
-    const auto start = std::chrono::steady_clock::now();
-    for (uint64_t done = 0; done < nbytes && outcome->status == ZO_IO_DONE;) {
-        const ssize_t moved = once(done, nbytes - done);
-        if (moved > 0) {
-            done += uint64_t(moved);
-        } else if (moved == 0) {
-            outcome->status = ZO_IO_TRUNCATED;
-        } else if (errno == EAGAIN) {
-            sched_yield();
-        } else if (errno != EINTR) {
-            outcome->status = ZO_IO_OS_ERROR;
-            outcome->sys_errno = errno;
+    void run() override {
+        Job job;
+        while (engine_->take(*lane_, &job)) {
+            if (job.fault == ZO_FAULT_STALL) engine_->hold_while_stalled();
+            BlockTransfer transfer = job.transfer();
+            while (!transfer.finished()) move(&transfer);
+            engine_->finish(job, transfer.outcome());
+            job.batch.reset();
         }
     }
-    outcome->busy_s += seconds_since(start);
-}
 
-BlockOutcome os_error(int sys_errno) {
-    BlockOutcome outcome;
-    outcome.status = ZO_IO_OS_ERROR;
-    outcome.sys_errno = sys_errno;
-    return outcome;
-}
-
-void flip_one_bit(const zo_io_block &block, char *memory) {
-    if (block.nbytes > 0) memory[block.nbytes / 2] ^= 0x10;
-}
-
-BlockOutcome write_block(zo_io_block &block, char *memory, int fault) {
-    if (fault == ZO_FAULT_WRITE_EIO) return os_error(EIO);
-    if (fault == ZO_FAULT_WRITE_ENOSPC) return os_error(ENOSPC);
-    block.crc = crc32c(block.seed, memory, block.nbytes);
-    if (fault == ZO_FAULT_WRITE_FLIP) flip_one_bit(block, memory);
-    // Half-way on a sector, so that the rest is legal for O_DIRECT too.
-    uint64_t limit = fault == ZO_FAULT_WRITE_SHORT && block.nbytes > 4096
-                         ? (block.nbytes / 2 + 4095) & ~4095ull
-                         : block.nbytes;
-    BlockOutcome outcome;
-    move_all(block.nbytes, &outcome, [&](uint64_t done, uint64_t rest) {
-        const auto length = size_t(std::min(rest, limit));
-        limit = block.nbytes;
-        return pwrite(block.fd, memory + done, length, off_t(block.offset + done));
-    });
-    if (fault == ZO_FAULT_WRITE_FLIP) flip_one_bit(block, memory);
-    return outcome;
-}
-
-BlockOutcome read_block(const zo_io_block &block, char *memory, int fault, bool verify) {
-    if (fault == ZO_FAULT_READ_EIO) return os_error(EIO);
-    BlockOutcome outcome;
-    // A second try tells a bad transfer from bad bytes on the drive.
-    for (int attempt = 0; attempt < 2; ++attempt) {
-        outcome.status = ZO_IO_DONE;
-        move_all(block.nbytes, &outcome, [&](uint64_t done, uint64_t rest) {
-            return pread(block.fd, memory + done, size_t(rest), off_t(block.offset + done));
-        });
-        if (outcome.status != ZO_IO_DONE) break;
-        if (fault == ZO_FAULT_READ_FLIP && attempt == 0) flip_one_bit(block, memory);
-        if (!verify) break;
-        outcome.actual_crc = crc32c(block.seed, memory, block.nbytes);
-        if (outcome.actual_crc == block.crc) break;
-        outcome.status = ZO_IO_CHECKSUM;
+  private:
+    void move(BlockTransfer *transfer) const {
+        Part part;
+        while (transfer->next(part_bytes_, &part)) {
+            const zo_io_block &block = transfer->block();
+            const off_t offset = off_t(block.offset + part.begin);
+            char *memory = transfer->memory() + part.begin;
+            ssize_t moved = transfer->op() == ZO_IO_WRITE ? pwrite(block.fd, memory, part.nbytes(), offset)
+                                                          : pread(block.fd, memory, part.nbytes(), offset);
+            if (moved < 0) moved = -errno;
+            if (moved == -EAGAIN) sched_yield();
+            transfer->completed(part, moved);
+        }
     }
-    return outcome;
-}
+
+    IoEngine *engine_;
+    Lane *lane_;
+    uint64_t part_bytes_;
+};
 
 }  // namespace
 
-BlockOutcome transfer_block(int op, zo_io_block &block, char *memory, int fault) {
-    if (op == ZO_IO_WRITE) return write_block(block, memory, fault);
-    return read_block(block, memory, fault, op == ZO_IO_READ);
+std::unique_ptr<Transport> make_threads_transport(IoEngine *engine, Lane *lane, const zo_io_config &config) {
+    return std::make_unique<ThreadsTransport>(engine, lane, config);
 }
 
 }  // namespace zo

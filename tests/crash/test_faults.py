@@ -147,8 +147,8 @@ def test_a_failure_while_the_model_moves_in_leaves_it_usable(nvme: Path, monkeyp
 
     opened = native_engine.NativeEngine.__init__
 
-    def open_with_fault(engine: native_engine.NativeEngine, num_threads: int) -> None:
-        opened(engine, num_threads)
+    def open_with_fault(engine: native_engine.NativeEngine, *args: Any) -> None:
+        opened(engine, *args)
         engine.inject_fault(Fault.WRITE_ENOSPC, 1)
 
     monkeypatch.setattr(native_engine.NativeEngine, "__init__", open_with_fault)

@@ -36,7 +36,7 @@ def open_store(
     placement = dict(zip((StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER), map(Tier, tiers), strict=True))
     with ExitStack() as stack:
         directory = stack.enter_context(RunDirectory.open(path))
-        engine = open_engine(2)
+        engine = open_engine()
         stack.callback(engine.close)
         swap = SwapFile([directory], "test.swap", engine, 1)
         stack.callback(swap.close)

@@ -17,9 +17,8 @@ OWNERS: dict[str, frozenset[str]] = {
     "torch.cuda": frozenset({"device.py"}),
     "matplotlib": frozenset({"telemetry/report.py"}),
     "ctypes.CDLL": frozenset({"native.py", "memory/pages.py"}),
-    # Not used yet: their fallback kernels and file engine are to be the only importers.
-    "numba": frozenset(),
-    "aiofiles": frozenset(),
+    "numba": frozenset({"storage/checksum.py"}),
+    "aiofiles": frozenset({"storage/aiofiles_engine.py"}),
 }
 
 

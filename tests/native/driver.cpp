@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <thread>
@@ -171,10 +172,46 @@ zo_io_result submit_and_wait(zo_io *io, int op, std::vector<zo_io_block> &blocks
     return result;
 }
 
-void test_io() {
+zo_io_config config_of(uint32_t kind, uint32_t num_lanes) {
+    return {sizeof(zo_io_config), kind, num_lanes, kind == ZO_IO_THREADS ? 3u : 1u, 4, 8192};
+}
+
+// False where io_uring is forbidden.
+bool open_io(uint32_t kind, uint32_t num_lanes, zo_io **io) {
+    const zo_io_config config = config_of(kind, num_lanes);
+    const int status = zo_io_open(&config, io);
+    EXPECT(status == ZO_OK || (kind == ZO_IO_URING && status == ZO_UNSUPPORTED));
+    return status == ZO_OK;
+}
+
+void test_io_refusals() {
     zo_io *io = nullptr;
-    EXPECT(zo_io_open(3, &io) == ZO_OK);
+    zo_io_config config = config_of(ZO_IO_THREADS, 2);
+    config.part_bytes = 5000;
+    EXPECT(zo_io_open(&config, &io) == ZO_INVALID && strstr(zo_last_error(), "multiple"));
+    config = config_of(7, 2);
+    EXPECT(zo_io_open(&config, &io) == ZO_INVALID && strstr(zo_last_error(), "kind is 7"));
+    EXPECT(open_io(ZO_IO_THREADS, 2, &io));
+    EXPECT(zo_io_add_file(io, 0, 2) == ZO_INVALID && zo_io_add_file(io, 0, 1) == ZO_OK);
+    EXPECT(zo_io_abandon(io) == ZO_INVALID);
+    EXPECT(zo_io_close(io) == ZO_OK);
+}
+
+void test_fork(uint32_t kind) {
+    zo_io *io = nullptr;
+    if (!open_io(kind, 1, &io)) return;
+    const pid_t child = fork();
+    if (child == 0) _exit(zo_io_close(io) == ZO_FORKED && zo_io_abandon(io) == ZO_OK ? 0 : 1);
+    int status = 1;
+    EXPECT(waitpid(child, &status, 0) == child && status == 0);
+    EXPECT(zo_io_close(io) == ZO_OK);
+}
+
+void test_io(uint32_t kind) {
+    zo_io *io = nullptr;
+    if (!open_io(kind, 2, &io)) return;
     const File file;
+    EXPECT(zo_io_add_file(io, file.fd, 1) == ZO_OK);
     const std::vector<uint32_t> sizes = {5000, 1, 0, 70000, 4096};
     std::vector<zo_io_block> blocks;
     uint64_t total = 0;
@@ -193,11 +230,28 @@ void test_io() {
     EXPECT(submit_and_wait(io, ZO_IO_WRITE, blocks, written).status == ZO_IO_DONE);
     EXPECT(submit_and_wait(io, ZO_IO_READ, blocks, read).status == ZO_IO_CHECKSUM);
     EXPECT(submit_and_wait(io, ZO_IO_READ_UNVERIFIED, blocks, read).status == ZO_IO_DONE);
+    for (const int fault : {ZO_FAULT_STORM, ZO_FAULT_READ_FLIP}) {
+        EXPECT(submit_and_wait(io, ZO_IO_WRITE, blocks, written).status == ZO_IO_DONE);
+        EXPECT(zo_io_fault(io, fault, 4) == ZO_OK);
+        EXPECT(submit_and_wait(io, ZO_IO_READ, blocks, read).status == ZO_IO_DONE && read == written);
+    }
+    EXPECT(zo_io_fault(io, ZO_FAULT_READ_SHORT, 1) == ZO_OK);
+    EXPECT(submit_and_wait(io, ZO_IO_READ, blocks, read).status == ZO_IO_TRUNCATED);
+    EXPECT(zo_io_fault(io, ZO_FAULT_WRITE_DROP, 1) == ZO_OK);
+    EXPECT(submit_and_wait(io, ZO_IO_WRITE, blocks, written).status == ZO_IO_DONE);
+    EXPECT(zo_io_fault(io, ZO_FAULT_STALL, 2) == ZO_OK);
+    uint64_t held = 0;
+    EXPECT(zo_io_submit(io, ZO_IO_WRITE, blocks.data(), 5, written.data(), 1, &held) == ZO_OK);
+    zo_io_result result = {};
+    result.size = sizeof(result);
+    EXPECT(zo_io_wait(io, held, 0.01, &result) == ZO_OK && result.status == ZO_IO_TIMEOUT);
+    EXPECT(zo_io_fault(io, ZO_FAULT_NONE, 0) == ZO_OK);
+    EXPECT(zo_io_wait(io, held, -1, &result) == ZO_OK && result.status == ZO_IO_DONE);
     EXPECT(ftruncate(file.fd, 6000) == 0);
     EXPECT(submit_and_wait(io, ZO_IO_READ_UNVERIFIED, blocks, read).status == ZO_IO_TRUNCATED);
     zo_io_stats_t stats = {};
     stats.size = sizeof(stats);
-    EXPECT(zo_io_stats(io, &stats) == ZO_OK && stats.jobs_queued == 0 && stats.bytes_written == 2 * total);
+    EXPECT(zo_io_stats(io, &stats) == ZO_OK && stats.jobs_queued == 0 && stats.bytes_written == 6 * total);
 
     // Closing waits for what nobody waited for.
     std::vector<std::vector<zo_io_block>> tables(50, blocks);
@@ -237,7 +291,11 @@ int main(int argc, char **argv) {
     test_refusals();
     if (argc < 2 || strcmp(argv[1], "io") != 0) test_kernels();
     test_neighbours();
-    test_io();
+    test_io_refusals();
+    for (const uint32_t kind : {ZO_IO_THREADS, ZO_IO_URING}) {
+        test_fork(kind);
+        test_io(kind);
+    }
     puts("native driver: ok");
     return 0;
 }

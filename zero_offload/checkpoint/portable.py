@@ -38,7 +38,6 @@ from zero_offload.storage.swap_file import Extent, SwapFile
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
-IO_THREADS = 2
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 
@@ -61,7 +60,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
                 keeper.remove_old()
                 keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
         with ranks.exchange.together():
-            engine = open_engine(IO_THREADS)
+            engine = open_engine()
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
@@ -124,7 +123,7 @@ class SavedCheckpoint:
             raise CheckpointError(f"{path} is no directory; name one that zo.save_checkpoint has written")
         with contextlib.ExitStack() as cleanup:
             directory = cleanup.enter_context(RunDirectory.look(path))
-            engine = open_engine(IO_THREADS)
+            engine = open_engine()
             cleanup.callback(engine.close)
             saved = cls(directory, engine, ranks)
             cleanup.callback(saved._close)

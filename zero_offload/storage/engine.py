@@ -1,6 +1,6 @@
 """What a file engine promises: blocks of files to and from memory, launched now and waited for later.
 
-Owns the words (`BLOCK_DTYPE`, `Ticket`, `Urgency`, `FileEngine`) and the choice of engine; moves no byte
+Owns the words (`BLOCK_DTYPE`, `Ticket`, `Urgency`, `EngineSettings`, `FileEngine`); moves no byte
 itself. A block table is both the map and the checksums of an extent: a write fills the checksum of each row,
 a read is verified against it. Files are the caller's: opened, sized, named and closed elsewhere.
 The calls in order: `open_engine`, `name_file` for each file, `read` / `write`, `wait`, `close`.
@@ -9,11 +9,13 @@ The calls in order: `open_engine`, `name_file` for each file, `read` / `write`, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from zero_offload.types import MIB, format_bytes
 
 BlockTable = npt.NDArray[np.void]
 
@@ -28,8 +30,39 @@ BLOCK_DTYPE = np.dtype(
 )
 
 
+class EngineKind(StrEnum):
+    """Who moves the blocks."""
+
+    IO_URING = "io_uring"  # Linux's; many requests in flight from one thread
+    THREADS = "threads"  # pread and pwrite on native threads: on every Linux, in every container
+    AIOFILES = "aiofiles"  # pread and pwrite from Python: without the native library
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine works, and why so."""
+
+    kind: EngineKind
+    num_threads: int
+    """Per drive."""
+    depth: int
+    """Requests in flight per drive and thread; of io_uring only."""
+    request_bytes: int
+    """Blocks are moved in requests of at most so many bytes, whole sectors."""
+    reason: str = "asked for"
+
+    def __str__(self) -> str:
+        depth = f", {self.depth} requests in flight" if self.kind is EngineKind.IO_URING else ""
+        threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''} per drive"
+        return f"{self.kind.value}, {threads}{depth}, requests of {format_bytes(self.request_bytes)}"
+
+
+THREADS = EngineSettings(EngineKind.THREADS, num_threads=4, depth=1, request_bytes=4 * MIB)
+IO_URING = EngineSettings(EngineKind.IO_URING, num_threads=1, depth=16, request_bytes=MIB)
+
+
 class Urgency(IntEnum):
-    """Urgent transfers start before all normal ones that have not started."""
+    """Urgent transfers start before all normal ones that have not started; those take turns by kind."""
 
     NORMAL = 0
     URGENT = 1
@@ -58,8 +91,8 @@ class EngineStats:
 class FileEngine(Protocol):
     """Any thread may call; a child of fork may not."""
 
-    def name_file(self, fd: int, path: str) -> None:
-        """Tell the path that errors on this descriptor shall name."""
+    def name_file(self, fd: int, path: str, drive: int = 0) -> None:
+        """Tell the path that errors on this descriptor shall name, and which of the engine's drives holds the file."""
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         """Launch the read of blocks to consecutive memory at `address`, verified against their checksums."""
@@ -85,8 +118,12 @@ class FileEngine(Protocol):
         """Wait for everything launched and stop the threads. Closing twice is allowed."""
 
 
-def open_engine(num_threads: int) -> FileEngine:
-    """The fastest engine of this machine. Raises CapacityError when there is none."""
+def open_engine(settings: EngineSettings = THREADS, num_drives: int = 1) -> FileEngine:
+    """Start an engine. Raises ConfigError where the system does not offer that kind, CapacityError without threads."""
+    if settings.kind is EngineKind.AIOFILES:
+        from zero_offload.storage.aiofiles_engine import AiofilesEngine
+
+        return AiofilesEngine(settings, num_drives)
     from zero_offload.storage.native_engine import NativeEngine
 
-    return NativeEngine(num_threads)
+    return NativeEngine(settings, num_drives)

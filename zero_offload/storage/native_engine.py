@@ -1,4 +1,4 @@
-"""The file engine over the native thread pool: pread and pwrite with checksums, outside the interpreter lock.
+"""The file engine over the native library: io_uring or threads, with checksums, outside the interpreter lock.
 
 Owns the native handle, the paths of the files for error messages, and every block table until its ticket is
 waited for: memory the threads still write to must not be collected. Never opens or closes a file.
@@ -6,40 +6,57 @@ waited for: memory the threads still write to must not be collected. Never opens
 
 from __future__ import annotations
 
-import errno
 import os
 import time
-from typing import NoReturn
+import weakref
+from collections.abc import Callable
 
 from zero_offload import abi, native
-from zero_offload.errors import ConfigError, IntegrityError, StorageError
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineStats, Ticket, Urgency
-from zero_offload.types import format_bytes
+from zero_offload.errors import ConfigError, StorageError
+from zero_offload.storage.engine import (
+    BLOCK_DTYPE,
+    BlockTable,
+    EngineKind,
+    EngineSettings,
+    EngineStats,
+    Ticket,
+    Urgency,
+)
+from zero_offload.storage.failures import BlockFailure, Cause, raise_failure, raise_stuck
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
 _WAIT_SLICE_S = 0.25
 
-_REMEDIES = {
-    errno.ENOSPC: "Free space there or name another directory in nvme=; the last commit is intact",
-    errno.EDQUOT: "Raise the quota or name another directory in nvme=; the last commit is intact",
-    errno.EIO: "The drive reports a fault: see 'dmesg' and its SMART data; the last commit is intact",
-    errno.EBADF: "The file was closed while it was in use",
-    errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
+STALL_LIMIT_S = 120.0
+"""A wait without a time-out of its own ends when the engine has moved nothing for so long."""
+
+_KINDS = {EngineKind.IO_URING: abi.IoKind.URING, EngineKind.THREADS: abi.IoKind.THREADS}
+_CAUSES = {
+    abi.IoStatus.OS_ERROR: Cause.SYSTEM,
+    abi.IoStatus.TRUNCATED: Cause.TRUNCATED,
+    abi.IoStatus.CHECKSUM: Cause.CHECKSUM,
 }
 
 
 class NativeEngine:
     """A `FileEngine`."""
 
-    def __init__(self, num_threads: int) -> None:
-        self._handle = native.io_open(num_threads)
+    def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
+        self.settings = settings
+        config = native.IoConfig(
+            _KINDS[settings.kind], num_drives, settings.num_threads, settings.depth, settings.request_bytes
+        )
+        self._handle = native.io_open(config)
         self._owner_pid = os.getpid()
         self._paths: dict[int, str] = {}
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
         self._in_flight: dict[int, Ticket] = {}
+        self._is_stuck = False
+        os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self)))
 
-    def name_file(self, fd: int, path: str) -> None:
+    def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._paths[fd] = path
+        native.io_add_file(self._open_handle(), fd, drive)
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(abi.IoOp.READ, blocks, address, urgency)
@@ -51,18 +68,33 @@ class NativeEngine:
         return self._submit(abi.IoOp.WRITE, blocks, address, urgency)
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        handle = self._open_handle()
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        handle, began = self._open_handle(), time.monotonic()
+        moved_bytes, moved_at = -1, began
         while True:
-            left_s = _WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
+            now = time.monotonic()
+            left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - now
             result = native.io_wait(handle, ticket.number, min(max(left_s, 0.0), _WAIT_SLICE_S))
             if result.status != abi.IoStatus.TIMEOUT:
                 break
-            if deadline is not None and time.monotonic() >= deadline:
-                self._raise_timeout(ticket, result, timeout_s)
+            now = time.monotonic()
+            if timeout_s is not None and now >= began + timeout_s:
+                raise_stuck(ticket, result.bytes_done, timeout_s, self._paths)
+            if timeout_s is None and (total := self._total_bytes()) != moved_bytes:
+                moved_bytes, moved_at = total, now
+            elif timeout_s is None and now - moved_at > STALL_LIMIT_S:
+                self._is_stuck = True
+                raise_stuck(ticket, result.bytes_done, now - began, self._paths)
         self._in_flight.pop(ticket.number, None)
         if result.status != abi.IoStatus.DONE:
-            self._raise_failure(ticket, result)
+            failure = BlockFailure(
+                verb="write" if result.op == abi.IoOp.WRITE else "read",
+                row=result.block,
+                cause=_CAUSES[abi.IoStatus(result.status)],
+                code=result.sys_errno,
+                expected_crc=result.expected_crc,
+                actual_crc=result.actual_crc,
+            )
+            raise_failure(ticket, failure, self._paths)
 
     def done(self, ticket: Ticket) -> bool:
         return native.io_done(self._open_handle(), ticket.number)
@@ -84,8 +116,14 @@ class NativeEngine:
     def close(self) -> None:
         if self._handle and os.getpid() == self._owner_pid:
             handle, self._handle = self._handle, 0
+            if self._is_stuck:
+                return  # its threads wait for a drive that does not answer; so would we
             native.io_close(handle)
             self._in_flight.clear()
+
+    def _total_bytes(self) -> int:
+        stats = self.stats()
+        return stats.bytes_read + stats.bytes_written
 
     def _open_handle(self) -> int:
         if os.getpid() != self._owner_pid:
@@ -108,38 +146,13 @@ class NativeEngine:
         self._in_flight[ticket.number] = ticket
         return ticket
 
-    def _where(self, ticket: Ticket, block: int) -> str:
-        row = ticket.blocks[block]
-        fd = int(row["fd"])
-        path = self._paths.get(fd, f"file descriptor {fd}")
-        return (
-            f"{format_bytes(int(row['nbytes']))} at offset {int(row['offset'])} of {path} "
-            f"(block {block + 1} of {len(ticket.blocks)})"
-        )
 
-    def _raise_failure(self, ticket: Ticket, result: abi.IoResultStruct) -> NoReturn:
-        verb = "write" if result.op == abi.IoOp.WRITE else "read"
-        where = self._where(ticket, result.block)
-        if result.status == abi.IoStatus.OS_ERROR:
-            code = result.sys_errno
-            remedy = _REMEDIES.get(code, "The last commit is intact")
-            raise StorageError(
-                f"{verb} of {where} failed: {os.strerror(code)} ({errno.errorcode.get(code, code)}). {remedy}"
-            )
-        if result.status == abi.IoStatus.TRUNCATED:
-            raise IntegrityError(
-                f"{verb} of {where}: the file ends inside the block. It was truncated by something else; "
-                "restore it, or start over with existing='discard'"
-            )
-        raise IntegrityError(
-            f"{verb} of {where}: checksum {result.actual_crc:08x}, expected {result.expected_crc:08x}, also "
-            "when read again. The drive does not hold what was written; restore a checkpoint, test the drive"
-        )
+def _releaser_in_child(reference: weakref.ref[NativeEngine]) -> Callable[[], None]:
+    """A child that outlives its parent must not keep the parent's files and rings alive."""
 
-    def _raise_timeout(self, ticket: Ticket, result: abi.IoResultStruct, timeout_s: float | None) -> NoReturn:
-        total = int(ticket.blocks["nbytes"].sum())
-        raise StorageError(
-            f"{format_bytes(result.bytes_done)} of {format_bytes(total)} moved in {timeout_s:g} s, first "
-            f"{self._where(ticket, 0)}. The drive is stalled or slow: see 'dmesg' and 'iostat -x'. "
-            "The transfer goes on; wait again"
-        )
+    def let_go() -> None:
+        engine = reference()
+        if engine is not None and engine._handle:
+            native.io_abandon(engine._handle)
+
+    return let_go

@@ -36,7 +36,7 @@ class Bench:
 
     def __init__(self, path: Path, fractions: dict[Tier, float]) -> None:
         self.directory = RunDirectory.open(path)
-        engine = open_engine(2)
+        engine = open_engine()
         assert isinstance(engine, NativeEngine)
         self.engine = engine
         self.file = SwapFile([self.directory], "activations", engine, 1)

@@ -1,21 +1,37 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from zero_offload import native
 from zero_offload.abi import Fault
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, Urgency, open_engine
+from zero_offload.storage import native_engine
+from zero_offload.storage.checksum import crc32c_numba
+from zero_offload.storage.engine import (
+    BLOCK_DTYPE,
+    IO_URING,
+    THREADS,
+    BlockTable,
+    EngineKind,
+    EngineSettings,
+    FileEngine,
+    Urgency,
+    open_engine,
+)
 from zero_offload.storage.native_engine import NativeEngine
 
 BLOCK = 64 << 10
@@ -47,16 +63,46 @@ class File:
         return blocks
 
 
-@pytest.fixture
-def engine() -> Iterator[NativeEngine]:
-    engine = open_engine(3)
+KINDS = {
+    "threads": replace(THREADS, num_threads=3),
+    "parts": replace(THREADS, num_threads=2, request_bytes=12 << 10),
+    "io_uring": replace(IO_URING, depth=5, request_bytes=20 << 10),
+    "aiofiles": replace(THREADS, kind=EngineKind.AIOFILES, num_threads=2),
+}
+NATIVE = [name for name in KINDS if name != "aiofiles"]
+"""Those in which faults can be injected."""
+ALONE = [replace(THREADS, num_threads=1), replace(IO_URING, depth=1, request_bytes=1 << 30)]
+"""One block at a time."""
+
+
+def open_or_skip(settings: EngineSettings, num_drives: int = 1) -> FileEngine:
+    """A container may forbid io_uring."""
+    try:
+        return open_engine(settings, num_drives)
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=KINDS)
+def engine(request: pytest.FixtureRequest) -> Iterator[FileEngine]:
+    engine = open_or_skip(KINDS[request.param])
+    yield engine
+    engine.close()
+
+
+native_only = pytest.mark.parametrize("engine", NATIVE, indirect=True)
+
+
+@pytest.fixture(params=ALONE, ids=lambda settings: settings.kind.value)
+def alone(request: pytest.FixtureRequest) -> Iterator[NativeEngine]:
+    engine = open_or_skip(request.param)
     assert isinstance(engine, NativeEngine)
     yield engine
     engine.close()
 
 
 @pytest.fixture(params=["buffered", "direct"])
-def file(request: pytest.FixtureRequest, tmp_path: Path, engine: NativeEngine) -> Iterator[File]:
+def file(request: pytest.FixtureRequest, tmp_path: Path, engine: FileEngine) -> Iterator[File]:
     path = tmp_path / "extents.bin"
     flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if request.param == "direct" else 0)
     try:
@@ -68,7 +114,7 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, engine: NativeEngine) -
     os.close(fd)
 
 
-def test_round_trip_sets_and_verifies_checksums(engine: NativeEngine, file: File) -> None:
+def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) -> None:
     source, target = Memory(7 * BLOCK).fill(1), Memory(7 * BLOCK)
     blocks = file.table(7)
     engine.wait(engine.write(blocks, source.address))
@@ -82,7 +128,7 @@ def test_round_trip_sets_and_verifies_checksums(engine: NativeEngine, file: File
     assert stats.busy_read_s > 0 and stats.busy_write_s > 0
 
 
-def test_blocks_may_be_anywhere_in_any_order(engine: NativeEngine, file: File) -> None:
+def test_blocks_may_be_anywhere_in_any_order(engine: FileEngine, file: File) -> None:
     source, target = Memory(4 * BLOCK).fill(2), Memory(2 * BLOCK)
     blocks = file.table(4)[::-1].copy()
     engine.wait(engine.write(blocks, source.address))
@@ -90,7 +136,7 @@ def test_blocks_may_be_anywhere_in_any_order(engine: NativeEngine, file: File) -
     assert np.array_equal(target.bytes, source.bytes[BLOCK : 3 * BLOCK])
 
 
-def test_many_tickets_from_many_threads(engine: NativeEngine, file: File) -> None:
+def test_many_tickets_from_many_threads(engine: FileEngine, file: File) -> None:
     """Each thread owns a range of the file and reads back what it wrote, while the others do too."""
     problems: list[str] = []
 
@@ -115,7 +161,7 @@ def test_many_tickets_from_many_threads(engine: NativeEngine, file: File) -> Non
     assert not problems
 
 
-def test_many_tickets_in_flight_at_once(engine: NativeEngine, file: File) -> None:
+def test_many_tickets_in_flight_at_once(engine: FileEngine, file: File) -> None:
     source, target = Memory(100 * 4096).fill(3), Memory(100 * 4096)
     tables = [file.table(1, 4096, first=i * 4096) for i in range(100)]
     writes = [engine.write(table, source.address + 4096 * i) for i, table in enumerate(tables)]
@@ -127,8 +173,8 @@ def test_many_tickets_in_flight_at_once(engine: NativeEngine, file: File) -> Non
     assert np.array_equal(source.bytes, target.bytes)
 
 
-def test_urgent_goes_before_what_has_not_started(tmp_path: Path) -> None:
-    engine = open_engine(1)
+def test_urgent_goes_before_what_has_not_started(alone: NativeEngine, tmp_path: Path) -> None:
+    engine = alone
     big = Memory(64 << 20)
     first, second = Memory(4096).fill(1), Memory(4096).fill(2)
     with open(tmp_path / "file", "w+b") as stream:
@@ -140,9 +186,44 @@ def test_urgent_goes_before_what_has_not_started(tmp_path: Path) -> None:
             engine.wait(ticket)
         # The last writer was the normal one.
         assert os.pread(file.fd, 4096, 0) == first.bytes.tobytes()
-        engine.close()
 
 
+def test_reads_and_writes_take_turns(alone: NativeEngine, tmp_path: Path) -> None:
+    """A long write-back does not keep reads waiting, nor reads a write."""
+    source = Memory(40 * BLOCK).fill(1)
+    with open(tmp_path / "file", "w+b") as stream:
+        file = File(tmp_path / "file", stream.fileno())
+        blocks = file.table(40)
+        alone.wait(alone.write(blocks, source.address))
+        alone.inject_fault(Fault.STALL)
+        held = alone.write(blocks[:1], source.address)
+        many = alone.write(blocks[1:20], source.address + BLOCK)
+        few = alone.read(blocks[20:24], source.address + 20 * BLOCK)
+        alone.inject_fault(Fault.STALL, 14)
+        alone.wait(few)
+        assert not alone.done(many)
+        alone.inject_fault(Fault.NONE)
+        alone.wait(many)
+        alone.wait(held)
+
+
+def test_urgent_blocks_do_not_starve_the_rest(alone: NativeEngine, tmp_path: Path) -> None:
+    source = Memory(200 * 4096).fill(1)
+    with open(tmp_path / "file", "w+b") as stream:
+        file = File(tmp_path / "file", stream.fileno())
+        alone.inject_fault(Fault.STALL)
+        held = alone.write(file.table(1, 4096), source.address)
+        normal = alone.write(file.table(1, 4096, first=4096), source.address)
+        urgent = alone.write(file.table(200, 4096, first=8192), source.address, Urgency.URGENT)
+        alone.inject_fault(Fault.STALL, 60)
+        alone.wait(normal)
+        alone.wait(held)
+        assert not alone.done(urgent)
+        alone.inject_fault(Fault.NONE)
+        alone.wait(urgent)
+
+
+@native_only
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -159,6 +240,7 @@ def test_a_failing_write_names_the_place(engine: NativeEngine, file: File, fault
     engine.wait(engine.write(file.table(5), source.address))
 
 
+@native_only
 def test_a_failing_read_names_the_place(engine: NativeEngine, file: File) -> None:
     source = Memory(5 * BLOCK).fill(5)
     blocks = file.table(5)
@@ -168,31 +250,62 @@ def test_a_failing_read_names_the_place(engine: NativeEngine, file: File) -> Non
         engine.wait(engine.read(blocks, source.address))
 
 
-def test_a_failure_starts_no_further_block(tmp_path: Path) -> None:
-    engine = open_engine(1)
-    assert isinstance(engine, NativeEngine)
+def test_a_failure_starts_no_further_block(alone: NativeEngine, tmp_path: Path) -> None:
+    engine = alone
     source = Memory(50 * 4096).fill(6)
     with open(tmp_path / "file", "w+b") as stream:
         file = File(tmp_path / "file", stream.fileno())
         engine.inject_fault(Fault.WRITE_EIO, 3)
         with pytest.raises(StorageError):
             engine.wait(engine.write(file.table(50, 4096), source.address))
-        assert os.fstat(file.fd).st_size == 2 * 4096
+        # io_uring may have launched a few before it knew.
+        assert os.fstat(file.fd).st_size <= (2 if engine.settings.kind is EngineKind.THREADS else 6) * 4096
         assert engine.stats().jobs_queued == 0
         engine.wait(engine.write(file.table(50, 4096), source.address))
-        engine.close()
 
 
-def test_a_full_device() -> None:
-    engine = open_engine(1)
+def test_a_full_device(engine: FileEngine) -> None:
     source = Memory(4096)
     fd = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(StorageError, match=f"file descriptor {fd} .*ENOSPC"):
         engine.wait(engine.write(File(Path("/dev/full"), fd).table(1, 4096), source.address))
     os.close(fd)
-    engine.close()
 
 
+@native_only
+def test_a_storm_of_interruptions_changes_nothing(engine: NativeEngine, file: File) -> None:
+    source, target = Memory(3 * BLOCK).fill(7), Memory(3 * BLOCK)
+    blocks = file.table(3)
+    engine.inject_fault(Fault.STORM, 2)
+    engine.wait(engine.write(blocks, source.address))
+    engine.inject_fault(Fault.STORM, 2)
+    engine.wait(engine.read(blocks, target.address))
+    assert np.array_equal(source.bytes, target.bytes)
+
+
+@native_only
+def test_a_write_that_never_happened_is_found(engine: NativeEngine, file: File) -> None:
+    memory = Memory(3 * BLOCK).fill(7)
+    blocks = file.table(3)
+    engine.wait(engine.write(blocks, memory.address))
+    memory.fill(8)
+    engine.inject_fault(Fault.WRITE_DROP, 2)
+    engine.wait(engine.write(blocks, memory.address))
+    with pytest.raises(IntegrityError, match="block 2 of 3.*checksum"):
+        engine.wait(engine.read(blocks, memory.address))
+
+
+@native_only
+def test_a_read_that_ends_early(engine: NativeEngine, file: File) -> None:
+    memory = Memory(3 * BLOCK).fill(7)
+    blocks = file.table(3)
+    engine.wait(engine.write(blocks, memory.address))
+    engine.inject_fault(Fault.READ_SHORT, 3)
+    with pytest.raises(IntegrityError, match="block 3 of 3.*ends inside the block"):
+        engine.wait(engine.read(blocks, memory.address))
+
+
+@native_only
 def test_a_short_write_goes_on(engine: NativeEngine, file: File) -> None:
     source, target = Memory(3 * BLOCK).fill(7), Memory(3 * BLOCK)
     blocks = file.table(3)
@@ -202,6 +315,7 @@ def test_a_short_write_goes_on(engine: NativeEngine, file: File) -> None:
     assert np.array_equal(source.bytes, target.bytes)
 
 
+@native_only
 def test_a_bit_flipped_once_on_the_way_is_read_again(engine: NativeEngine, file: File) -> None:
     source, target = Memory(3 * BLOCK).fill(8), Memory(3 * BLOCK)
     blocks = file.table(3)
@@ -214,6 +328,7 @@ def test_a_bit_flipped_once_on_the_way_is_read_again(engine: NativeEngine, file:
     assert not np.array_equal(source.bytes, target.bytes)
 
 
+@native_only
 def test_a_bit_flipped_on_the_drive_is_found(engine: NativeEngine, file: File) -> None:
     source, target = Memory(4 * BLOCK).fill(9), Memory(4 * BLOCK)
     blocks = file.table(4)
@@ -227,7 +342,7 @@ def test_a_bit_flipped_on_the_drive_is_found(engine: NativeEngine, file: File) -
 
 
 @pytest.mark.parametrize("what", ["seed", "crc", "offset"])
-def test_another_block_is_not_taken_for_this_one(engine: NativeEngine, file: File, what: str) -> None:
+def test_another_block_is_not_taken_for_this_one(engine: FileEngine, file: File, what: str) -> None:
     source = Memory(2 * BLOCK).fill(10)
     blocks = file.table(2)
     engine.wait(engine.write(blocks, source.address))
@@ -237,7 +352,7 @@ def test_another_block_is_not_taken_for_this_one(engine: NativeEngine, file: Fil
 
 
 @pytest.mark.parametrize("size", [0, BLOCK, 2 * BLOCK + 4096, 2 * BLOCK + 777])
-def test_a_truncated_file(engine: NativeEngine, file: File, size: int) -> None:
+def test_a_truncated_file(engine: FileEngine, file: File, size: int) -> None:
     memory = Memory(3 * BLOCK).fill(11)
     blocks = file.table(3)
     engine.wait(engine.write(blocks, memory.address))
@@ -246,7 +361,7 @@ def test_a_truncated_file(engine: NativeEngine, file: File, size: int) -> None:
         engine.wait(engine.read(blocks, memory.address))
 
 
-def test_a_wrong_descriptor(engine: NativeEngine) -> None:
+def test_a_wrong_descriptor(engine: FileEngine) -> None:
     memory = Memory(4096)
     fd = os.open("/dev/null", os.O_RDWR)
     os.close(fd)
@@ -255,19 +370,37 @@ def test_a_wrong_descriptor(engine: NativeEngine) -> None:
         engine.wait(engine.write(blocks, memory.address))
 
 
-def test_a_timeout_leaves_the_ticket_open(tmp_path: Path) -> None:
-    engine = open_engine(1)
-    memory = Memory(64 << 20)
-    with open(tmp_path / "file", "w+b") as stream:
-        ticket = engine.write(File(tmp_path / "file", stream.fileno()).table(64, 1 << 20), memory.address)
-        with pytest.raises(StorageError, match=r"of 64 MiB moved in 0 s.*wait again"):
-            engine.wait(ticket, timeout_s=0.0)
-        engine.wait(ticket, timeout_s=60.0)
-        assert os.fstat(stream.fileno()).st_size == 64 << 20
-        engine.close()
+@native_only
+def test_a_timeout_leaves_the_ticket_open(engine: NativeEngine, file: File) -> None:
+    memory = Memory(8 * BLOCK).fill(1)
+    engine.inject_fault(Fault.STALL, 3)
+    ticket = engine.write(file.table(8), memory.address)
+    with pytest.raises(StorageError, match=r"of 512 KiB moved in 0.1 s, first 64 KiB at offset 0 of .*wait again"):
+        engine.wait(ticket, timeout_s=0.1)
+    assert not engine.done(ticket)
+    engine.inject_fault(Fault.NONE)
+    engine.wait(ticket, timeout_s=60.0)
+    assert file.path.read_bytes() == memory.bytes.tobytes()
 
 
-def test_done_and_a_second_wait(engine: NativeEngine, file: File) -> None:
+@native_only
+def test_a_drive_that_answers_no_more_ends_the_wait(
+    engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a time-out of the caller's."""
+    monkeypatch.setattr(native_engine, "STALL_LIMIT_S", 0.3)
+    memory = Memory(BLOCK).fill(1)
+    engine.inject_fault(Fault.STALL)
+    ticket = engine.write(file.table(1), memory.address)
+    with pytest.raises(StorageError, match=r"0 B of 64 KiB moved in .* of .*extents.bin .*stalled"):
+        engine.wait(ticket)
+    handle = engine._handle
+    engine.close()  # does not wait for it
+    native.io_fault(handle, Fault.NONE, 1)
+    native.io_close(handle)
+
+
+def test_done_and_a_second_wait(engine: FileEngine, file: File) -> None:
     memory = Memory(BLOCK)
     ticket = engine.write(file.table(1), memory.address)
     for _ in range(10_000):
@@ -281,14 +414,13 @@ def test_done_and_a_second_wait(engine: NativeEngine, file: File) -> None:
             call(ticket)
 
 
-def test_no_blocks_are_done_at_once(engine: NativeEngine, file: File) -> None:
+def test_no_blocks_are_done_at_once(engine: FileEngine, file: File) -> None:
     ticket = engine.read(file.table(0), 0)
     assert engine.done(ticket)
     engine.wait(ticket)
 
 
-def test_close_waits_and_keeps_dropped_tables_alive(tmp_path: Path) -> None:
-    engine = open_engine(1)
+def test_close_waits_and_keeps_dropped_tables_alive(engine: FileEngine, tmp_path: Path) -> None:
     memory = Memory(4096).fill(12)
     with open(tmp_path / "file", "w+b") as stream:
         for i in range(200):
@@ -299,13 +431,13 @@ def test_close_waits_and_keeps_dropped_tables_alive(tmp_path: Path) -> None:
         assert os.pread(stream.fileno(), 200 * 4096, 0) == memory.bytes.tobytes() * 200
 
 
-def test_a_closed_engine_says_so(engine: NativeEngine, file: File) -> None:
+def test_a_closed_engine_says_so(engine: FileEngine, file: File) -> None:
     engine.close()
     with pytest.raises(StorageError, match="closed"):
         engine.read(file.table(1), Memory(BLOCK).address)
 
 
-def test_a_forked_child_is_refused(engine: NativeEngine, file: File) -> None:
+def test_a_forked_child_is_refused(engine: FileEngine, file: File) -> None:
     blocks, memory = file.table(1), Memory(BLOCK)
     child = os.fork()
     if child == 0:
@@ -319,10 +451,96 @@ def test_a_forked_child_is_refused(engine: NativeEngine, file: File) -> None:
     engine.wait(engine.write(blocks, memory.address))
 
 
-def test_refuses_what_is_no_block_table(engine: NativeEngine, file: File) -> None:
+def test_refuses_what_is_no_block_table(engine: FileEngine, file: File) -> None:
     with pytest.raises(ConfigError, match="strides"):
         engine.read(file.table(4)[::2], Memory(2 * BLOCK).address)
     with pytest.raises(ConfigError, match="float64"):
         engine.read(np.zeros(3), Memory(BLOCK).address)
     with pytest.raises(ConfigError, match="base is NULL"):
         engine.read(file.table(1), 0)
+
+
+# Drives
+
+
+@native_only
+def test_a_slow_drive_does_not_hold_up_another(
+    engine: FileEngine, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    two = open_or_skip(KINDS[request.node.callspec.params["engine"]], num_drives=2)
+    assert isinstance(two, NativeEngine)
+    memory = Memory(20 * BLOCK).fill(1)
+    with open(tmp_path / "slow", "w+b") as slow, open(tmp_path / "fast", "w+b") as fast:
+        two.name_file(slow.fileno(), "slow", 0)
+        two.name_file(fast.fileno(), "fast", 1)
+        two.inject_fault(Fault.STALL)
+        held = two.write(File(tmp_path / "slow", slow.fileno()).table(20), memory.address)
+        while two.stats().jobs_queued == 20:  # the fault is for the first block that any drive takes
+            threading.Event().wait(0.001)
+        for _ in range(3):
+            two.wait(two.write(File(tmp_path / "fast", fast.fileno()).table(20), memory.address), timeout_s=60)
+        assert not two.done(held)
+        two.inject_fault(Fault.NONE)
+        two.wait(held)
+        two.close()
+
+
+def test_a_submission_over_several_drives(engine: FileEngine, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    many = open_or_skip(KINDS[request.node.callspec.params["engine"]], num_drives=3)
+    source, target = Memory(9 * BLOCK).fill(1), Memory(9 * BLOCK)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(tmp_path / str(i), "w+b")) for i in range(3)]
+        blocks = File(tmp_path, 0).table(9)
+        blocks["fd"] = [files[i % 3].fileno() for i in range(9)]
+        for i, file in enumerate(files):
+            many.name_file(file.fileno(), f"drive{i}", i)
+        many.wait(many.write(blocks, source.address))
+        many.wait(many.read(blocks, target.address))
+        assert np.array_equal(source.bytes, target.bytes)
+        os.truncate(tmp_path / "1", 0)
+        with pytest.raises(IntegrityError, match="offset 65536 of drive1 .block 2 of 9"):
+            many.wait(many.read(blocks, target.address))
+        many.close()
+
+
+@pytest.mark.parametrize("kind", ["threads", "io_uring"])
+def test_a_descriptor_that_comes_to_stand_for_another_file(kind: str, tmp_path: Path) -> None:
+    engine = open_or_skip(KINDS[kind])
+    memory = Memory(BLOCK).fill(1)
+    numbers = []
+    for name in ("first", "second"):
+        with open(tmp_path / name, "w+b", buffering=0) as stream:
+            numbers.append(stream.fileno())
+            engine.name_file(stream.fileno(), name)
+            engine.wait(engine.write(File(tmp_path / name, stream.fileno()).table(1), memory.address))
+        assert (tmp_path / name).read_bytes() == memory.bytes.tobytes()
+        memory.fill(2)
+    assert numbers[0] == numbers[1]
+    engine.close()
+
+
+def test_what_a_sandbox_forbids_is_said() -> None:
+    """As container runtimes do by default."""
+    code = (
+        "from tests.helpers.seccomp import forbid_io_uring\n"
+        "from zero_offload import errors\n"
+        "from zero_offload.storage.engine import IO_URING, open_engine\n"
+        "forbid_io_uring()\n"
+        "try:\n    open_engine(IO_URING)\n"
+        "except errors.ConfigError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "io_uring is not to be had here: io_uring_setup: Operation not permitted" in done.stdout
+
+
+@pytest.mark.parametrize("what", ["num_threads", "depth", "request_bytes"])
+def test_settings_that_cannot_work(what: str) -> None:
+    with pytest.raises(ConfigError, match="is 0, not"):
+        open_engine(replace(IO_URING, **{what: 0}))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 4096, 100_001])
+def test_the_portable_checksum_is_the_native_one(nbytes: int) -> None:
+    memory = Memory(nbytes).fill(nbytes)
+    for seed in (0, 5, 2**32 - 1):
+        assert crc32c_numba(seed, memory.address, nbytes) == native.crc32c(seed, memory.address, nbytes)

@@ -1,0 +1,70 @@
+// One block on its way: which part to move next, what became of the parts, and the checksum over the whole.
+//
+// Knows neither files nor threads: a transport launches the parts that `next` gives and reports each result
+// to `completed`, in any order. The calls in order: the constructor, next and completed until finished, then
+// outcome.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <vector>
+
+#include "zero_offload.h"
+
+namespace zo {
+
+// What became of one block.
+struct BlockOutcome {
+    int32_t status = ZO_IO_DONE;
+    int32_t sys_errno = 0;
+    uint32_t actual_crc = 0;
+    double busy_s = 0;
+};
+
+// Bytes [begin, end) of a block.
+struct Part {
+    uint64_t begin;
+    uint64_t end;
+    uint64_t nbytes() const { return end - begin; }
+};
+
+class BlockTransfer {
+  public:
+    // A write's checksum is computed here. `fault` is the zo_io_fault_kind to act out, ZO_FAULT_NONE for
+    // none.
+    BlockTransfer(int op, zo_io_block *block, char *memory, int fault);
+
+    // The next part to launch, of at most `part_bytes`; false when there is none now.
+    bool next(uint64_t part_bytes, Part *part);
+    // `result` is what read or write gave: bytes, or a negative errno.
+    void completed(const Part &part, int64_t result);
+    // True when nothing is under way or left. A read's checksum is computed here; bad bytes are read once
+    // more.
+    bool finished();
+    const BlockOutcome &outcome() const { return outcome_; }
+
+    int op() const { return op_; }
+    const zo_io_block &block() const { return *block_; }
+    char *memory() const { return memory_; }
+
+  private:
+    bool is_write() const { return op_ == ZO_IO_WRITE; }
+    void fail(int status, int sys_errno);
+    int64_t disturbed(int64_t result);
+    void flip_one_bit();
+    bool verify();
+
+    int op_;
+    zo_io_block *block_;
+    char *memory_;
+    int fault_;
+    int storm_left_ = 0;
+    int attempt_ = 0;
+    uint64_t fresh_ = 0;            // bytes of which no part was given yet start here
+    uint64_t under_way_ = 0;        // parts
+    std::vector<Part> remainders_;  // of parts that came back short or not at all
+    std::chrono::steady_clock::time_point started_{};
+    BlockOutcome outcome_;
+};
+
+}  // namespace zo

@@ -1,0 +1,51 @@
+// One io_uring by raw system calls: memory shared with the kernel, entries put in, results taken out.
+//
+// Knows neither blocks nor queues. One thread uses it from `enable` on; it may be made on another.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "io/uring_abi.h"
+
+namespace zo::uring {
+
+class Ring {
+  public:
+    // Throws std::system_error where the kernel, or a sandbox, does not offer what we need.
+    explicit Ring(uint32_t num_entries);
+    ~Ring();
+    Ring(const Ring &) = delete;
+    Ring &operator=(const Ring &) = delete;
+
+    void enable();
+    // An empty entry, to be filled before `enter`; there is room for the `num_entries` asked for.
+    Sqe *put();
+    // Gives the kernel what was put, and returns once `min_results` can be taken, or at a signal.
+    void enter(uint32_t min_results);
+    // False when there is none.
+    bool take(Cqe *result);
+    bool has_unsubmitted() const { return unsubmitted_ > 0; }
+    // Files by number in the kernel's table instead of by descriptor; false where that is refused.
+    bool register_files(uint32_t num_slots);
+    bool register_file(uint32_t slot, int fd);
+    void abandon();
+
+  private:
+    void map(const Params &params);
+    void unmap();
+
+    int fd_ = -1;
+    bool disabled_ = false;
+    char *rings_ = nullptr;
+    size_t rings_nbytes_ = 0;
+    Sqe *sqes_ = nullptr;
+    size_t sqes_nbytes_ = 0;
+    uint32_t *sq_tail_ = nullptr, *sq_array_ = nullptr;
+    uint32_t *cq_head_ = nullptr, *cq_tail_ = nullptr;
+    Cqe *cqes_ = nullptr;
+    uint32_t sq_mask_ = 0, cq_mask_ = 0;
+    uint32_t unsubmitted_ = 0;
+};
+
+}  // namespace zo::uring

@@ -1,0 +1,251 @@
+// A lane's blocks by io_uring: many parts in flight from one thread, files by their number in the kernel's
+// table.
+//
+// While the kernel moves parts, the thread computes the checksums of other blocks; a checksum is never
+// computed before what can be launched is on its way.
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <deque>
+#include <list>
+#include <system_error>
+#include <unordered_map>
+
+#include "io/engine.h"
+#include "io/ring.h"
+
+namespace zo {
+namespace {
+
+using uring::Cqe;
+using uring::Ring;
+using uring::Sqe;
+
+constexpr uint32_t kFileSlots = 64;
+constexpr uint64_t kWakeUp = ~0ull;
+
+// A block under way.
+struct Active {
+    Job job;
+    BlockTransfer transfer;
+    uint32_t under_way = 0;
+    bool launchable = false;  // is in launchable_
+    bool settling = false;    // is in settling_
+};
+
+struct Slot {
+    Active *active;
+    Part part;
+};
+
+class UringTransport : public Transport {
+  public:
+    UringTransport(IoEngine *engine, Lane *lane, const zo_io_config &config)
+        : engine_(engine),
+          lane_(lane),
+          part_bytes_(config.part_bytes),
+          ring_(config.depth + 1),
+          event_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+          slots_(config.depth) {
+        if (event_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+        for (uint32_t i = 0; i < config.depth; ++i) free_slots_.push_back(i);
+    }
+
+    ~UringTransport() override {
+        if (event_fd_ >= 0) close(event_fd_);
+    }
+
+    void run() override {
+        ring_.enable();
+        has_file_table_ = ring_.register_files(kFileSlots);
+        for (;;) {
+            sleeping_ = true;
+            fill();
+            if (actives_.empty()) {
+                Job job;
+                if (!engine_->take(*lane_, &job)) return;
+                begin(job);
+                continue;
+            }
+            launch();
+            if (!settling_.empty()) settle();
+        }
+    }
+
+    void wake() override {
+        if (sleeping_.exchange(false)) {
+            const uint64_t one = 1;
+            (void)!write(event_fd_, &one, sizeof(one));
+        }
+    }
+
+    void abandon() override {
+        ring_.abandon();
+        close(event_fd_);
+        event_fd_ = -1;
+    }
+
+  private:
+    // Puts parts into the ring as long as there is room and work.
+    void fill() {
+        release_held();
+        if (!held_.empty()) return;  // as if the drive had stopped
+        Job job;
+        while (!free_slots_.empty() && held_.empty()) {
+            if (!launchable_.empty()) {
+                put_part();
+            } else if (engine_->try_take(*lane_, &job)) {
+                begin(job);
+            } else {
+                break;
+            }
+        }
+    }
+
+    void begin(const Job &job) {
+        // The checksum of a write takes its time: what is ready goes first.
+        if (ring_.has_unsubmitted()) ring_.enter(0);
+        actives_.push_back(std::make_unique<Active>(Active{job, job.transfer()}));
+        Active *active = actives_.back().get();
+        if (job.fault == ZO_FAULT_STALL) {
+            held_.push_back(active);
+        } else {
+            queue(active);
+        }
+    }
+
+    void release_held() {
+        if (held_.empty() || engine_->stalled()) return;
+        for (Active *active : held_) queue(active);
+        held_.clear();
+    }
+
+    void queue(Active *active) {
+        active->launchable = true;
+        launchable_.push_back(active);
+    }
+
+    void put_part() {
+        Active *active = launchable_.front();
+        Part part;
+        if (!active->transfer.next(part_bytes_, &part)) {
+            launchable_.pop_front();
+            active->launchable = false;
+            if (active->under_way == 0) settle_later(active);
+            return;
+        }
+        const uint32_t slot = free_slots_.back();
+        free_slots_.pop_back();
+        slots_[slot] = {active, part};
+        ++active->under_way;
+        const zo_io_block &block = active->transfer.block();
+        Sqe *entry = ring_.put();
+        entry->opcode = active->transfer.op() == ZO_IO_WRITE ? uring::kOpWrite : uring::kOpRead;
+        entry->address = reinterpret_cast<uintptr_t>(active->transfer.memory() + part.begin);
+        entry->nbytes = uint32_t(part.nbytes());
+        entry->offset = block.offset + part.begin;
+        entry->user_data = slot;
+        entry->fd = file_slot(block.fd, active->job.file_version);
+        if (entry->fd >= 0) {
+            entry->flags = uring::kFixedFile;
+        } else {
+            entry->fd = block.fd;
+        }
+    }
+
+    // The file's number in the kernel's table; -1 when it has none.
+    int file_slot(int fd, uint32_t version) {
+        if (!has_file_table_ || version == 0) return -1;
+        const auto found = file_slots_.find(fd);
+        if (found != file_slots_.end() && found->second.version == version) return int(found->second.slot);
+        const uint32_t slot = found != file_slots_.end() ? found->second.slot : uint32_t(file_slots_.size());
+        if (slot >= kFileSlots || !ring_.register_file(slot, fd)) return -1;
+        file_slots_[fd] = {slot, version};
+        return int(slot);
+    }
+
+    void launch() {
+        const bool may_sleep = settling_.empty();
+        if (may_sleep && !watches_ && (!free_slots_.empty() || !held_.empty())) {
+            Sqe *entry = ring_.put();
+            entry->opcode = uring::kOpPollAdd;
+            entry->fd = event_fd_;
+            entry->op_flags = POLLIN;
+            entry->user_data = kWakeUp;
+            watches_ = true;
+        }
+        ring_.enter(may_sleep ? 1 : 0);
+        sleeping_ = false;
+        Cqe result;
+        while (ring_.take(&result)) completed(result);
+    }
+
+    void completed(const Cqe &result) {
+        if (result.user_data == kWakeUp) {
+            uint64_t count;
+            (void)!read(event_fd_, &count, sizeof(count));
+            watches_ = false;
+            return;
+        }
+        const Slot slot = slots_[result.user_data];
+        free_slots_.push_back(uint32_t(result.user_data));
+        slot.active->transfer.completed(slot.part, result.result);
+        if (--slot.active->under_way == 0) settle_later(slot.active);
+    }
+
+    void settle_later(Active *active) {
+        if (active->settling) return;
+        active->settling = true;
+        settling_.push_back(active);
+    }
+
+    // Checks one block that has all its bytes, or sends it on its way again.
+    void settle() {
+        Active *active = settling_.front();
+        settling_.pop_front();
+        active->settling = false;
+        if (active->launchable || active->under_way > 0) return;  // comes back when its parts do
+        if (!active->transfer.finished()) {
+            queue(active);
+            return;
+        }
+        engine_->finish(active->job, active->transfer.outcome());
+        for (auto each = actives_.begin(); each != actives_.end(); ++each) {
+            if (each->get() == active) {
+                actives_.erase(each);
+                break;
+            }
+        }
+    }
+
+    struct TableEntry {
+        uint32_t slot;
+        uint32_t version;
+    };
+
+    IoEngine *engine_;
+    Lane *lane_;
+    uint64_t part_bytes_;
+    Ring ring_;
+    int event_fd_;
+    std::vector<Slot> slots_;  // by user_data of a part
+    std::vector<uint32_t> free_slots_;
+    std::list<std::unique_ptr<Active>> actives_;
+    std::deque<Active *> launchable_, settling_;
+    std::vector<Active *> held_;
+    std::unordered_map<int, TableEntry> file_slots_;
+    bool has_file_table_ = false;
+    bool watches_ = false;  // a poll of event_fd_ is in the ring
+    std::atomic<bool> sleeping_{false};
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_uring_transport(IoEngine *engine, Lane *lane, const zo_io_config &config) {
+    return std::make_unique<UringTransport>(engine, lane, config);
+}
+
+}  // namespace zo

@@ -1,0 +1,247 @@
+"""The portable file engine: `preadv` and `pwritev` from Python's threads through aiofiles, on the caller's memory.
+
+Needs no native library; moves whole blocks, one after the other per thread, straight between file and memory (what
+returns bytes objects is sixty times slower). Owns an event loop on a thread of its own, a queue of blocks per drive,
+and the results until they are waited for. Never opens or closes a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from aiofiles import os as async_os
+
+from zero_offload.errors import ConfigError, StorageError
+from zero_offload.storage.checksum import crc32c
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, EngineStats, Ticket, Urgency
+from zero_offload.storage.failures import BlockFailure, Cause, raise_failure, raise_stuck
+
+SECTOR = 4096
+_WAIT_SLICE_S = 0.25
+
+_Vector = Callable[..., Awaitable[int]]
+
+
+class _Op(Enum):
+    READ = "read"
+    READ_UNVERIFIED = "read unverified"
+    WRITE = "write"
+
+    @property
+    def verb(self) -> str:
+        return "write" if self is _Op.WRITE else "read"
+
+
+@dataclass
+class _Batch:
+    """One submission; touched on the loop's thread only, but for `future`."""
+
+    ticket: Ticket
+    op: _Op
+    left: int
+    future: Future[None] = field(default_factory=Future)
+    failure: BlockFailure | None = None
+    done_bytes: int = 0
+
+
+@dataclass(order=True)
+class _Job:
+    """One block; urgent ones first, then in the order of submission."""
+
+    rank: tuple[int, int]
+    batch: _Batch = field(compare=False)
+    row: int = field(compare=False)
+    address: int = field(compare=False)
+
+
+class AiofilesEngine:
+    """A `FileEngine`."""
+
+    def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
+        self.settings = settings
+        self._paths: dict[int, str] = {}
+        self._drives: dict[int, int] = {}
+        self._open: dict[int, _Batch] = {}
+        self._numbers = itertools.count(1)
+        self._bytes = {"read": 0, "write": 0}
+        self._busy_s = {"read": 0.0, "write": 0.0}
+        self._owner_pid = os.getpid()
+        self._closed = False
+        num_threads = settings.num_threads * num_drives
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="zero_offload-io")
+        self._preadv: _Vector = async_os.wrap(os.preadv)
+        self._pwritev: _Vector = async_os.wrap(os.pwritev)
+        self._loop = asyncio.new_event_loop()
+        self._queues: list[asyncio.PriorityQueue[_Job]] = [asyncio.PriorityQueue() for _ in range(num_drives)]
+        self._thread = threading.Thread(target=self._run, name="zero_offload-io-loop", daemon=True)
+        self._thread.start()
+
+    def name_file(self, fd: int, path: str, drive: int = 0) -> None:
+        self._check_open()
+        self._paths[fd], self._drives[fd] = path, drive
+
+    def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+        return self._submit(_Op.READ, blocks, address, urgency)
+
+    def read_unverified(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+        return self._submit(_Op.READ_UNVERIFIED, blocks, address, urgency)
+
+    def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+        return self._submit(_Op.WRITE, blocks, address, urgency)
+
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+        batch, began = self._batch(ticket), time.monotonic()
+        while True:
+            left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - time.monotonic()
+            wait_for_futures([batch.future], min(max(left_s, 0.0), _WAIT_SLICE_S))
+            if batch.future.done():
+                break
+            if timeout_s is not None and time.monotonic() >= began + timeout_s:
+                raise_stuck(ticket, batch.done_bytes, timeout_s, self._paths)
+        self._open.pop(ticket.number, None)
+        if batch.failure is not None:
+            raise_failure(ticket, batch.failure, self._paths)
+
+    def done(self, ticket: Ticket) -> bool:
+        return self._batch(ticket).future.done()
+
+    def stats(self) -> EngineStats:
+        self._check_open()
+        queued = sum(queue.qsize() for queue in self._queues)
+        return EngineStats(
+            queued, self._bytes["read"], self._bytes["write"], self._busy_s["read"], self._busy_s["write"]
+        )
+
+    def close(self) -> None:
+        if self._closed or os.getpid() != self._owner_pid:
+            return
+        wait_for_futures([batch.future for batch in list(self._open.values())])
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._executor.shutdown()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._owner_pid:
+            raise StorageError(
+                f"process {os.getpid()} is a fork of {self._owner_pid}, which owns this file engine. Open "
+                "another in the child, or do not touch offloaded parameters in DataLoader workers"
+            )
+        if self._closed:
+            raise StorageError("the file engine is closed; nothing can be read or written after close()")
+
+    def _batch(self, ticket: Ticket) -> _Batch:
+        self._check_open()
+        batch = self._open.get(ticket.number)
+        if batch is None:
+            raise ConfigError(f"ticket {ticket.number} is not open: it was waited for, or never given")
+        return batch
+
+    def _submit(self, op: _Op, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
+        self._check_open()
+        if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
+            raise ConfigError(
+                f"a block table is a contiguous array of BLOCK_DTYPE rows, not {blocks.dtype} of shape "
+                f"{blocks.shape} with strides {blocks.strides}"
+            )
+        if len(blocks) and not address:
+            raise ConfigError("a transfer: base is NULL")
+        ticket = Ticket(next(self._numbers), blocks, address)
+        batch = self._open[ticket.number] = _Batch(ticket, op, len(blocks))
+        if not len(blocks):
+            batch.future.set_result(None)
+            return ticket
+        offsets = [0, *itertools.accumulate(int(nbytes) for nbytes in blocks["nbytes"])]
+        rank = (-int(urgency), ticket.number)
+        jobs = [_Job(rank, batch, row, address + offsets[row]) for row in range(len(blocks))]
+        self._loop.call_soon_threadsafe(self._queue, jobs)
+        return ticket
+
+    # On the loop's thread
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        workers = [
+            self._loop.create_task(self._serve(queue))
+            for queue in self._queues
+            for _ in range(self.settings.num_threads)
+        ]
+        self._loop.run_forever()
+        for worker in workers:
+            worker.cancel()
+        self._loop.run_until_complete(asyncio.gather(*workers, return_exceptions=True))
+        self._loop.close()
+
+    def _queue(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            drive = self._drives.get(int(job.batch.ticket.blocks[job.row]["fd"]), 0)
+            self._queues[drive].put_nowait(job)
+
+    async def _serve(self, queue: asyncio.PriorityQueue[_Job]) -> None:
+        while True:
+            job = await queue.get()
+            batch = job.batch
+            if batch.failure is None:  # a failure starts no further block
+                began = time.monotonic()
+                failure = await self._move(job)
+                self._busy_s[batch.op.verb] += time.monotonic() - began
+                if failure is None:
+                    nbytes = int(batch.ticket.blocks[job.row]["nbytes"])
+                    batch.done_bytes += nbytes
+                    self._bytes[batch.op.verb] += nbytes
+                elif batch.failure is None or failure.row < batch.failure.row:
+                    batch.failure = failure
+            batch.left -= 1
+            if batch.left == 0:
+                batch.future.set_result(None)
+
+    async def _move(self, job: _Job) -> BlockFailure | None:
+        block, op = job.batch.ticket.blocks[job.row], job.batch.op
+        nbytes, seed = int(block["nbytes"]), int(block["seed"])
+        if op is _Op.WRITE:
+            block["crc"] = await self._checksum(seed, job.address, nbytes)
+        actual = 0
+        for _ in range(2):  # a second try tells a bad transfer from bad bytes on the drive
+            failure = await self._transfer(job)
+            if failure is not None or op is not _Op.READ:
+                return failure
+            actual = await self._checksum(seed, job.address, nbytes)
+            if actual == int(block["crc"]):
+                return None
+        return BlockFailure("read", job.row, Cause.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
+
+    async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
+        return await self._loop.run_in_executor(self._executor, crc32c, seed, address, nbytes)
+
+    async def _transfer(self, job: _Job) -> BlockFailure | None:
+        """All bytes of a block, however few a call moves."""
+        block, verb = job.batch.ticket.blocks[job.row], job.batch.op.verb
+        call = self._pwritev if verb == "write" else self._preadv
+        fd, nbytes, done = int(block["fd"]), int(block["nbytes"]), 0
+        memory = memoryview((ctypes.c_char * nbytes).from_address(job.address)).cast("B") if nbytes else memoryview(b"")
+        while done < nbytes:
+            try:
+                view: Any = memory[done:]
+                moved = await call(fd, [view], int(block["offset"]) + done, executor=self._executor)
+            except OSError as error:
+                if error.errno == errno.EAGAIN:
+                    continue
+                return BlockFailure(verb, job.row, Cause.SYSTEM, code=error.errno or errno.EIO)
+            if moved < nbytes - done:
+                moved -= moved % SECTOR  # what O_DIRECT can go on from
+            if moved == 0:
+                return BlockFailure(verb, job.row, Cause.TRUNCATED)
+            done += moved
+        return None

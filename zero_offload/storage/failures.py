@@ -1,0 +1,87 @@
+"""What went wrong with a transfer, as the one error that its waiter gets: file, offset, block, reason, remedy.
+
+Owns the texts of all file engines; decides nothing. `raise_failure` for a block that failed, `raise_stuck` for a
+transfer that does not end.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NoReturn
+
+from zero_offload.errors import IntegrityError, StorageError
+from zero_offload.storage.engine import Ticket
+from zero_offload.types import format_bytes
+
+_REMEDIES = {
+    errno.ENOSPC: "Free space there or name another directory in nvme=; the last commit is intact",
+    errno.EDQUOT: "Raise the quota or name another directory in nvme=; the last commit is intact",
+    errno.EFBIG: "The file may not grow that far: see 'ulimit -f'; the last commit is intact",
+    errno.EIO: "The drive reports a fault: see 'dmesg' and its SMART data; the last commit is intact",
+    errno.EROFS: "The file system became read-only: see 'dmesg'; the last commit is intact",
+    errno.EBADF: "The file was closed while it was in use",
+    errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
+}
+
+
+class Cause(Enum):
+    """How a block failed."""
+
+    SYSTEM = "system"  # the system refused; see `code`
+    TRUNCATED = "truncated"
+    CHECKSUM = "checksum"
+
+
+@dataclass(frozen=True)
+class BlockFailure:
+    """The first block of a transfer that failed."""
+
+    verb: str
+    row: int
+    cause: Cause
+    code: int = 0
+    """errno."""
+    expected_crc: int = 0
+    actual_crc: int = 0
+
+
+def raise_failure(ticket: Ticket, failure: BlockFailure, paths: Mapping[int, str]) -> NoReturn:
+    """Raise StorageError or IntegrityError."""
+    what = f"{failure.verb} of {_where(ticket, failure.row, paths)}"
+    if failure.cause is Cause.SYSTEM:
+        code = failure.code
+        remedy = _REMEDIES.get(code, "The last commit is intact")
+        raise StorageError(f"{what} failed: {os.strerror(code)} ({errno.errorcode.get(code, code)}). {remedy}")
+    if failure.cause is Cause.TRUNCATED:
+        raise IntegrityError(
+            f"{what}: the file ends inside the block. It was truncated by something else; "
+            "restore it, or start over with existing='discard'"
+        )
+    raise IntegrityError(
+        f"{what}: checksum {failure.actual_crc:08x}, expected {failure.expected_crc:08x}, also "
+        "when read again. The drive does not hold what was written; restore a checkpoint, test the drive"
+    )
+
+
+def raise_stuck(ticket: Ticket, done_bytes: int, waited_s: float, paths: Mapping[int, str]) -> NoReturn:
+    """Raise StorageError: the transfer did not end in time."""
+    total_bytes = int(ticket.blocks["nbytes"].sum())
+    raise StorageError(
+        f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)} moved in {waited_s:g} s, first "
+        f"{_where(ticket, 0, paths)}. The drive is stalled or slow: see 'dmesg' and 'iostat -x'. "
+        "The transfer goes on; wait again"
+    )
+
+
+def _where(ticket: Ticket, row: int, paths: Mapping[int, str]) -> str:
+    block = ticket.blocks[row]
+    fd = int(block["fd"])
+    path = paths.get(fd, f"file descriptor {fd}")
+    return (
+        f"{format_bytes(int(block['nbytes']))} at offset {int(block['offset'])} of {path} "
+        f"(block {row + 1} of {len(ticket.blocks)})"
+    )
