@@ -7,16 +7,22 @@ has planned its extents.
 from __future__ import annotations
 
 import contextlib
+import logging
 import zlib
 
 from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.shards.shard import component_dtype, components_of
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
 from zero_offload.storage.swap_file import SwapFile
+from zero_offload.storage.tuning import PROBE_BYTES, WORTH_BYTES, Scratch, Tuned, tune
 from zero_offload.types import Tier
+
+_log = logging.getLogger("zero_offload")
 
 
 class RunFiles:
@@ -51,14 +57,16 @@ class RunFiles:
                 if keeper.found is None and ranks.rank == 0:
                     keeper.remove_old()
                     keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
-        engine = open_engine()
+        tuned = _tune(config, directories, _state_bytes(layout), ranks)
+        engine = open_engine(tuned.settings, len(directories))
+        keeper.weights = keeper.weights or tuned.weights
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
-            files.scratch = SwapFile(directories, "activations", engine, seed)
+            files.scratch = SwapFile(directories, "activations", engine, seed, keeper.weights)
             # Closed after the engine, which waits: a forward without a backward leaves writes under way.
             cleanup.callback(files.scratch.close)
         cleanup.callback(engine.close)
-        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed)
+        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed, keeper.weights)
         cleanup.callback(files.swap.close)
         return files
 
@@ -78,6 +86,28 @@ class RunFiles:
             self.swap.open_existing()
         else:
             self.swap.create()
+
+
+def _state_bytes(layout: ShardLayout) -> int:
+    """Bytes of one rank's shards, with all that an update changes: about what a step writes at most."""
+    return sum(
+        section.shard_numel * sum(component_dtype(section, component).itemsize for component in components_of(section))
+        for section in layout.sections
+    )
+
+
+def _tune(config: OffloadConfig, directories: list[RunDirectory], moved_bytes: int, ranks: Ranks) -> Tuned:
+    """Measured by one rank while the others wait: all see the same drives."""
+    with ranks.exchange.together():
+        text = ""
+        if ranks.rank == 0:
+            region = Arena(0).allocate(PROBE_BYTES) if moved_bytes >= WORTH_BYTES else None
+            scratch = None if region is None else Scratch(region.address, region.nbytes)
+            text = tune(config.io_engine, directories, moved_bytes, scratch).to_json()
+    tuned = Tuned.from_json(ranks.exchange.agree(text))
+    if ranks.rank == 0:
+        _log.info("%s: %s; %s", directories[0].path, tuned.settings, tuned.settings.reason)
+    return tuned
 
 
 def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.ExitStack) -> list[RunDirectory]:

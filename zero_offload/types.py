@@ -31,6 +31,52 @@ class StateKind(StrEnum):
     ACTIVATIONS = "activations"
 
 
+class Durability(StrEnum):
+    """What a generation survives."""
+
+    COMMIT = "commit"  # power loss
+    PROCESS = "process"  # kill -9
+    SCRATCH = "scratch"  # nothing, and leaves nothing behind
+
+
+class Existing(StrEnum):
+    """What to do with a generation already in the directory."""
+
+    REFUSE = "refuse"
+    RESUME = "resume"
+    DISCARD = "discard"
+
+
+class GradReduction(StrEnum):
+    """What the gradients of several ranks become."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+class Branches(StrEnum):
+    """Which units of the model the ranks use."""
+
+    SAME = "same"  # all use the same ones in the same order; anything else raises
+    ANY = "any"  # each its own, such as the experts that its data chooses
+
+
+class UpdateOverlap(StrEnum):
+    """What the optimizer's update runs behind."""
+
+    AUTO = "auto"
+    FORWARD = "forward"
+    NONE = "none"
+
+
+class EngineKind(StrEnum):
+    """Who moves the blocks of files."""
+
+    IO_URING = "io_uring"  # Linux's; many requests in flight from one thread
+    THREADS = "threads"  # pread and pwrite on native threads: on every Linux, in every container
+    AIOFILES = "aiofiles"  # pread and pwrite from Python: without the native library
+
+
 @dataclass(frozen=True)
 class HardwareProfile:
     """What a machine has, in bytes and counts; read once by `probe.probe_hardware`."""

@@ -103,6 +103,8 @@ class GenerationKeeper:
         """Seeds the checksums; ranks agree on one before they allocate."""
         self.found: Generation | None = None
         """The generation to resume from, if there is one."""
+        self.weights: tuple[float, ...] = ()
+        """The directories' shares, which say where blocks lie; a generation that was found brings its own."""
 
     @property
     def _home(self) -> RunDirectory:
@@ -124,6 +126,7 @@ class GenerationKeeper:
             )
         self._check(found)
         self.found, self.run_id = found, found.run_id
+        self.weights = self._weights_of(found)
 
     def _check(self, found: Generation) -> None:
         where = str(self._home.path)
@@ -140,6 +143,16 @@ class GenerationKeeper:
                 f"{len(self._directories)}; give the same ones in the same order: "
                 f"{found.payload['directories']}"
             )
+
+    def _weights_of(self, found: Generation) -> tuple[float, ...]:
+        weights = found.payload.get("weights")
+        valid = isinstance(weights, list) and len(weights) == len(self._directories)
+        if not valid or not all(type(weight) is float and 0 <= weight <= 1 for weight in weights or ()):
+            raise IntegrityError(
+                f"{GENERATION_NAME} in {self._home.path} has no valid shares of its directories; "
+                "load a checkpoint, or start over with existing='discard'"
+            )
+        return tuple(weights or ())
 
     def remove_old(self) -> None:
         """Delete the files of an earlier run that its manifest names; rank 0 only."""
@@ -235,6 +248,7 @@ class GenerationKeeper:
             "num_shards": self._layout.num_shards,
             "committed_at": time.strftime("%Y-%m-%d %H:%M:%S"),
             "directories": [str(directory.path) for directory in self._directories],
+            "weights": list(self.weights) or [1 / len(self._directories)] * len(self._directories),
             "params": fingerprint(self._layout),
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,

@@ -13,6 +13,7 @@ from typing import Any
 
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError
+from zero_offload.plan.dealer import Dealer
 from zero_offload.plan.memory import (
     PLACED_KINDS,
     Budget,
@@ -91,23 +92,8 @@ def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]
     Dealing in model order spreads every tier over the depth: slow and fast units alternate, so the
     prefetch of a slow one hides behind the compute of the fast ones around it.
     """
-    dealer = Dealer(fractions)
+    dealer = Dealer({tier: fractions[tier] for tier in Tier if tier in fractions})
     return [dealer.deal(weight) for weight in weights]
-
-
-class Dealer:
-    """Gives one weight after the other to the tier that lags its fraction most."""
-
-    def __init__(self, fractions: Mapping[Tier, float]) -> None:
-        self._fractions = fractions
-        self._lag = {tier: 0.0 for tier in Tier if tier in fractions}
-
-    def deal(self, weight: int) -> Tier:
-        for tier in self._lag:
-            self._lag[tier] += self._fractions[tier] * weight
-        chosen = max(self._lag, key=lambda tier: self._lag[tier])
-        self._lag[chosen] -= weight
-        return chosen
 
 
 class _AutoRoom:

@@ -16,13 +16,13 @@ from zero_offload.errors import ConfigError, StorageError
 from zero_offload.storage.engine import (
     BLOCK_DTYPE,
     BlockTable,
-    EngineKind,
     EngineSettings,
     EngineStats,
     Ticket,
     Urgency,
 )
 from zero_offload.storage.failures import BlockFailure, Cause, raise_failure, raise_stuck
+from zero_offload.types import EngineKind
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
 _WAIT_SLICE_S = 0.25

@@ -2,10 +2,10 @@
 
 Owns the map from an extent's blocks to (file, offset) and each block's checksum; never knows what the bytes
 mean. An extent's table is what the file engine reads: a write stores the block's checksum in it, a read
-is verified against it, and a manifest is a copy of it. Blocks go round the directories in turn, so
-several drives work at once. The calls in order: `allocate` every extent, `create` (or `open_existing`),
-`read` / `write` and `Transfer.wait`, `sync`, `close`; to go on from a manifest, `restore` each extent it
-names before anything else is allocated.
+is verified against it, and a manifest is a copy of it. Blocks are dealt to the directories by their weights,
+so several drives work at once and end at the same time. The calls in order: `allocate` every extent, `create`
+(or `open_existing`), `read` / `write` and `Transfer.wait`, `sync`, `close`; to go on from a manifest, `restore`
+each extent it names before anything else is allocated.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_offload.errors import IntegrityError
+from zero_offload.plan.dealer import Dealer
 from zero_offload.storage.directory import DataFile, RunDirectory
 from zero_offload.storage.engine import BLOCK_DTYPE, FileEngine, Ticket, Urgency
 
@@ -79,8 +80,17 @@ class Transfer:
 class SwapFile:
     """The extents of one rank in one or several directories."""
 
-    def __init__(self, directories: Sequence[RunDirectory], name: str, engine: FileEngine, seed: int) -> None:
+    def __init__(
+        self,
+        directories: Sequence[RunDirectory],
+        name: str,
+        engine: FileEngine,
+        seed: int,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        """`weights` are the directories' shares of all bytes, by default equal. The same ones give the same places."""
         self._directories = tuple(directories)
+        self._dealer = Dealer(dict(enumerate(weights or [1 / len(directories)] * len(directories))))
         self._name = name
         self._engine = engine
         self._seed = seed
@@ -112,7 +122,7 @@ class SwapFile:
         with self._lock:
             for i, nbytes in enumerate(block_sizes):
                 assert nbytes % SECTOR == 0
-                place = (len(self._extents) + i) % len(self._directories)
+                place = self._dealer.deal(nbytes)
                 table[i]["offset"] = self._sizes[place]
                 table[i]["nbytes"] = nbytes
                 # A block of another run, extent or position fails its checksum even where its bytes are valid.
@@ -191,8 +201,8 @@ class SwapFile:
 
     def _open(self, files: list[DataFile]) -> None:
         self._files = files
-        for file in files:
-            self._engine.name_file(file.fd, str(file.path))
+        for drive, file in enumerate(files):
+            self._engine.name_file(file.fd, str(file.path), drive)
         for extent in self._extents:
             self._bind(extent)
 

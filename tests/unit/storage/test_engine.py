@@ -26,13 +26,13 @@ from zero_offload.storage.engine import (
     IO_URING,
     THREADS,
     BlockTable,
-    EngineKind,
     EngineSettings,
     FileEngine,
     Urgency,
     open_engine,
 )
 from zero_offload.storage.native_engine import NativeEngine
+from zero_offload.types import EngineKind
 
 BLOCK = 64 << 10
 

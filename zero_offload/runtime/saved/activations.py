@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
-from zero_offload.plan.placement import Dealer
+from zero_offload.plan.dealer import Dealer
 from zero_offload.runtime.saved.tensors import VersionCheck
 from zero_offload.runtime.saved.tiers import ActivationTier, DiskTier, HostTier, Pieces
 from zero_offload.shards.disk import DiskArrays

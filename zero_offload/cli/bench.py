@@ -1,0 +1,150 @@
+"""`zero-offload bench --io DIR`: how fast a directory is read and written, and which file engine a run would use.
+
+Owns the flags, the candidates beside those that a run tries, and the table. Writes one file without a name, which is
+gone with the command. Calls: `add_parser`, then `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_offload.errors import ConfigError
+from zero_offload.types import KIB, MIB, format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from zero_offload.storage.engine import EngineSettings
+    from zero_offload.storage.tuning import Rates
+
+ROUNDS, LIMIT_S = 5, 60.0
+_SIZE_MIN_BYTES = 16 * MIB
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure how fast a directory is read and written",
+        description="Measure each file engine in a directory, checksums included, and print what io_engine='auto' "
+        "would use there. Several directories: also the share of each in a stripe.",
+    )
+    parser.add_argument(
+        "--io", nargs="+", required=True, type=Path, metavar="DIR", help="directories on the drives to measure"
+    )
+    parser.add_argument("--size", default="1GiB", metavar="SIZE", help="bytes of the file that is moved [1GiB]")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    # Heavy imports wait until the command runs: `--help` stays quick.
+    from zero_offload.storage.tuning import choose, describe, stripe_weights
+
+    nbytes = parse_bytes(args.size) // (4 * MIB) * 4 * MIB
+    if nbytes < _SIZE_MIN_BYTES:
+        raise ConfigError(f"--size {args.size} is too little to measure; give {format_bytes(_SIZE_MIN_BYTES)} or more")
+    candidates, missing = _candidates()
+    results = {path: _measure(path.expanduser(), nbytes, candidates) for path in args.io}
+    chosen = {path: choose([each for each in rates if _is_tried(each)]) for path, rates in results.items()}
+    speeds = [1 / min(rates, key=lambda each: each.seconds_per_byte).seconds_per_byte for rates in results.values()]
+    weights = stripe_weights(speeds, [1 << 62] * len(speeds), 1)
+    if args.json:
+        directories = [
+            {
+                "path": str(path),
+                "measured": [_as_json(each) for each in rates],
+                "auto": describe(chosen[path]),
+                "weight": weight,
+            }
+            for (path, rates), weight in zip(results.items(), weights, strict=True)
+        ]
+        print(json.dumps({"directories": directories, "missing": missing}, indent=2))
+        return 0
+    for path, rates in results.items():
+        _print_table(path, nbytes, rates)
+        print(f"auto: {chosen[path]}\n")
+    for kind, reason in missing.items():
+        print(f"{kind} was not measured: {reason}")
+    if len(results) > 1:
+        shares = ", ".join(f"{weight:.0%} {path}" for path, weight in zip(results, weights, strict=True))
+        print(f"striped over them: {shares}")
+    return 0
+
+
+def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
+    """What is measured, and why the rest is not."""
+    from zero_offload import native
+    from zero_offload.storage.engine import IO_URING, THREADS
+    from zero_offload.storage.tuning import AIOFILES, CANDIDATES, io_uring_problem
+
+    missing = {}
+    more = [replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
+    more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in ((32, 256 * KIB), (2, 4 * MIB))]
+    more.append(replace(IO_URING, num_threads=1))
+    found = [*CANDIDATES, *more]
+    if not native.available():
+        missing["the native library"], found = "it is not built", [AIOFILES]
+    elif problem := io_uring_problem():
+        missing["io_uring"], found = problem, [each for each in found if each.kind is not IO_URING.kind]
+    return found, missing
+
+
+def _is_tried(rates: Rates) -> bool:
+    """Whether a run's own probe has this candidate: what is printed is what "auto" chooses from."""
+    from zero_offload.storage.tuning import AIOFILES, CANDIDATES
+
+    return rates.settings in CANDIDATES or rates.settings == AIOFILES
+
+
+def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> list[Rates]:
+    from zero_offload.memory.arena import Arena
+    from zero_offload.storage.tuning import Scratch, measure
+
+    region = Arena(0).allocate(nbytes)
+    with _private_directory(path) as place:
+        from zero_offload.storage.directory import RunDirectory
+
+        with RunDirectory.look(place) as directory:
+            return measure(directory, candidates, Scratch(region.address, region.nbytes), ROUNDS, LIMIT_S)
+
+
+@contextlib.contextmanager
+def _private_directory(path: Path) -> Iterator[Path]:
+    """A directory of our own in `path`, which may be anyone's, such as /tmp."""
+    import tempfile
+
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; name one on the drive to measure")
+    try:
+        holder = tempfile.TemporaryDirectory(prefix="zero-offload-bench-", dir=path)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {path}: {error.strerror}; name a directory of yours") from error
+    with holder as place:
+        yield Path(place)
+
+
+def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:
+    from zero_offload.storage.tuning import Pattern
+
+    print(f"{path}: {format_bytes(nbytes)} per measurement, GB/s with checksums")
+    print(f"{'engine':9} threads in flight request   read  write  mixed CPU ms/GB")
+    for each in rates:
+        settings = each.settings
+        speeds = [each.bytes_per_s[pattern] / 1e9 for pattern in (Pattern.READ, Pattern.WRITE, Pattern.MIXED)]
+        columns = " ".join(f"{speed:6.2f}" for speed in speeds)
+        in_flight = settings.num_threads * settings.depth
+        how = (
+            f"{settings.kind.value:9} {settings.num_threads:7} {in_flight:9} {format_bytes(settings.request_bytes):>7}"
+        )
+        print(f"{how} {columns} {each.cpu_s_per_gb * 1e3:9.0f}")
+
+
+def _as_json(rates: Rates) -> dict[str, Any]:
+    from zero_offload.storage.tuning import describe
+
+    speeds = {f"{pattern.value}_bytes_per_s": speed for pattern, speed in rates.bytes_per_s.items()}
+    return describe(rates.settings) | speeds | {"cpu_s_per_gb": rates.cpu_s_per_gb}

@@ -1,0 +1,252 @@
+"""Which file engine a directory is read and written with, and how much of a stripe each directory gets: by measuring.
+
+Owns the candidates, the probe (a file without a name, written and read a few times) and the rule of choice. Never
+touches a file of a run. The calls: `tune` for a run, which measures only where there is enough to move; `measure`
+and `choose` for whoever prints what was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from zero_offload import native
+from zero_offload.errors import ConfigError
+from zero_offload.storage.directory import DataFile, RunDirectory
+from zero_offload.storage.engine import (
+    BLOCK_DTYPE,
+    IO_URING,
+    THREADS,
+    BlockTable,
+    EngineSettings,
+    FileEngine,
+    open_engine,
+)
+from zero_offload.types import GIB, MIB, EngineKind, format_bytes
+
+AIOFILES = EngineSettings(EngineKind.AIOFILES, num_threads=4, depth=1, request_bytes=4 * MIB)
+DEFAULTS = {EngineKind.THREADS: THREADS, EngineKind.IO_URING: IO_URING, EngineKind.AIOFILES: AIOFILES}
+CANDIDATES = (THREADS, IO_URING, dataclasses.replace(IO_URING, depth=4, request_bytes=4 * MIB))
+
+PROBE_BYTES = 128 * MIB
+PROBE_S = 1.0
+"""No further round is begun after so many seconds."""
+PROBE_ROUNDS = 3
+WORTH_BYTES = GIB
+"""Less than this is moved sooner than measured."""
+TIE = 0.03
+"""Candidates closer than this to the fastest count as equal: then the one that takes less of the processor wins."""
+_BLOCK_BYTES = 4 * MIB
+
+
+class Pattern(Enum):
+    """What is measured."""
+
+    WRITE = "write"
+    READ = "read"
+    MIXED = "mixed"  # half of the bytes are read while the other half is written
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one engine in one directory."""
+
+    settings: EngineSettings
+    bytes_per_s: Mapping[Pattern, float]
+    cpu_s_per_gb: float
+    """Processor time of this process, checksums included, per 10^9 bytes moved."""
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """To write a byte and to read it again."""
+        return 1 / self.bytes_per_s[Pattern.WRITE] + 1 / self.bytes_per_s[Pattern.READ]
+
+    def __str__(self) -> str:
+        gb_s = {pattern: rate / 1e9 for pattern, rate in self.bytes_per_s.items()}
+        return f"reads {gb_s[Pattern.READ]:.2f} GB/s, writes {gb_s[Pattern.WRITE]:.2f} GB/s"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """An engine for a run, and the share of each directory in a stripe."""
+
+    settings: EngineSettings
+    weights: tuple[float, ...]
+
+    def to_json(self) -> str:
+        return json.dumps({"settings": dataclasses.asdict(self.settings), "weights": self.weights})
+
+    @classmethod
+    def from_json(cls, text: str) -> Tuned:
+        values = json.loads(text)
+        settings = values["settings"] | {"kind": EngineKind(values["settings"]["kind"])}
+        return cls(EngineSettings(**settings), tuple(values["weights"]))
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """Sector-aligned host memory to measure with."""
+
+    address: int
+    nbytes: int
+
+
+def tune(request: str, directories: Sequence[RunDirectory], moved_bytes: int, scratch: Scratch | None) -> Tuned:
+    """The engine for a run that moves so many bytes per step. `scratch` of `PROBE_BYTES` is needed to measure.
+
+    `request` is "auto" or a kind. Raises ConfigError when that kind is not to be had here.
+    """
+    equal = (1 / len(directories),) * len(directories)
+    candidates, reason = _candidates(request)
+    if scratch is None or moved_bytes < WORTH_BYTES or (len(candidates) == 1 and len(directories) == 1):
+        if not reason:
+            reason = f"{format_bytes(moved_bytes)} a step are too few to measure for"
+        return Tuned(dataclasses.replace(candidates[0], reason=reason), equal)
+    measured = [measure(directory, candidates, scratch, PROBE_ROUNDS, PROBE_S) for directory in directories]
+    best = choose(measured[0])
+    rates = [next(each for each in found if _same(each.settings, best)) for found in measured]
+    speeds = [1 / each.seconds_per_byte for each in rates]
+    room = [directory.free_bytes for directory in directories]
+    return Tuned(best, stripe_weights(speeds, room, 2 * moved_bytes))
+
+
+def _candidates(request: str) -> tuple[tuple[EngineSettings, ...], str]:
+    """What may be chosen from, and why if that is one."""
+    if request != "auto":
+        settings = DEFAULTS[EngineKind(request)]
+        if settings.kind is EngineKind.IO_URING and (problem := io_uring_problem()):
+            raise ConfigError(f"io_engine='io_uring': {problem}; use io_engine='auto'")
+        return (settings,), "asked for"
+    if not native.available():
+        return (AIOFILES,), "the native library is not there"
+    if problem := io_uring_problem():
+        return (THREADS,), problem
+    return CANDIDATES, ""
+
+
+def io_uring_problem() -> str | None:
+    """Why io_uring is not to be had; None where it is."""
+    try:
+        open_engine(IO_URING).close()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def choose(measured: Sequence[Rates]) -> EngineSettings:
+    """The fastest, or of equals the one that takes the least processor time, with the reason."""
+    fastest = min(measured, key=lambda rates: rates.seconds_per_byte)
+    equals = [rates for rates in measured if rates.seconds_per_byte <= fastest.seconds_per_byte * (1 + TIE)]
+    best = min(equals, key=lambda rates: rates.cpu_s_per_gb)
+    others = "; ".join(f"{rates.settings.kind.value} {rates}" for rates in measured if rates is not best)
+    reason = f"measured here: {best}" + (f" ({others})" if others else "")
+    return dataclasses.replace(best.settings, reason=reason)
+
+
+def stripe_weights(speeds: Sequence[float], room_bytes: Sequence[int], needed_bytes: int) -> tuple[float, ...]:
+    """Shares in proportion to speed, of each directory no more than it has room for; they sum to 1."""
+    shares = [0.0] * len(speeds)
+    open_ones, rest = set(range(len(speeds))), 1.0
+    while open_ones and rest > 0:
+        total = sum(speeds[i] for i in open_ones)
+        full = {i for i in open_ones if rest * speeds[i] / total * needed_bytes > room_bytes[i]}
+        for i in full or open_ones:
+            shares[i] = room_bytes[i] / needed_bytes if full else rest * speeds[i] / total
+        open_ones -= full or open_ones
+        rest = 1.0 - sum(shares)
+    # Whatever is left has no room anywhere: the files' creation will say so.
+    scale = sum(shares)
+    return tuple(share / scale for share in shares) if scale else (1 / len(speeds),) * len(speeds)
+
+
+def measure(
+    directory: RunDirectory, candidates: Sequence[EngineSettings], scratch: Scratch, rounds: int, limit_s: float
+) -> list[Rates]:
+    """Write and read a file without a name with each candidate, in turns, and keep the median of the rounds."""
+    file = directory.create_scratch(scratch.nbytes)
+    try:
+        trials = [_Trial(settings, file, scratch) for settings in candidates]
+        trials[0].run(Pattern.WRITE)  # blocks that were reserved and never written take longer
+        began = time.perf_counter()
+        for round_number in range(rounds):
+            if round_number and time.perf_counter() - began > limit_s:
+                break
+            for trial in trials:
+                for pattern in Pattern:
+                    trial.note(pattern, *trial.run(pattern))
+        return [trial.rates() for trial in trials]
+    finally:
+        file.close()
+
+
+class _Trial:
+    """One candidate's measurements."""
+
+    def __init__(self, settings: EngineSettings, file: DataFile, scratch: Scratch) -> None:
+        self._settings = settings
+        self._file = file
+        self._address = scratch.address
+        self._blocks = _table(file, scratch.nbytes)
+        self._seconds: dict[Pattern, list[float]] = {pattern: [] for pattern in Pattern}
+        self._cpu_s: list[float] = []
+
+    @property
+    def _nbytes(self) -> int:
+        return int(self._blocks["nbytes"].sum())
+
+    def run(self, pattern: Pattern) -> tuple[float, float]:
+        """Seconds and processor seconds."""
+        engine = open_engine(self._settings)
+        engine.name_file(self._file.fd, str(self._file.path))
+        try:
+            began, cpu = time.perf_counter(), time.process_time()
+            _move(engine, pattern, self._blocks, self._address)
+            return time.perf_counter() - began, time.process_time() - cpu
+        finally:
+            engine.close()
+
+    def note(self, pattern: Pattern, seconds: float, cpu_s: float) -> None:
+        self._seconds[pattern].append(seconds)
+        self._cpu_s.append(cpu_s)
+
+    def rates(self) -> Rates:
+        speeds = {pattern: self._nbytes / statistics.median(taken) for pattern, taken in self._seconds.items()}
+        return Rates(self._settings, speeds, statistics.mean(self._cpu_s) / self._nbytes * 1e9)
+
+
+def _move(engine: FileEngine, pattern: Pattern, blocks: BlockTable, address: int) -> None:
+    if pattern is Pattern.MIXED:
+        # Even blocks are read, odd ones written.
+        reads, writes = blocks[0::2].copy(), blocks[1::2].copy()
+        tickets = [
+            engine.read_unverified(reads, address),
+            engine.write(writes, address + int(reads["nbytes"].sum())),
+        ]
+    else:
+        tickets = [engine.write(blocks, address) if pattern is Pattern.WRITE else engine.read(blocks, address)]
+    for ticket in tickets:
+        engine.wait(ticket)
+
+
+def _table(file: DataFile, nbytes: int) -> BlockTable:
+    blocks = np.zeros(nbytes // _BLOCK_BYTES, dtype=BLOCK_DTYPE)
+    blocks["offset"] = np.arange(len(blocks)) * _BLOCK_BYTES
+    blocks["nbytes"], blocks["fd"] = _BLOCK_BYTES, file.fd
+    return blocks
+
+
+def _same(one: EngineSettings, other: EngineSettings) -> bool:
+    return dataclasses.replace(one, reason="") == dataclasses.replace(other, reason="")
+
+
+def describe(settings: EngineSettings) -> dict[str, Any]:
+    """For JSON."""
+    return dataclasses.asdict(settings) | {"kind": settings.kind.value}
