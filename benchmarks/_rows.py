@@ -16,8 +16,17 @@ def row(name: str, ours: float, unit: str, against: str, theirs: float, reach: f
     return made | {"ratio": ours / theirs, "reach": reach, "ok": ours / theirs <= reach}
 
 
+def missing(name: str, ours: float, unit: str, against: str, reach: float) -> Row:
+    """A comparison whose other side is not installed here."""
+    made: Row = {"name": name, "ours": ours, "unit": unit, "against": against, "theirs": None}
+    return made | {"ratio": None, "reach": reach, "ok": None}
+
+
 def show(rows: Sequence[Row]) -> None:
     for each in rows:
+        if each["ok"] is None:
+            print(f"{each['name']:<32} {each['ours']:9.3f} {each['unit']:<4} / not measured  [{each['against']}]")
+            continue
         verdict = f"{each['ratio']:.2f} (reach {each['reach']:g}) {'ok' if each['ok'] else 'MISSED'}"
         figures = f"{each['ours']:9.3f} {each['unit']:<4} / {each['theirs']:9.3f} = {verdict}"
         print(f"{each['name']:<32} {figures}  [{each['against']}]")

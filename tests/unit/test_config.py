@@ -88,6 +88,7 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"precision": Precision(modules={"*.norm": "fp64"})}, "has 'fp64' for '*.norm', no compute dtype"),
         ({"precision": Precision(modules={3: "fp32"})}, "Precision(modules={3: 'fp32'}) does not map patterns"),
         ({"grad_reduction": "max"}, "grad_reduction='max' is unknown; use one of mean, sum"),
+        ({"io_engine": "libaio"}, "io_engine='libaio' is unknown; use one of auto, io_uring, threads, aiofiles"),
         ({"branches": "some"}, "branches='some' is unknown; use one of same, any"),
         ({"precision": Precision(states="int8")}, "Precision(states='int8') arrives in a later version"),
         ({"cpu_memory": 0}, "cpu_memory=0: a size is positive"),

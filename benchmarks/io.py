@@ -1,0 +1,258 @@
+"""The file engine against fio and DeepSpeed's, the update pass against its limit, a stripe against its drives.
+
+All on the same file system, in turns, huge pages in both, medians of the rounds. Ours computes and verifies checksums
+all the time; fio does not. Seconds per 10^9 bytes are compared, so less is better.
+
+    python benchmarks/io.py [--quick] [--dir DIR] [--json FILE]
+
+The bars: reads, writes and a 50/50 mix of requests of 4 to 64 MiB at 97 % of fio's best engine and depth or better,
+and no slower than DeepSpeed's aio at its best setting; processor time per byte at most fio's and that of a checksum;
+the update pass at most 1.05 times the larger of its transfers at fio's rates and its arithmetic; two directories of
+different speed at 95 % of their sum or better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import _fio
+import _loop_disks
+import numpy as np
+from _deepspeed_aio import DeepSpeedAio
+from _rows import Row, missing, row, show, write
+from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
+
+from zero_offload.memory.arena import Arena, Region
+from zero_offload.storage.checksum import crc32c
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, FileEngine, open_engine
+from zero_offload.storage.swap_file import SwapFile
+from zero_offload.storage.tuning import CANDIDATES, PROBE_BYTES, WORTH_BYTES, Scratch, choose, measure, tune
+from zero_offload.types import GIB, MIB
+
+FILE_BYTES = GIB
+SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
+OPS = ("read", "write", "mixed")
+FIO_NAMES = {"read": "read", "write": "write", "mixed": "rw"}
+REACH_FIO, REACH_DEEPSPEED, REACH_CPU, REACH_UPDATE, REACH_STRIPE = 1 / 0.97, 1.0, 1.0, 1.05, 1 / 0.95
+SLOW, FAST = 200_000_000, 600_000_000
+
+
+class Ours:
+    """Our engine on one file of blocks."""
+
+    def __init__(self, engine: FileEngine, fd: int, region: Region) -> None:
+        self._engine = engine
+        self._fd = fd
+        self._address = region.address
+        engine.name_file(fd, "the benchmark's file")
+
+    def table(self, block_bytes: int) -> BlockTable:
+        """The file's blocks, written now, so that their checksums are known: fio has been there since."""
+        count = FILE_BYTES // block_bytes
+        blocks = np.zeros(count, dtype=BLOCK_DTYPE)
+        blocks["offset"], blocks["nbytes"] = np.arange(count) * block_bytes, block_bytes
+        blocks["fd"] = self._fd
+        self._once("write", blocks)
+        return blocks
+
+    def run(self, op: str, block_bytes: int, seconds: float) -> tuple[float, float]:
+        """Bytes per second and processor seconds per 10^9 bytes, for about so long."""
+        blocks = self.table(block_bytes)
+        began, cpu, moved = time.perf_counter(), time.process_time(), 0
+        while time.perf_counter() - began < seconds:
+            self._once(op, blocks)
+            moved += FILE_BYTES
+        return moved / (time.perf_counter() - began), (time.process_time() - cpu) / moved * 1e9
+
+    def _once(self, op: str, blocks: BlockTable) -> None:
+        engine = self._engine
+        if op == "mixed":
+            reads, writes = blocks[0::2].copy(), blocks[1::2].copy()
+            half = self._address + FILE_BYTES // 2
+            tickets = [engine.read(reads, self._address), engine.write(writes, half)]
+            for ticket in tickets:
+                engine.wait(ticket)
+            blocks["crc"][1::2] = writes["crc"]
+        else:
+            engine.wait(engine.read(blocks, self._address) if op == "read" else engine.write(blocks, self._address))
+
+
+def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row], dict[str, float]]:
+    """Against fio and DeepSpeed; also fio's best rates, bytes per second."""
+    file = directory / "engine.bin"
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, FILE_BYTES)
+    region = Arena(0).allocate(FILE_BYTES)
+    ctypes.memset(region.address, 1, FILE_BYTES)
+    with RunDirectory.look(directory) as home, _fio.huge_pages(9 * 64 * MIB) as huge:
+        best = choose(measure(home, CANDIDATES, Scratch(region.address, 512 * MIB), 3, 30.0))
+        print(f"our engine: {best}\n  {best.reason}")
+        engine = open_engine(best)
+        ours = Ours(engine, fd, region)
+        jobs = {op: _fio.best_job(file, FIO_NAMES[op], 16 * MIB, seconds, huge=huge) for op in OPS}
+        print("fio's best: " + ", ".join(f"{op} {job.engine} depth {job.depth}" for op, job in jobs.items()))
+        print(f"huge pages for fio: {'yes' if huge else 'no: not allowed here'}")
+        samples = _in_turns(ours, file, jobs, rounds, seconds, huge=huge)
+        engine.close()
+    os.close(fd)
+    checksum = _checksum_s_per_gb(region)
+    rows = [_speed_row(op, size, samples[op, size]) for op in OPS for size in SIZES]
+    rows += [_cpu_row(op, samples[op, 16 * MIB], checksum) for op in OPS]
+    rates = {op: max(_medians(samples[op, size])[1] for size in SIZES) for op in OPS}
+    rows += _deepspeed_rows(directory, {op: max(_medians(samples[op, size])[0] for size in SIZES) for op in OPS[:2]})
+    file.unlink()
+    return rows, rates
+
+
+Sample = tuple[float, float, float, float]
+"""Ours, fio's: bytes per second; ours, fio's: processor seconds per 10^9 bytes."""
+
+
+def _in_turns(
+    ours: Ours, file: Path, jobs: dict[str, _fio.Job], rounds: int, seconds: float, *, huge: bool
+) -> dict[tuple[str, int], list[Sample]]:
+    samples: dict[tuple[str, int], list[Sample]] = {}
+    for _ in range(rounds):
+        for op in OPS:
+            for size in SIZES:
+                speed, cpu = ours.run(op, size, seconds)
+                job = _fio.Job(FIO_NAMES[op], size, jobs[op].engine, jobs[op].depth)
+                theirs = _fio.run(file, job, seconds, huge=huge)
+                samples.setdefault((op, size), []).append((speed, theirs.bytes_per_s, cpu, theirs.cpu_s_per_gb))
+    return samples
+
+
+def _medians(samples: list[Sample]) -> list[float]:
+    return [statistics.median(column) for column in zip(*samples, strict=True)]
+
+
+def _speed_row(op: str, size: int, samples: list[Sample]) -> Row:
+    ours, theirs, _, _ = _medians(samples)
+    return row(f"{op}, requests of {size // MIB} MiB", 1e9 / ours, "s/GB", "fio's best", 1e9 / theirs, REACH_FIO)
+
+
+def _cpu_row(op: str, samples: list[Sample], checksum: float) -> Row:
+    _, _, ours, theirs = _medians(samples)
+    return row(f"processor time, {op}", ours, "s/GB", "fio + crc32c of memory", theirs + checksum, REACH_CPU)
+
+
+def _checksum_s_per_gb(region: Region) -> float:
+    """Of one thread, over memory that is in no cache."""
+    taken = []
+    for _ in range(3):
+        began = time.process_time()
+        for offset in range(0, region.nbytes, 4 * MIB):
+            crc32c(0, region.address + offset, 4 * MIB)
+        taken.append((time.process_time() - began) / region.nbytes * 1e9)
+    return statistics.median(taken)
+
+
+def _deepspeed_rows(directory: Path, ours: dict[str, float]) -> list[Row]:
+    peer = DeepSpeedAio.load(directory / "deepspeed.bin", FILE_BYTES)
+    rows = []
+    for op, speed in ours.items():
+        name, against = f"{op}, best request size", "DeepSpeed aio's best setting"
+        if peer is None:
+            rows.append(missing(name, 1e9 / speed, "s/GB", against, REACH_DEEPSPEED))
+        else:
+            rows.append(row(name, 1e9 / speed, "s/GB", against, 1e9 / peer.best(op), REACH_DEEPSPEED))
+    return rows
+
+
+def update_row(directory: Path, rates: dict[str, float], steps: int) -> Row:
+    """The update pass, states on disk and in memory in turns."""
+    on_disk, in_memory = UpdatePass(directory / "update"), UpdatePass(None)
+    for _ in range(steps + 2):
+        on_disk.step()
+        in_memory.step()
+    moved = NUM_PARAMS * BYTES_PER_PARAM
+    # Whichever is faster on this drive: one after the other, or both at once.
+    transfers_s = min(moved / rates["read"] + moved / rates["write"], 2 * moved / rates["mixed"])
+    limit_s = max(transfers_s, in_memory.median_s())
+    print(f"update pass: transfers at fio's rates {transfers_s:.3f} s, arithmetic {in_memory.median_s():.3f} s")
+    made = row("update pass, states on disk", on_disk.median_s(), "s", "larger of the two", limit_s, REACH_UPDATE)
+    on_disk.close()
+    in_memory.close()
+    return made
+
+
+def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
+    """Two drives of different speed, as a run stripes them, against the sum of what each does alone."""
+    with _loop_disks.paced_disks(directory, 2 * WORTH_BYTES, (SLOW, FAST)) as disks, contextlib.ExitStack() as stack:
+        names = [f"{op}, two directories of 1:3" for op in ("write", "read")]
+        if disks is None:
+            return [missing(name, 0.0, "s", _loop_disks.NEEDS, REACH_STRIPE) for name in names]
+        homes = [stack.enter_context(RunDirectory.open(disk / "run")) for disk in disks]
+        region = Arena(0).allocate(nbytes)
+        ctypes.memset(region.address, 1, nbytes)
+        tuned = tune("auto", homes, WORTH_BYTES, Scratch(region.address, PROBE_BYTES))
+        print(f"shares of the two directories: {', '.join(f'{weight:.3f}' for weight in tuned.weights)}")
+        rows = []
+        alone = [_swap_seconds([home], None, region, nbytes // 4) for home in homes]
+        together = _swap_seconds(homes, tuned.weights, region, nbytes)
+        for i, name in enumerate(names):
+            sum_of_speeds = sum(nbytes / 4 / seconds[i] for seconds in alone)
+            rows.append(row(name, together[i], "s", "sum of both alone", nbytes / sum_of_speeds, REACH_STRIPE))
+        return rows
+
+
+def _swap_seconds(
+    homes: list[RunDirectory], weights: tuple[float, ...] | None, region: Region, nbytes: int
+) -> tuple[float, float]:
+    """Seconds to write and to read a swap file of 4 MiB blocks."""
+    engine = open_engine(CANDIDATES[0], len(homes))
+    swap = SwapFile(homes, "bench", engine, 1, weights)
+    extent = swap.allocate("all", [4 * MIB] * (nbytes // (4 * MIB)))
+    swap.create_scratch()
+    calls: list[Callable[[], None]] = [
+        lambda: swap.write(extent, slice(None), region.address).wait(),
+        lambda: swap.read(extent, slice(None), region.address).wait(),
+    ]
+    calls[0]()
+    seconds = []
+    for call in calls:
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    engine.close()
+    swap.close()
+    return seconds[0], seconds[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: under three minutes")
+    parser.add_argument("--dir", type=Path, default=None, help="directory on the drive to measure")
+    parser.add_argument("--json", type=Path, default=None)
+    args = parser.parse_args()
+    if not _fio.available():
+        print(f"fio is not installed; type: {_fio.INSTALL}")
+        return 3
+    rounds, seconds, steps = (3, 0.6, 8) if args.quick else (7, 1.5, 15)
+    directory = Path(tempfile.mkdtemp(prefix="zero-offload-io-", dir=args.dir))
+    try:
+        rows, rates = engine_rows(directory, rounds, seconds)
+        rows.append(update_row(directory, rates, steps))
+        rows += stripe_rows(directory, 512 * MIB)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    show(rows)
+    write(rows, args.json)
+    if any(each["ok"] is None for each in rows):
+        print(f"what was not measured: {DeepSpeedAio.INSTALL}; stripes: {_loop_disks.NEEDS}")
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
