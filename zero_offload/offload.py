@@ -23,7 +23,7 @@ from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
-from zero_offload.memory.pool import RegionPool
+from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel, Parts
@@ -227,8 +227,8 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     if build.device.is_host:
         return HostCarrier(store, index)
     whole = build.collectives.partition.replicates_params
-    largest = max(sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units)
-    return DeviceCarrier(store, build.device, RegionPool(store.arena, UNITS_IN_FLIGHT, largest), index)
+    sizes = [sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units]
+    return DeviceCarrier(store, build.device, SpanPool(store.arena, sum(sorted(sizes)[-UNITS_IN_FLIGHT:])), index)
 
 
 FrameLimits = tuple[int, int]

@@ -33,6 +33,10 @@ class Region:
         """View (numel,) `dtype` of this memory, host, no copy; keeps the region alive."""
         return torch.frombuffer(self.owner, dtype=dtype, count=numel, offset=offset_bytes)
 
+    def part(self, begin: int, nbytes: int) -> Region:
+        """`nbytes` of this memory from byte `begin` on; keeps the whole alive."""
+        return Region(self.address + begin, nbytes, (ctypes.c_char * nbytes).from_buffer(self.owner, begin))
+
 
 def _region(address: int, nbytes: int) -> Region:
     size = num_frames(nbytes) * FRAME

@@ -1,35 +1,55 @@
-"""A bounded set of equal regions that are leased and come back: landing places for bytes on their way."""
+"""Bounded memory whose parts are leased in exact sizes and come back: landing places for bytes on their way."""
 
 from __future__ import annotations
 
 from zero_offload.memory.arena import Arena, Region
 
+SECTOR = 4096
 
-class RegionPool:
-    """`count` regions of `nbytes`, taken from the arena on first use, all at once, and kept.
 
-    One by one, when they are needed, the last would be registered with the device in the middle of some later step.
+class SpanPool:
+    """`nbytes` of memory, taken from the arena on first use, all at once, and kept.
+
+    A lease takes what it needs, rounded up to a sector: with one size for all, as large as the largest unit, an
+    embedding beside small blocks would make most of every lease a waste. Piece by piece, when it is needed, the last
+    would be registered with the device in the middle of some later step.
     """
 
-    def __init__(self, arena: Arena, count: int, nbytes: int) -> None:
+    def __init__(self, arena: Arena, nbytes: int) -> None:
         self._arena = arena
-        self._count = count
-        self._nbytes = nbytes
-        self._free: list[Region] | None = None
+        self._nbytes = _round_up(nbytes)
+        self._region: Region | None = None
+        self._free = [(0, self._nbytes)]
+        """Spans (begin, end), in order, no two of them neighbours."""
 
-    @property
-    def available(self) -> bool:
-        return self._free is None or bool(self._free)
+    def fits(self, nbytes: int) -> bool:
+        """Whether a lease of so many bytes can be had now."""
+        return any(end - begin >= nbytes for begin, end in self._free)
 
-    def lease(self) -> Region:
-        """A region; the caller makes sure that one is `available`."""
-        if self._free is None:
-            self._free = [self._arena.allocate(self._nbytes) for _ in range(self._count)]
-        return self._free.pop()
+    def lease(self, nbytes: int) -> Region:
+        """A sector-aligned region; the caller makes sure that it `fits`."""
+        if self._region is None:
+            self._region = self._arena.allocate(self._nbytes)
+        size = _round_up(nbytes)
+        index, (begin, end) = next((i, span) for i, span in enumerate(self._free) if span[1] - span[0] >= size)
+        self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
+        return self._region.part(begin, size)
 
     def release(self, region: Region) -> None:
-        assert self._free is not None
-        self._free.append(region)
+        """Give a lease back."""
+        assert self._region is not None
+        begin = region.address - self._region.address
+        merged: list[tuple[int, int]] = []
+        for span in sorted([*self._free, (begin, begin + region.nbytes)]):
+            if merged and merged[-1][1] == span[0]:
+                merged[-1] = (merged[-1][0], span[1])
+            else:
+                merged.append(span)
+        self._free = merged
+
+
+def _round_up(nbytes: int) -> int:
+    return max(-(-nbytes // SECTOR), 1) * SECTOR
 
 
 class LazyRegion:

@@ -250,7 +250,7 @@ def _outdate(sections: Iterable[Section]) -> None:
 
 def _readable(unit: Unit, board: UpdateBoard, carrier: Carrier) -> bool:
     """Whether reading the unit would not wait for its update."""
-    if board.pending(unit.index) or not carrier.ready():
+    if board.pending(unit.index) or not carrier.ready(unit):
         return False
     return all(write.done() for section in unit.sections for write in section.shard.writes)
 

@@ -50,7 +50,8 @@ class GradReducer:
         device: Device,
     ) -> None:
         self._device = device
-        self._staging = GradStaging(device, store.arena, _largest_grad(units), self._land, self._rest)
+        layouts = [section.layout for unit in units for section in unit.sections]
+        self._staging = GradStaging(device, store.arena, layouts, self._land, self._rest)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
@@ -291,11 +292,6 @@ def _describe(grads: SectionGrads) -> str:
     names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
     wide = ", in fp32" if grads.partial is not None and grads.partial.dtype != grads.layout.dtype else ""
     return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}{wide}"
-
-
-def _largest_grad(units: Sequence[Unit]) -> int:
-    """Bytes of the largest section in fp32."""
-    return max(section.layout.numel * 4 for unit in units for section in unit.sections)
 
 
 def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:

@@ -2,21 +2,22 @@
 
 The calls: `stage` for each gradient of a section, `seal` when the section is complete, `drain` at the end of backward.
 Downloads run beside backward; what is complete is handed to `land`, gradient by gradient in the order in which they
-were staged, then `rest` ends the section. At most `SECTIONS_IN_FLIGHT` sections have staging at once.
+were staged, then `rest` ends the section. There is room for the `SECTIONS_IN_FLIGHT` largest sections.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.memory.pool import RegionPool
+from zero_offload.memory.pool import SECTOR, SpanPool
+from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grads.ledger import SectionGrads
 
 SECTIONS_IN_FLIGHT = 3
@@ -39,11 +40,16 @@ class GradStaging:
     """Idle on a CPU, where gradients are on the host already."""
 
     def __init__(
-        self, device: Device, arena: Arena, nbytes: int, land: Land, rest: Callable[[SectionGrads], None]
+        self,
+        device: Device,
+        arena: Arena,
+        sections: Iterable[SectionLayout],
+        land: Land,
+        rest: Callable[[SectionGrads], None],
     ) -> None:
-        """`nbytes` is what the largest section can need."""
+        """`sections` are all that may be staged."""
         self._device = device
-        self._pool = RegionPool(arena, SECTIONS_IN_FLIGHT, nbytes)
+        self._pool = SpanPool(arena, sum(sorted(map(_staged_bytes, sections))[-SECTIONS_IN_FLIGHT:]))
         # Weak: whoever lands the gradients holds this object, and a cycle would outlive a dropped model.
         self._land = weakref.WeakMethod(land)
         self._rest = weakref.WeakMethod(rest)
@@ -56,10 +62,10 @@ class GradStaging:
         if batch is None or batch.used_bytes + grad.nbytes > batch.region.nbytes:
             if batch is not None:
                 self.seal(grads)
-            batch = self._filling[id(grads)] = _Batch(grads, self._lease())
+            batch = self._filling[id(grads)] = _Batch(grads, self._lease(_staged_bytes(grads.layout)))
         target = batch.region.tensor(grad.dtype, grad.numel(), batch.used_bytes)
         # Sector by sector, so that every gradient starts where any dtype may.
-        batch.used_bytes += -(-grad.nbytes // 4096) * 4096
+        batch.used_bytes += -(-grad.nbytes // SECTOR) * SECTOR
         batch.downloads.append((index, adds, self._device.download(target, grad)))
 
     def seal(self, grads: SectionGrads) -> None:
@@ -77,13 +83,13 @@ class GradStaging:
         while self._sealed:
             self._finish(self._sealed.popleft())
 
-    def _lease(self) -> Region:
-        if not self._pool.available:
+    def _lease(self, nbytes: int) -> Region:
+        while not self._pool.fits(nbytes):
             if not self._sealed:
                 self.seal(next(iter(self._filling.values())).grads)
-            if not self._pool.available:
+            else:
                 self._finish(self._sealed.popleft())
-        return self._pool.lease()
+        return self._pool.lease(nbytes)
 
     def _finish(self, batch: _Batch) -> None:
         land, rest = self._land(), self._rest()
@@ -92,3 +98,8 @@ class GradStaging:
             land(batch.grads, index, handoff.take_on_host(), adds)
         rest(batch.grads)
         self._pool.release(batch.region)
+
+
+def _staged_bytes(layout: SectionLayout) -> int:
+    """What a section's gradients take at most: fp32, each on sectors of its own."""
+    return layout.numel * 4 + len(layout.params) * SECTOR

@@ -1,7 +1,7 @@
 """How a unit's values get from their tier into its flat buffers.
 
 `HostCarrier` reads straight into the buffers. `DeviceCarrier` uploads: values in CPU memory go from where they rest,
-values on disk by way of pinned landing regions, at most `UNITS_IN_FLIGHT` of them. Both launch without waiting;
+values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT` of the largest. Both launch without waiting;
 `advance` pushes on what can go on, `finish` makes the values valid for compute, `abandon` ends it so that the
 buffers may be detached or their source changed.
 """
@@ -16,7 +16,7 @@ import torch
 
 from zero_offload.device import Device, Event, Handoff
 from zero_offload.memory.arena import Region
-from zero_offload.memory.pool import RegionPool
+from zero_offload.memory.pool import SpanPool
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.replica import Replica
 from zero_offload.shards.store import ShardStore
@@ -25,7 +25,7 @@ from zero_offload.storage.swap_file import Transfer
 
 
 class Carrier(Protocol):
-    def ready(self) -> bool:
+    def ready(self, unit: Unit) -> bool:
         """Whether a launch would find all it needs."""
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None: ...
@@ -48,7 +48,7 @@ class HostCarrier:
         self._shard_index = shard_index
         self._transfers: dict[int, list[Transfer]] = {}
 
-    def ready(self) -> bool:
+    def ready(self, unit: Unit) -> bool:
         return True
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
@@ -114,7 +114,7 @@ class _Keeping:
 class DeviceCarrier:
     """The compute device has memory of its own."""
 
-    def __init__(self, store: ShardStore, device: Device, pool: RegionPool, shard_index: int) -> None:
+    def __init__(self, store: ShardStore, device: Device, pool: SpanPool, shard_index: int) -> None:
         self._store = store
         self._device = device
         self._pool = pool
@@ -124,23 +124,28 @@ class DeviceCarrier:
         """Uploads that compute may still be waiting for; their regions are reused once they are done."""
         self._keeping: dict[int, list[_Keeping]] = {}
 
-    def ready(self) -> bool:
+    def ready(self, unit: Unit) -> bool:
         self._reclaim()
-        return self._pool.available
+        return self._pool.fits(self._landing_bytes(unit.sections))
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
         landing = _Landing(None)
         self._flying[unit.index] = landing
-        offset = 0
+        offset, nbytes = 0, self._landing_bytes(sections)
         for section in sections:
             target, source = self._ends(section)
             if source is not None:
                 landing.uploads.append(self._device.upload(target, source))
                 continue
-            landing.region = landing.region or self._lease()
+            landing.region = landing.region or self._lease(nbytes)
             address = landing.region.address + offset
             landing.reads.append((target, offset, self._launch_reads(section, address, urgency)))
             offset += target.nbytes
+
+    def _landing_bytes(self, sections: Sequence[Section]) -> int:
+        """Of what comes from disk."""
+        ends = [self._ends(section) for section in sections]
+        return sum(target.nbytes for target, source in ends if source is None)
 
     def _ends(self, section: Section) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What is to be filled on the device, and from where in host memory; None where it rests on disk."""
@@ -174,7 +179,7 @@ class DeviceCarrier:
         replica = section.shard.replica
         if replica is None:
             return
-        region = None if replica.memory is not None else self._lease()
+        region = None if replica.memory is not None else self._lease(section.flat.nbytes)
         target = replica.memory if region is None else region.tensor(section.flat.dtype, section.flat.numel())
         assert target is not None
         download = self._device.download(target, section.flat)
@@ -209,19 +214,20 @@ class DeviceCarrier:
             source = landing.region.tensor(target.dtype, target.numel(), offset)
             landing.uploads.append(self._device.upload(target, source))
 
-    def _lease(self) -> Region:
-        """A landing region, waiting for the oldest replica or upload if all are in use."""
+    def _lease(self, nbytes: int) -> Region:
+        """A landing region, waiting for the oldest replicas or uploads while too much is in use."""
         self._reclaim()
-        if not self._pool.available and (oldest := self._oldest_kept()) is not None:
-            self._end_keeping(oldest)
-        elif not self._pool.available and self._landed:
-            self._land(self._landed.pop(0))
-        elif not self._pool.available:
-            flying = next(each for each in self._flying.values() if each.region is not None)
-            self._upload(flying)
-            self._land(flying.landed())
-            flying.region = None
-        return self._pool.lease()
+        while not self._pool.fits(nbytes):
+            if (oldest := self._oldest_kept()) is not None:
+                self._end_keeping(oldest)
+            elif self._landed:
+                self._land(self._landed.pop(0))
+            else:
+                flying = next(each for each in self._flying.values() if each.region is not None)
+                self._upload(flying)
+                self._land(flying.landed())
+                flying.region = None
+        return self._pool.lease(nbytes)
 
     def _oldest_kept(self) -> _Keeping | None:
         """Taken off the list."""
