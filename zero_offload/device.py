@@ -8,6 +8,7 @@ the GPU's place (same calls, copies as late as the waits permit, targets poisone
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -54,6 +55,8 @@ class Device(Protocol):
     torch_device: torch.device
     is_host: bool
     """Whether compute reads host memory in place."""
+    numa_node: int | None
+    """The node of host memory that is nearest to the device, where it has memory of its own."""
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         """Copy `source` (pinned host) to `target` (device), after compute launched so far."""
@@ -75,6 +78,7 @@ class HostDevice:
 
     torch_device = torch.device("cpu")
     is_host = True
+    numa_node: int | None = None
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         raise AssertionError("a CPU computes on host memory in place")
@@ -113,6 +117,7 @@ class CudaDevice:
         # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
         self._uploads = torch.cuda.Stream()
         self._downloads = torch.cuda.Stream()
+        self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         return Handoff(target, self._copy(self._uploads, target, source))
@@ -146,6 +151,16 @@ class CudaDevice:
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0]
+
+
+def _numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Of the node that the GPU's slot is wired to; None where the system does not say."""
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int((devices / address / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
 
 
 def _cudart() -> Any:

@@ -60,6 +60,7 @@ class LateDevice:
 
     torch_device = torch.device("cpu")
     is_host = False
+    numa_node = 0
 
     def __init__(self) -> None:
         self.uploads = _Lane()

@@ -49,6 +49,9 @@ def _region(address: int, nbytes: int) -> Region:
 class Pinner(Protocol):
     """Registers host memory with a device; for a CPU there is nothing to do."""
 
+    numa_node: int | None
+    """The node of host memory that is nearest to the device, if it is known."""
+
     def pin(self, address: int, nbytes: int) -> None: ...
 
     def unpin(self, address: int) -> None: ...
@@ -70,7 +73,7 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Region:
         """Take memory for good: zero-filled, aligned to 2 MiB."""
-        region = _region(pages.allocate(nbytes), nbytes)
+        region = self._place(pages.allocate(nbytes), nbytes)
         self.allocated_bytes += num_frames(nbytes) * FRAME
         weakref.finalize(region.owner, self._forget, region.address, num_frames(nbytes) * FRAME).atexit = False
         if self._pinner is not None:
@@ -121,8 +124,13 @@ class Arena:
     def release_frames(self, frames: list[int]) -> None:
         self._free.extend(frames)
 
+    def _place(self, address: int, nbytes: int) -> Region:
+        if self._pinner is not None and self._pinner.numa_node is not None:
+            pages.prefer_node(address, nbytes, self._pinner.numa_node)
+        return _region(address, nbytes)
+
     def _grow(self, count: int) -> None:
-        region = _region(pages.allocate(count * FRAME), count * FRAME)
+        region = self._place(pages.allocate_movable(count * FRAME), count * FRAME)
         self._blocks.append(region)
         self._num_frames += count
         self._free.extend(region.address + i * FRAME for i in range(count))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+from pathlib import Path
 
 from zero_offload.errors import CapacityError
 from zero_offload.types import format_bytes
@@ -17,6 +19,7 @@ FRAME = 2 << 20
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
+_MAP_PRIVATE_ANONYMOUS_HUGETLB = 0x02 | 0x20 | 0x40000 | 21 << 26  # of 2 MiB
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
 
@@ -42,6 +45,10 @@ _libc.mremap.argtypes = [
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
+_TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_SYS_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
+_MPOL_PREFERRED = 1
+
 _FAILED = ctypes.c_void_p(-1).value
 
 
@@ -57,10 +64,34 @@ def reserve(nbytes: int) -> int:
 
 def allocate(nbytes: int) -> int:
     """Take a readable and writable range, aligned to `FRAME`; pages (huge ones, if any) come on first touch."""
+    if not _has_transparent_huge_pages() and (reserved := _map_reserved_huge_pages(nbytes)) is not None:
+        return reserved
+    return allocate_movable(nbytes)
+
+
+def allocate_movable(nbytes: int) -> int:
+    """The same on pages that `move_frame` can move, which those of vm.nr_hugepages are not."""
     address = _map(nbytes, _PROT_READ_WRITE)
     # Both are advice: without transparent huge pages the call fails and 4 KiB pages serve.
     _libc.madvise(address, num_frames(nbytes) * FRAME, _MADV_HUGEPAGE)
     return address
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> None:
+    """Ask for pages of a NUMA node, as long as it has any; before they are touched."""
+    if _SYS_MBIND is not None:
+        mask = ctypes.c_ulong(1 << node)
+        size = num_frames(nbytes) * FRAME
+        # Advice: a kernel without NUMA, or a sandbox, refuses, and any node serves.
+        _libc.syscall(
+            ctypes.c_long(_SYS_MBIND),
+            ctypes.c_void_p(address),
+            ctypes.c_ulong(size),
+            ctypes.c_int(_MPOL_PREFERRED),
+            ctypes.byref(mask),
+            ctypes.c_ulong(8 * ctypes.sizeof(mask)),
+            ctypes.c_uint(0),
+        )
 
 
 def release(address: int, nbytes: int) -> None:
@@ -84,6 +115,23 @@ def trim_heap() -> None:
     """Give back what the C library keeps of freed memory: it reuses, but does not return, blocks of some MiB."""
     if hasattr(_libc, "malloc_trim"):  # glibc's
         _libc.malloc_trim(0)
+
+
+def _has_transparent_huge_pages() -> bool:
+    try:
+        return "[never]" not in _TRANSPARENT_HUGE_PAGES.read_text()
+    except OSError:
+        return False
+
+
+def _map_reserved_huge_pages(nbytes: int) -> int | None:
+    """A range on pages that the administrator has set aside (vm.nr_hugepages); None where too few are left."""
+    size = num_frames(nbytes) * FRAME
+    raw = _libc.mmap(None, size, _PROT_READ_WRITE, _MAP_PRIVATE_ANONYMOUS_HUGETLB, -1, 0)
+    if raw is None or raw == _FAILED:
+        return None
+    _check(_libc.madvise(raw, size, _MADV_DONTFORK), "madvise", nbytes)
+    return int(raw)
 
 
 def _map(nbytes: int, protection: int) -> int:

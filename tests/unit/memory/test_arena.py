@@ -75,6 +75,8 @@ def test_attached_twice_or_detached_twice_is_a_bug() -> None:
 
 def test_a_pinner_sees_every_region_before_its_pages_go() -> None:
     class Log:
+        numa_node = None
+
         def __init__(self) -> None:
             self.pinned: dict[int, int] = {}
 

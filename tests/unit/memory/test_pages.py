@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from zero_offload.errors import CapacityError
 from zero_offload.memory import pages
+from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import FRAME
 
 PREAMBLE = "import ctypes; from zero_offload.memory import pages; F = pages.FRAME\n"
@@ -93,3 +99,66 @@ def test_neighbours_survive_a_release() -> None:
     for i, address in list(enumerate(addresses))[1::2]:
         assert ctypes.string_at(address, FRAME) == bytes([i]) * FRAME
         pages.release(address, FRAME)
+
+
+def test_reserved_huge_pages_serve_where_there_are_no_transparent_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    setting = tmp_path / "enabled"
+    setting.write_text("always madvise [never]\n")
+    monkeypatch.setattr(pages, "_TRANSPARENT_HUGE_PAGES", setting)
+    with reserved_huge_pages(2) as count:
+        before = free_huge_pages()
+        address = pages.allocate(2 * FRAME)
+        ctypes.memset(address, 7, 2 * FRAME)
+        assert before - free_huge_pages() == count
+        assert address % FRAME == 0
+        more = pages.allocate(FRAME)  # none are left: small pages serve
+        ctypes.memset(more, 7, FRAME)
+        target = pages.reserve(FRAME)
+        pages.move_frame(more, target)
+        assert ctypes.string_at(target, 1) == b"\7"
+        for used, nbytes in ((address, 2 * FRAME), (more, FRAME), (target, FRAME)):
+            pages.release(used, nbytes)
+        assert free_huge_pages() == before
+
+
+def test_frames_are_on_pages_that_move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pages, "_TRANSPARENT_HUGE_PAGES", tmp_path / "no such file")
+    with reserved_huge_pages(2):
+        arena = Arena(2)
+        buffer = MovableBuffer(arena, 2 * FRAME)
+        for value in (1, 2):
+            assert buffer.attach()
+            buffer.region.tensor(torch.uint8, 2 * FRAME).fill_(value)
+            assert buffer.region.tensor(torch.uint8, 1, 2 * FRAME - 1).item() == value
+            buffer.detach()
+
+
+@pytest.mark.parametrize("node", [0, 63])
+def test_a_wish_for_a_node_is_no_more_than_that(node: int) -> None:
+    address = pages.allocate(FRAME)
+    pages.prefer_node(address, FRAME, node)
+    ctypes.memset(address, 7, FRAME)
+    pages.release(address, FRAME)
+
+
+@contextlib.contextmanager
+def reserved_huge_pages(count: int) -> Iterator[int]:
+    """Set so many aside, which takes the right to."""
+    setting = Path("/proc/sys/vm/nr_hugepages")
+    before = setting.read_text()
+    try:
+        setting.write_text(str(int(before) + count))
+    except OSError:
+        pytest.skip("not allowed to reserve huge pages")
+    try:
+        if free_huge_pages() < count:
+            pytest.skip("no memory for huge pages")
+        yield count
+    finally:
+        setting.write_text(before)
+
+
+def free_huge_pages() -> int:
+    return int(re.search(r"HugePages_Free:\s+(\d+)", Path("/proc/meminfo").read_text())[1])  # type: ignore[index]
