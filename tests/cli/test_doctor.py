@@ -51,6 +51,18 @@ def test_a_missing_library_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert "fix: make native" in out
 
 
+def test_a_sandbox_that_forbids_io_uring_is_told() -> None:
+    code = (
+        "from tests.helpers.seccomp import forbid_io_uring\n"
+        "from zero_offload.cli.main import main\n"
+        "forbid_io_uring()\n"
+        "main(['doctor'])\n"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "[WARNING] io_uring: io_uring is not to be had here: io_uring_setup: Operation not permitted" in out
+    assert "fix: none is needed, threads serve" in out
+
+
 def test_the_library_names_its_kernels() -> None:
     if not native.available():
         pytest.skip("the native library is not built")

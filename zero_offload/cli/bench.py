@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     for path, rates in results.items():
         _print_table(path, nbytes, rates)
         print(f"auto: {chosen[path]}\n")
+    print(f"a checksum takes {_checksum_s_per_gb() * 1e3:.0f} ms of one core per GB; it is in the figures above")
     for kind, reason in missing.items():
         print(f"{kind} was not measured: {reason}")
     if len(results) > 1:
@@ -141,6 +142,22 @@ def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:
             f"{settings.kind.value:9} {settings.num_threads:7} {in_flight:9} {format_bytes(settings.request_bytes):>7}"
         )
         print(f"{how} {columns} {each.cpu_s_per_gb * 1e3:9.0f}")
+
+
+def _checksum_s_per_gb() -> float:
+    """Over memory that is in no cache."""
+    import ctypes
+    import time
+
+    from zero_offload.memory.arena import Arena
+    from zero_offload.storage.checksum import crc32c
+
+    region = Arena(0).allocate(128 * MIB)
+    ctypes.memset(region.address, 1, region.nbytes)
+    began = time.process_time()
+    for offset in range(0, region.nbytes, 4 * MIB):
+        crc32c(0, region.address + offset, 4 * MIB)
+    return (time.process_time() - began) / region.nbytes * 1e9
 
 
 def _as_json(rates: Rates) -> dict[str, Any]:

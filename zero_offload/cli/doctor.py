@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
     """Every check of this machine and of the given directories."""
     checks = [_check_python(), _check_torch(), _check_native(), _check_compiler(), _check_cores()]
-    checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_device()]
+    checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_io_uring(), _check_device()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
     return tuple(checks)
@@ -141,6 +141,19 @@ def _check_huge_pages() -> Check:
         return Check("huge pages", Status.OKAY, mode)
     fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
     return Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
+
+
+def _check_io_uring() -> Check:
+    from zero_offload import native
+    from zero_offload.storage.tuning import io_uring_problem
+
+    if not native.available():
+        fix = "build the native library; until then aiofiles serves"
+        return Check("io_uring", Status.WARNING, "needs the native library", fix)
+    if (problem := io_uring_problem()) is not None:
+        fix = "none is needed, threads serve; or sysctl kernel.io_uring_disabled=0, or a seccomp profile that allows it"
+        return Check("io_uring", Status.WARNING, problem, fix)
+    return Check("io_uring", Status.OKAY, "available")
 
 
 def _check_device() -> Check:
