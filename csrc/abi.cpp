@@ -279,6 +279,16 @@ int zo_io_add_file(zo_io *io, int32_t fd, uint32_t lane) {
     });
 }
 
+int zo_io_add_memory(zo_io *io, void *memory, uint64_t nbytes) {
+    constexpr const char *call = "zo_io_add_memory";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_io(call, io));
+        ZO_CHECK(check_pointer(call, "memory", memory));
+        io->engine.add_memory(static_cast<char *>(memory), nbytes);
+        return ZO_OK;
+    });
+}
+
 int zo_io_abandon(zo_io *io) {
     constexpr const char *call = "zo_io_abandon";
     return guarded(call, [&]() -> int {

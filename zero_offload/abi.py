@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 4
+VERSION = 5
 
 
 class Isa(IntEnum):
@@ -220,6 +220,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_io_open": (_INT, [C.POINTER(IoConfigStruct), C.POINTER(_P)]),
     "zo_io_close": (_INT, [_P]),
     "zo_io_add_file": (_INT, [_P, C.c_int32, _U32]),
+    "zo_io_add_memory": (_INT, [_P, _P, _U64]),
     "zo_io_abandon": (_INT, [_P]),
     "zo_io_submit": (_INT, [_P, _INT, _P, _U32, _P, _INT, C.POINTER(_U64)]),
     "zo_io_wait": (_INT, [_P, _U64, C.c_double, C.POINTER(IoResultStruct)]),

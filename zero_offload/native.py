@@ -197,6 +197,11 @@ def io_add_file(handle: int, fd: int, lane: int) -> None:
     _check(lib().zo_io_add_file(handle, fd, lane))
 
 
+def io_add_memory(handle: int, address: int, nbytes: int) -> None:
+    """Memory that stays where it is for as long as the engine lives."""
+    _check(lib().zo_io_add_memory(handle, address, nbytes))
+
+
 def io_abandon(handle: int) -> None:
     """In a forked child: let go of what it has inherited."""
     _check(lib().zo_io_abandon(handle))

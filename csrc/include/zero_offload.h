@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 4
+#define ZO_ABI_VERSION 5
 
 enum zo_status {
     ZO_OK = 0,
@@ -254,6 +254,10 @@ ZO_API int zo_io_close(zo_io *io);
 
 /* Which drive a file is on; again when the descriptor comes to stand for another file. */
 ZO_API int zo_io_add_file(zo_io *io, int32_t fd, uint32_t lane);
+
+/* Memory that is used again and again, and stays where it is for as long as the engine lives: io_uring then
+ * keeps its pages at hand. Nothing but speed depends on it. */
+ZO_API int zo_io_add_memory(zo_io *io, void *memory, uint64_t nbytes);
 
 /* In a forked child, instead of zo_io_close: lets go of the descriptors it has inherited. */
 ZO_API int zo_io_abandon(zo_io *io);

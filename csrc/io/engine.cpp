@@ -117,6 +117,24 @@ void IoEngine::add_file(int fd, uint32_t lane) {
     files_[fd] = {lane, next_file_version_++};
 }
 
+void IoEngine::add_memory(char *begin, uint64_t nbytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    spans_.push_back({begin, nbytes});
+}
+
+MemorySpan IoEngine::span(int index) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return spans_[size_t(index)];
+}
+
+int IoEngine::span_of(const char *memory, uint64_t nbytes) const {
+    for (size_t i = 0; i < spans_.size(); ++i) {
+        const MemorySpan &span = spans_[i];
+        if (memory >= span.begin && memory + nbytes <= span.begin + span.nbytes) return int(i);
+    }
+    return kNoSpan;
+}
+
 uint64_t IoEngine::submit(int op, zo_io_block *blocks, uint32_t num_blocks, char *base, bool urgent) {
     auto batch = std::make_shared<Batch>(Batch{op, blocks, num_blocks, base, num_blocks, num_blocks, {}});
     batch->result.size = sizeof(zo_io_result);
@@ -229,8 +247,13 @@ void IoEngine::pop(Lane &lane, Job *job) {
     const uint32_t row = part.rows[part.next];
     const zo_io_block &block = batch.blocks[row];
     const auto file = files_.find(block.fd);
-    *job = {part.batch, row, batch.base + part.offsets[part.next], next_fault(batch.op),
-            file == files_.end() ? 0 : file->second.version};
+    char *memory = batch.base + part.offsets[part.next];
+    *job = {part.batch,
+            row,
+            memory,
+            next_fault(batch.op),
+            file == files_.end() ? 0 : file->second.version,
+            span_of(memory, block.nbytes)};
     if (&queue != &lane.urgent) {
         lane.read_ahead_bytes += is_write(batch.op) ? -int64_t(block.nbytes) : int64_t(block.nbytes);
     }

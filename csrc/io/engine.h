@@ -43,6 +43,14 @@ struct FileEntry {
     uint32_t version = 0;
 };
 
+// Memory that stays; its index names it.
+struct MemorySpan {
+    char *begin;
+    uint64_t nbytes;
+};
+
+constexpr int kNoSpan = -1;
+
 // One block to be moved.
 struct Job {
     std::shared_ptr<Batch> batch;
@@ -50,6 +58,7 @@ struct Job {
     char *memory;
     int fault;
     uint32_t file_version;
+    int span;  // the block's memory is a part of this one, or kNoSpan
 
     BlockTransfer transfer() const { return {batch->op, &batch->blocks[block], memory, fault}; }
 };
@@ -98,6 +107,7 @@ class IoEngine {
     IoEngine &operator=(const IoEngine &) = delete;
 
     void add_file(int fd, uint32_t lane);
+    void add_memory(char *begin, uint64_t nbytes);
     uint64_t submit(int op, zo_io_block *blocks, uint32_t num_blocks, char *base, bool urgent);
     // False when no such ticket is open.
     bool wait(uint64_t ticket, double timeout_s, zo_io_result *result);
@@ -115,10 +125,12 @@ class IoEngine {
     void finish(const Job &job, const BlockOutcome &outcome);
     void hold_while_stalled();  // ZO_FAULT_STALL: returns once the next fault call, or close, ends it
     bool stalled();
+    MemorySpan span(int index);
 
   private:
     void pop(Lane &lane, Job *job);
     int next_fault(int op);
+    int span_of(const char *memory, uint64_t nbytes) const;
     void drop_unstarted(const std::shared_ptr<Batch> &batch);
     void wake_all();
     void stop();
@@ -129,6 +141,7 @@ class IoEngine {
     std::vector<std::unique_ptr<Lane>> lanes_;
     std::unordered_map<int, FileEntry> files_;
     uint32_t next_file_version_ = 1;
+    std::vector<MemorySpan> spans_;
     std::unordered_map<uint64_t, std::shared_ptr<Batch>> open_;
     uint64_t next_ticket_ = 1;
     bool stopping_ = false;

@@ -3,6 +3,7 @@
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -140,6 +141,23 @@ bool Ring::register_files(uint32_t num_slots) {
 bool Ring::register_file(uint32_t slot, int fd) {
     const FilesUpdate update = {slot, 0, uint64_t(reinterpret_cast<uintptr_t>(&fd))};
     return syscall(kSysRegister, fd_, kRegisterFilesUpdate, &update, 1) == 1;
+}
+
+bool Ring::register_buffers(uint32_t num_slots) {
+    const BuffersTable table = {num_slots, kSparse, 0, 0, 0};
+    return syscall(kSysRegister, fd_, kRegisterBuffers, &table, sizeof(table)) == 0;
+}
+
+bool Ring::register_buffer(uint32_t slot, void *memory, uint64_t nbytes) {
+    const iovec vector = {memory, nbytes};
+    const uint64_t no_tag = 0;
+    const BuffersUpdate update = {slot,
+                                  0,
+                                  uint64_t(reinterpret_cast<uintptr_t>(&vector)),
+                                  uint64_t(reinterpret_cast<uintptr_t>(&no_tag)),
+                                  1,
+                                  0};
+    return syscall(kSysRegister, fd_, kRegisterBuffersUpdate, &update, sizeof(update)) == 1;
 }
 
 }  // namespace zo::uring

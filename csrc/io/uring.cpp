@@ -1,5 +1,5 @@
-// A lane's blocks by io_uring: many parts in flight from one thread, files by their number in the kernel's
-// table.
+// A lane's blocks by io_uring: many parts in flight from one thread, files and lasting memory by their
+// numbers in the kernel's tables.
 //
 // While the kernel moves parts, the thread computes the checksums of other blocks; a checksum is never
 // computed before what can be launched is on its way.
@@ -24,7 +24,7 @@ using uring::Cqe;
 using uring::Ring;
 using uring::Sqe;
 
-constexpr uint32_t kFileSlots = 64;
+constexpr uint32_t kFileSlots = 64, kBufferSlots = 64;
 constexpr uint64_t kWakeUp = ~0ull;
 
 // A block under way.
@@ -61,6 +61,7 @@ class UringTransport : public Transport {
     void run() override {
         ring_.enable();
         has_file_table_ = ring_.register_files(kFileSlots);
+        has_buffer_table_ = ring_.register_buffers(kBufferSlots);
         for (;;) {
             sleeping_ = true;
             fill();
@@ -143,7 +144,13 @@ class UringTransport : public Transport {
         ++active->under_way;
         const zo_io_block &block = active->transfer.block();
         Sqe *entry = ring_.put();
-        entry->opcode = active->transfer.op() == ZO_IO_WRITE ? uring::kOpWrite : uring::kOpRead;
+        const bool writes = active->transfer.op() == ZO_IO_WRITE;
+        if (is_registered(active->job.span)) {
+            entry->opcode = writes ? uring::kOpWriteFixed : uring::kOpReadFixed;
+            entry->buffer_index = uint16_t(active->job.span);
+        } else {
+            entry->opcode = writes ? uring::kOpWrite : uring::kOpRead;
+        }
         entry->address = reinterpret_cast<uintptr_t>(active->transfer.memory() + part.begin);
         entry->nbytes = uint32_t(part.nbytes());
         entry->offset = block.offset + part.begin;
@@ -165,6 +172,16 @@ class UringTransport : public Transport {
         if (slot >= kFileSlots || !ring_.register_file(slot, fd)) return -1;
         file_slots_[fd] = {slot, version};
         return int(slot);
+    }
+
+    // Whether the kernel has the pages at hand; a limit on locked memory may forbid it.
+    bool is_registered(int span) {
+        if (span == kNoSpan || !has_buffer_table_ || uint32_t(span) >= kBufferSlots) return false;
+        for (int next = int(buffers_.size()); next <= span; ++next) {
+            const MemorySpan memory = engine_->span(next);
+            buffers_.push_back(ring_.register_buffer(uint32_t(next), memory.begin, memory.nbytes));
+        }
+        return buffers_[size_t(span)];
     }
 
     void launch() {
@@ -238,6 +255,8 @@ class UringTransport : public Transport {
     std::vector<Active *> held_;
     std::unordered_map<int, TableEntry> file_slots_;
     bool has_file_table_ = false;
+    std::vector<bool> buffers_;  // by span: whether it is registered
+    bool has_buffer_table_ = false;
     bool watches_ = false;  // a poll of event_fd_ is in the ring
     std::atomic<bool> sleeping_{false};
 };

@@ -53,14 +53,32 @@ struct FilesUpdate {
     uint64_t fds;
 };
 
+struct BuffersTable {
+    uint32_t count;
+    uint32_t flags;
+    uint64_t reserved;
+    uint64_t vectors;
+    uint64_t tags;
+};
+
+struct BuffersUpdate {
+    uint32_t offset;
+    uint32_t reserved;
+    uint64_t vectors;
+    uint64_t tags;
+    uint32_t count;
+    uint32_t reserved2;
+};
+
 constexpr long kSysSetup = 425, kSysEnter = 426, kSysRegister = 427;  // on every architecture
-constexpr uint8_t kOpPollAdd = 6, kOpRead = 22, kOpWrite = 23;
+constexpr uint8_t kOpReadFixed = 4, kOpWriteFixed = 5, kOpPollAdd = 6, kOpRead = 22, kOpWrite = 23;
 constexpr uint8_t kFixedFile = 1;
 constexpr uint32_t kSetupClamp = 1u << 4, kSetupDisabled = 1u << 6, kSetupCoopTaskrun = 1u << 8;
 constexpr uint32_t kSetupSingleIssuer = 1u << 12, kSetupDeferTaskrun = 1u << 13;
 constexpr uint32_t kFeatureSingleMmap = 1u << 0, kFeatureNoDrop = 1u << 1;
 constexpr uint32_t kEnterGetEvents = 1;
 constexpr uint32_t kRegisterFiles = 2, kRegisterFilesUpdate = 6, kRegisterEnable = 12;
+constexpr uint32_t kRegisterBuffers = 15, kRegisterBuffersUpdate = 16, kSparse = 1;
 constexpr int64_t kOffsetSqRing = 0, kOffsetSqes = 0x10000000;
 
 }  // namespace zo::uring

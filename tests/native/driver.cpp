@@ -221,6 +221,8 @@ void test_io(uint32_t kind) {
     }
     std::vector<char> written(total), read(total);
     for (size_t i = 0; i < total; ++i) written[i] = char(i * 31);
+    EXPECT(zo_io_add_memory(io, written.data(), total) == ZO_OK &&
+           zo_io_add_memory(io, nullptr, 1) == ZO_INVALID);
     EXPECT(zo_io_fault(io, ZO_FAULT_WRITE_SHORT, 4) == ZO_OK);
     EXPECT(submit_and_wait(io, ZO_IO_WRITE, blocks, written).status == ZO_IO_DONE);
     EXPECT(submit_and_wait(io, ZO_IO_READ, blocks, read).status == ZO_IO_DONE && read == written);

@@ -159,6 +159,8 @@ class UpdatePipeline:
         if self._free is None:
             nbytes = self._store.state_staging_bytes + CHUNK_NUMEL * 4  # states and an fp32 gradient
             self._free = [self._store.arena.allocate(nbytes) for _ in range(CHUNKS_IN_FLIGHT)]
+            for region in self._free:
+                self._store.disk.add_memory(region)
         while not self._free:
             self._release(self._writing.popleft())
         return self._free.pop()

@@ -27,6 +27,11 @@ class DiskArrays:
         assert self._swap is not None
         return self._swap.allocate(name, block_sizes)
 
+    def add_memory(self, region: Region) -> None:
+        """Memory through which arrays pass again and again, for as long as there are any on disk."""
+        if self._swap is not None:
+            self._swap.add_memory(region)
+
     def launch_read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         assert self._swap is not None
         self._counters.read(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))

@@ -25,7 +25,7 @@ from aiofiles import os as async_os
 
 from zero_offload.errors import ConfigError, StorageError
 from zero_offload.storage.checksum import crc32c
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, EngineStats, Ticket, Urgency
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, EngineStats, Lasting, Ticket, Urgency
 from zero_offload.storage.failures import BlockFailure, Cause, raise_failure, raise_stuck
 
 SECTOR = 4096
@@ -91,6 +91,9 @@ class AiofilesEngine:
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._check_open()
         self._paths[fd], self._drives[fd] = path, drive
+
+    def add_memory(self, region: Lasting) -> None:
+        pass
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(_Op.READ, blocks, address, urgency)

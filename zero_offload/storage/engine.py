@@ -81,11 +81,24 @@ class EngineStats:
     busy_write_s: float
 
 
+class Lasting(Protocol):
+    """Host memory that stays where it is while the object lives."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class FileEngine(Protocol):
     """Any thread may call; a child of fork may not."""
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         """Tell the path that errors on this descriptor shall name, and which of the engine's drives holds the file."""
+
+    def add_memory(self, region: Lasting) -> None:
+        """Tell of memory that is used again and again; kept alive with the engine. For speed alone."""
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         """Launch the read of blocks to consecutive memory at `address`, verified against their checksums."""

@@ -18,6 +18,7 @@ from zero_offload.storage.engine import (
     BlockTable,
     EngineSettings,
     EngineStats,
+    Lasting,
     Ticket,
     Urgency,
 )
@@ -51,12 +52,17 @@ class NativeEngine:
         self._paths: dict[int, str] = {}
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
         self._in_flight: dict[int, Ticket] = {}
+        self._lasting: list[Lasting] = []
         self._is_stuck = False
         os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self)))
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._paths[fd] = path
         native.io_add_file(self._open_handle(), fd, drive)
+
+    def add_memory(self, region: Lasting) -> None:
+        self._lasting.append(region)
+        native.io_add_memory(self._open_handle(), region.address, region.nbytes)
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(abi.IoOp.READ, blocks, address, urgency)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from zero_offload.errors import IntegrityError
 from zero_offload.plan.dealer import Dealer
 from zero_offload.storage.directory import DataFile, RunDirectory
-from zero_offload.storage.engine import BLOCK_DTYPE, FileEngine, Ticket, Urgency
+from zero_offload.storage.engine import BLOCK_DTYPE, FileEngine, Lasting, Ticket, Urgency
 
 BlockTable = npt.NDArray[np.void]
 SECTOR = 4096
@@ -185,6 +185,10 @@ class SwapFile:
     def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
         return Transfer(self._engine, self._engine.write(extent.blocks[rows], address), self.on_error)
+
+    def add_memory(self, region: Lasting) -> None:
+        """Tell the engine of memory that lasts as long as this file is open."""
+        self._engine.add_memory(region)
 
     def sync(self) -> None:
         """Make every completed write survive power loss. An error is final: a retry would lie."""

@@ -50,6 +50,12 @@ class Memory:
         return self
 
 
+@dataclass(frozen=True)
+class Lasting:
+    address: int
+    nbytes: int
+
+
 @dataclass
 class File:
     path: Path
@@ -126,6 +132,23 @@ def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) 
     stats = engine.stats()
     assert (stats.bytes_read, stats.bytes_written, stats.jobs_queued) == (7 * BLOCK, 7 * BLOCK, 0)
     assert stats.busy_read_s > 0 and stats.busy_write_s > 0
+
+
+def test_memory_that_lasts_gives_the_same_bytes(engine: FileEngine, file: File) -> None:
+    """More of it than the kernel's table holds, and blocks that lie in two of them."""
+    source, target = Memory(80 * 4096).fill(2), Memory(80 * 4096)
+    for number in range(79):
+        for memory in (source, target):
+            engine.add_memory(Lasting(memory.address + 4096 * number, 4096))
+    blocks = file.table(80, 4096)
+    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.read(blocks, target.address))
+    assert np.array_equal(source.bytes, target.bytes)
+    target.bytes[:] = 0
+    blocks = file.table(40, 8192)
+    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.read(blocks, target.address))
+    assert np.array_equal(source.bytes, target.bytes)
 
 
 def test_blocks_may_be_anywhere_in_any_order(engine: FileEngine, file: File) -> None:
