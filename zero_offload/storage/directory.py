@@ -12,25 +12,24 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
-import socket
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
-from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
+from zero_offload.errors import CapacityError, ConfigError, IntegrityError, StorageError
+from zero_offload.storage.lock import LOCK_NAME, join_lock, take_lock
+from zero_offload.storage.system import REAL, FileSystem, naming_errors
 from zero_offload.types import format_bytes
 
-LOCK_NAME = "LOCK"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
@@ -42,18 +41,6 @@ class Caching(Enum):
     BUFFERED = "buffered"
 
 
-@contextlib.contextmanager
-def naming_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a StorageError that names the path and the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot {action} {path}: {error.strerror} (errno {error.errno}); "
-            "check the disk and its permissions, or choose another directory with nvme="
-        ) from error
-
-
 @dataclass
 class DataFile:
     """One open, preallocated file; `caching` is what the file system granted, not what was asked."""
@@ -62,6 +49,7 @@ class DataFile:
     path: Path
     nbytes: int
     caching: Caching
+    system: FileSystem
 
     def grow(self, nbytes: int) -> None:
         """Reserve blocks up to `nbytes`; without the space, CapacityError and the old size."""
@@ -71,16 +59,16 @@ class DataFile:
             self._reserve(nbytes)
 
     def _reserve(self, nbytes: int) -> None:
-        usage = os.fstatvfs(self.fd)
+        usage = self.system.fstatvfs(self.fd)
         free_bytes = usage.f_bavail * usage.f_frsize
         missing_bytes = nbytes - self.nbytes
         # Asked first: some file systems fill the disk to the brim before they refuse.
         if missing_bytes > free_bytes:
             raise self._no_space(missing_bytes, free_bytes)
         try:
-            os.posix_fallocate(self.fd, self.nbytes, missing_bytes)
+            self.system.posix_fallocate(self.fd, self.nbytes, missing_bytes)
         except OSError as error:
-            os.ftruncate(self.fd, self.nbytes)
+            self.system.ftruncate(self.fd, self.nbytes)
             if error.errno in _NO_SPACE:
                 raise self._no_space(missing_bytes, free_bytes) from error
             raise
@@ -96,49 +84,50 @@ class DataFile:
     def sync(self) -> None:
         """Return once every completed write is on the medium."""
         with naming_errors("flush", self.path):
-            os.fdatasync(self.fd)
+            self.system.fdatasync(self.fd)
 
     def close(self) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            self.system.close(self.fd)
             self.fd = -1
 
 
 class RunDirectory:
     """An open, locked directory; use `open`, not the constructor."""
 
-    def __init__(self, path: Path, dir_fd: int, lock_fd: int) -> None:
+    def __init__(self, path: Path, system: FileSystem, dir_fd: int, lock_fd: int) -> None:
         self.path = path
+        self.system = system
         self._dir_fd = dir_fd
         self._lock_fd = lock_fd
         os.register_at_fork(after_in_child=_closer_in_child(weakref.ref(self)))
 
     @classmethod
-    def open(cls, path: str | Path) -> RunDirectory:
+    def open(cls, path: str | Path, system: FileSystem = REAL) -> RunDirectory:
         """Create the directory if need be, check that it is private and lock it."""
         path = Path(path).absolute()
-        _make_private(path)
-        return cls._lock_with(partial(_open_lock, "write", os.O_CREAT, _take_lock), path)
+        _make_private(path, system)
+        return cls._lock_with(take_lock, path, system)
 
     @classmethod
-    def join(cls, path: str | Path) -> RunDirectory:
+    def join(cls, path: str | Path, system: FileSystem = REAL) -> RunDirectory:
         """Open a directory that rank 0 of this run has opened; it stays locked until every rank is gone."""
-        return cls._lock_with(partial(_open_lock, "join", 0, _join_lock), Path(path).absolute())
+        return cls._lock_with(join_lock, Path(path).absolute(), system)
 
     @classmethod
     def look(cls, path: str | Path) -> RunDirectory:
         """Open without a lock, to read what never changes."""
-        return cls._lock_with(lambda *_: -1, Path(path).absolute())
+        return cls._lock_with(lambda *_: -1, Path(path).absolute(), REAL)
 
     @classmethod
-    def _lock_with(cls, lock: Callable[[Path, int], int], path: Path) -> RunDirectory:
+    def _lock_with(cls, lock: Callable[[Path, FileSystem, int], int], path: Path, system: FileSystem) -> RunDirectory:
         with naming_errors("open", path):
-            dir_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            dir_fd = system.open(path, _DIRECTORY_FLAGS)
         try:
-            check_private(path, os.fstat(dir_fd))
-            return cls(path, dir_fd, lock(path, dir_fd))
+            check_private(path, system.fstat(dir_fd))
+            return cls(path, system, dir_fd, lock(path, system, dir_fd))
         except BaseException:
-            os.close(dir_fd)
+            system.close(dir_fd)
             raise
 
     def __enter__(self) -> RunDirectory:
@@ -158,7 +147,7 @@ class RunDirectory:
     def free_bytes(self) -> int:
         """Bytes this user may still write to the file system."""
         with naming_errors("measure", self.path):
-            usage = os.fstatvfs(self.dir_fd)
+            usage = self.system.fstatvfs(self.dir_fd)
         return usage.f_bavail * usage.f_frsize
 
     def path_of(self, name: str) -> Path:
@@ -170,41 +159,41 @@ class RunDirectory:
     def names(self) -> list[str]:
         """Names present, sorted, without the lock."""
         with naming_errors("list", self.path):
-            return sorted(name for name in os.listdir(self.dir_fd) if name != LOCK_NAME)
+            return sorted(name for name in self.system.listdir(self.dir_fd) if name != LOCK_NAME)
 
     def create_file(self, name: str, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:
         """A new file of `nbytes` reserved bytes; nothing stays behind when they cannot be had."""
         path = self.path_of(name)
         with naming_errors("create", path):
-            fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self.dir_fd)
+            fd = self.system.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, self.dir_fd)
         try:
-            return _prepare(fd, path, nbytes, caching)
+            return _prepare(fd, path, nbytes, caching, self.system)
         except BaseException:
-            os.unlink(name, dir_fd=self.dir_fd)
+            self.system.unlink(name, self.dir_fd)
             raise
 
     def create_scratch(self, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:
         """A file without a name: the kernel frees it with its last descriptor, even after kill -9."""
         path = self.path / "(scratch)"
         with naming_errors("create", path):
-            return _prepare(_open_unnamed(self.dir_fd), path, nbytes, caching)
+            return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, caching, self.system)
 
     def open_file(self, name: str, nbytes: int | None = None, caching: Caching = Caching.DIRECT) -> DataFile:
         """An existing file of ours; another size than the `nbytes` expected is an IntegrityError."""
         path = self.path_of(name)
         with naming_errors("open", path):
-            fd = os.open(name, _OPEN_FLAGS, dir_fd=self.dir_fd)
+            fd = self.system.open(name, _OPEN_FLAGS, self.dir_fd)
         try:
-            info = os.fstat(fd)
+            info = self.system.fstat(fd)
             _check_ours(path, info)
             if nbytes is not None and info.st_size != nbytes:
                 raise IntegrityError(
                     f"{path} has {info.st_size} bytes, its manifest says {nbytes}; "
                     "load a checkpoint, or start over with existing='discard'"
                 )
-            return DataFile(fd, path, info.st_size, _grant(fd, caching))
+            return DataFile(fd, path, info.st_size, _grant(self.system, fd, caching), self.system)
         except BaseException:
-            os.close(fd)
+            self.system.close(fd)
             raise
 
     def remove(self, names: Iterable[str]) -> int:
@@ -216,11 +205,11 @@ class RunDirectory:
         for name in names:
             path = self.path_of(name)
             with contextlib.suppress(FileNotFoundError):
-                found[name] = os.stat(name, dir_fd=self.dir_fd, follow_symlinks=False)
+                found[name] = self.system.lstat(name, self.dir_fd)
                 _check_ours(path, found[name])
         for name in found:
             with naming_errors("delete", self.path / name):
-                os.unlink(name, dir_fd=self.dir_fd)
+                self.system.unlink(name, self.dir_fd)
         return sum(info.st_blocks * 512 for info in found.values())
 
     def measure(self, names: Iterable[str]) -> int:
@@ -228,19 +217,19 @@ class RunDirectory:
         nbytes = 0
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                nbytes += os.stat(self.path_of(name).name, dir_fd=self.dir_fd, follow_symlinks=False).st_blocks * 512
+                nbytes += self.system.lstat(self.path_of(name).name, self.dir_fd).st_blocks * 512
         return nbytes
 
     def sync(self) -> None:
         """Return once the directory's names (creations, renames, removals) are on the medium."""
         with naming_errors("flush", self.path):
-            os.fsync(self.dir_fd)
+            self.system.fsync(self.dir_fd)
 
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
         if self._lock_fd >= 0:
             # Explicitly: a descriptor that leaked into another process would keep the lock alive.
-            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
+            self.system.flock(self._lock_fd, fcntl.LOCK_UN)
         self._close_descriptors()
 
     def close_and_remove(self) -> bool:
@@ -248,27 +237,27 @@ class RunDirectory:
         empty = not self.names()
         if empty:
             with naming_errors("delete", self.path):
-                os.unlink(LOCK_NAME, dir_fd=self.dir_fd)
-                self.path.rmdir()
+                self.system.unlink(LOCK_NAME, self.dir_fd)
+                self.system.rmdir(self.path)
         self.close()
         return empty
 
     def _close_descriptors(self) -> None:
         for fd in (self._lock_fd, self._dir_fd):
             if fd >= 0:
-                os.close(fd)
+                self.system.close(fd)
         self._lock_fd = self._dir_fd = -1
 
 
-def _open_unnamed(dir_fd: int) -> int:
+def _open_unnamed(system: FileSystem, dir_fd: int) -> int:
     try:
-        return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+        return system.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, dir_fd)
     except OSError as error:
         if error.errno not in _NO_TMPFILE:
             raise
     name = f"scratch-{os.getpid()}-{time.monotonic_ns()}"
-    fd = os.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dir_fd)
-    os.unlink(name, dir_fd=dir_fd)
+    fd = system.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, dir_fd)
+    system.unlink(name, dir_fd)
     return fd
 
 
@@ -283,11 +272,19 @@ def _closer_in_child(reference: weakref.ref[RunDirectory]) -> Callable[[], None]
     return close_in_child
 
 
-def _make_private(path: Path) -> None:
+def _make_private(path: Path, system: FileSystem) -> None:
     with naming_errors("create", path):
-        for missing in reversed([each for each in (path, *path.parents) if not os.path.lexists(each)]):
-            missing.mkdir(0o700, exist_ok=True)
-        check_private(path, path.lstat())
+        for missing in reversed([each for each in (path, *path.parents) if not _exists(each, system)]):
+            system.mkdir(missing)
+        check_private(path, system.lstat(path))
+
+
+def _exists(path: Path, system: FileSystem) -> bool:
+    try:
+        system.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def check_private(path: Path, info: os.stat_result) -> None:
@@ -314,77 +311,24 @@ def _check_ours(path: Path, info: os.stat_result) -> None:
         raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")
 
 
-def _open_lock(action: str, flags: int, take: Callable[[Path, int], None], path: Path, dir_fd: int) -> int:
-    """The lock's descriptor, once `take` has locked it."""
-    with naming_errors(action, path / LOCK_NAME):
-        fd = os.open(LOCK_NAME, _OPEN_FLAGS | flags, 0o600, dir_fd=dir_fd)
-        try:
-            take(path, fd)
-        except BaseException:
-            os.close(fd)
-            raise
-    return fd
-
-
-def _take_lock(path: Path, fd: int) -> None:
-    if not _try_lock(fd, fcntl.LOCK_EX):
-        raise LockError(_describe_holder(path, fd))
-    if os.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
-        raise LockError(f"{path} was being deleted; try again")
-    started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, holder.encode() + b"\n", 0)
-    # Held shared from here on, so that other ranks can join; a new run asks for it alone.
-    _hold_shared(path, fd)
-
-
-def _join_lock(path: Path, fd: int) -> None:
-    if _try_lock(fd, fcntl.LOCK_EX):
-        raise StorageError(f"{path} is held by no run; its rank 0 has to open it before others join")
-    _hold_shared(path, fd)
-
-
-def _hold_shared(path: Path, fd: int) -> None:
-    if not _try_lock(fd, fcntl.LOCK_SH):
-        raise LockError(_describe_holder(path, fd))
-
-
-def _try_lock(fd: int, kind: int) -> bool:
+def _prepare(fd: int, path: Path, nbytes: int, caching: Caching, system: FileSystem) -> DataFile:
     try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _describe_holder(path: Path, fd: int) -> str:
-    try:
-        holder = json.loads(os.pread(fd, 4096, 0))
-        who = f"process {holder['pid']} on {holder['host']} since {holder['started']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        who = "another process"  # it took the lock and has not written its name yet
-    return f"{path} is in use by {who}; wait for that run to end, stop it, or choose another directory"
-
-
-def _prepare(fd: int, path: Path, nbytes: int, caching: Caching) -> DataFile:
-    try:
-        file = DataFile(fd, path, 0, _grant(fd, caching))
+        file = DataFile(fd, path, 0, _grant(system, fd, caching), system)
         file.grow(nbytes)
     except BaseException:
-        os.close(fd)
+        system.close(fd)
         raise
     return file
 
 
-def _grant(fd: int, caching: Caching) -> Caching:
+def _grant(system: FileSystem, fd: int, caching: Caching) -> Caching:
     """Ask for O_DIRECT on the open file: asked for at creation, a refusal would leave the file behind."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
+    flags = system.get_flags(fd) & ~os.O_NONBLOCK
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if caching is Caching.DIRECT else 0))
+        system.set_flags(fd, flags | (os.O_DIRECT if caching is Caching.DIRECT else 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        system.set_flags(fd, flags)
         return Caching.BUFFERED
     return caching

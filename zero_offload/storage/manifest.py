@@ -17,7 +17,8 @@ from typing import Any
 
 from zero_offload.config import Durability
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
-from zero_offload.storage.directory import Caching, RunDirectory, naming_errors
+from zero_offload.storage.directory import Caching, RunDirectory
+from zero_offload.storage.system import naming_errors
 from zero_offload.types import GIB, format_bytes
 
 MAGIC = "zero_offload manifest"
@@ -44,10 +45,10 @@ def write_manifest(directory: RunDirectory, name: str, payload: Mapping[str, Any
     try:
         with naming_errors("write", path):
             _write_file(directory, temporary, document, durability)
-            os.replace(temporary, name, src_dir_fd=directory.dir_fd, dst_dir_fd=directory.dir_fd)
+            directory.system.replace(temporary, name, directory.dir_fd)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=directory.dir_fd)
+            directory.system.unlink(temporary, directory.dir_fd)
         raise
     if durability is Durability.COMMIT:
         directory.sync()
@@ -139,18 +140,21 @@ def _refuse_constant(text: str) -> None:
 
 def _write_file(directory: RunDirectory, name: str, content: bytes, durability: Durability) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o600, dir_fd=directory.dir_fd)
-    with open(fd, "wb") as file:
-        file.write(content)
-        file.flush()
+    fd = directory.system.open(name, flags, directory.dir_fd)
+    try:
+        directory.system.write_whole(fd, content)
         if durability is Durability.COMMIT:
-            os.fsync(fd)
+            directory.system.fsync(fd)
+    finally:
+        directory.system.close(fd)
 
 
 def _read_file(directory: RunDirectory, name: str) -> bytes:
     source = directory.open_file(name, caching=Caching.BUFFERED)
-    if source.nbytes > SIZE_MAX_BYTES:
+    try:
+        if source.nbytes > SIZE_MAX_BYTES:
+            raise _damaged(source.path, f"{format_bytes(source.nbytes)} exceed {format_bytes(SIZE_MAX_BYTES)}")
+        with naming_errors("read", source.path):
+            return directory.system.read_whole(source.fd)
+    finally:
         source.close()
-        raise _damaged(source.path, f"{format_bytes(source.nbytes)} exceed {format_bytes(SIZE_MAX_BYTES)}")
-    with naming_errors("read", source.path), open(source.fd, "rb") as file:
-        return file.read()

@@ -1,0 +1,98 @@
+"""The system calls that directories and manifests are made of, in one place, so that tests can put a disk under them
+that loses, tears and refuses at will.
+
+Owns nothing but the list. A call is the one of `os` or `fcntl` of the same name and raises what that raises, OSError;
+those of another name say what they do. Data blocks do not pass here: they are a `FileEngine`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from zero_offload.errors import StorageError
+
+
+class FileSystem:
+    """The one the machine has; files are made for this user alone."""
+
+    def open(self, path: str | Path, flags: int, dir_fd: int | None = None) -> int:
+        return os.open(path, flags, 0o600, dir_fd=dir_fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def mkdir(self, path: Path) -> None:
+        path.mkdir(0o700, exist_ok=True)
+
+    def rmdir(self, path: Path) -> None:
+        path.rmdir()
+
+    def lstat(self, path: str | Path, dir_fd: int | None = None) -> os.stat_result:
+        return os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        return os.fstat(fd)
+
+    def fstatvfs(self, fd: int) -> os.statvfs_result:
+        return os.fstatvfs(fd)
+
+    def listdir(self, fd: int) -> list[str]:
+        return os.listdir(fd)
+
+    def read_whole(self, fd: int) -> bytes:
+        """The bytes of a file from its start to its end."""
+        with open(fd, "rb", closefd=False) as file:
+            return file.read()
+
+    def write_whole(self, fd: int, content: bytes) -> None:
+        """Write all of `content` from the start of the file."""
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+
+    def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
+        os.posix_fallocate(fd, offset, length)
+
+    def ftruncate(self, fd: int, length: int) -> None:
+        os.ftruncate(fd, length)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def replace(self, source: str, target: str, dir_fd: int) -> None:
+        """Both names are in the directory."""
+        os.replace(source, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+
+    def unlink(self, name: str, dir_fd: int) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    def flock(self, fd: int, operation: int) -> None:
+        fcntl.flock(fd, operation)
+
+    def get_flags(self, fd: int) -> int:
+        """What the file was opened with."""
+        return fcntl.fcntl(fd, fcntl.F_GETFL)
+
+    def set_flags(self, fd: int, flags: int) -> None:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+REAL = FileSystem()
+
+
+@contextlib.contextmanager
+def naming_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot {action} {path}: {error.strerror} (errno {error.errno}); "
+            "check the disk and its permissions, or choose another directory with nvme="
+        ) from error
