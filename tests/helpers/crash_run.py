@@ -1,0 +1,348 @@
+"""A training run without a model on a `CrashFS`: the real directories, swap files, stores and generations.
+
+The states are a function of (step, rank, shard, component, element), made step by step from what is read back, so that
+a block of another step, shard or rank is seen for what it is. `explore` crashes a run everywhere, opens what is left,
+and judges it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from tests.helpers.crash_disk import Disk, Op
+from tests.helpers.crash_engine import CrashEngine
+from tests.helpers.crashfs import CrashFS
+from tests.helpers.crew import Crew, CrewExchange
+from zero_offload import run_files
+from zero_offload.checkpoint import generation
+from zero_offload.checkpoint.format import StepRecord
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.config import Durability, OffloadConfig
+from zero_offload.memory.arena import Arena
+from zero_offload.memory.pool import LazyRegion
+from zero_offload.plan.dtypes import ComputeDtypes
+from zero_offload.plan.layout import SHARD_NUMEL, ShardLayout, make_layout
+from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.run_files import RunFiles
+from zero_offload.shards.shard import Component, Shard, components_of
+from zero_offload.shards.store import ShardStore
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import Urgency
+from zero_offload.types import StateKind, Tier
+
+STRIDE = SHARD_NUMEL * 64
+"""What a step adds to every element; fp32 holds the sums of some sixty steps exactly."""
+TIERS = {
+    "mixed": {"disk": (Tier.NVME, Tier.NVME), "memory": (Tier.CPU, Tier.CPU), "frozen": (Tier.CPU, Tier.CPU)},
+    "disk": {"disk": (Tier.NVME, Tier.NVME), "memory": (Tier.NVME, Tier.CPU), "frozen": (Tier.NVME, Tier.NVME)},
+}
+"""Unit -> tiers of its parameters and of its optimizer's states. A value on disk beside states in memory is a cache."""
+CHANGE_STEP = 3
+"""After so many steps the frozen shard is changed, once: it then needs a second slot."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What kind of run."""
+
+    durability: Durability = Durability.COMMIT
+    world_size: int = 1
+    interval: int = 1
+    """Steps between commits."""
+    tiers: str = "mixed"
+    directories: tuple[str, ...] = ("/drive/run",)
+    existing: str = "resume"
+
+    def __str__(self) -> str:
+        words = [self.durability.value, f"{self.world_size} rank" + "s" * (self.world_size > 1)]
+        words += [f"every {self.interval} steps"] * (self.interval > 1) + ["caches"] * (self.tiers == "disk")
+        words += [f"{len(self.directories)} directories"] * (len(self.directories) > 1)
+        return ", ".join(words + ["discard"] * (self.existing == "discard"))
+
+    def config(self) -> OffloadConfig:
+        where = list(self.directories)
+        return OffloadConfig(nvme=where, params="nvme", durability=self.durability.value, existing=self.existing)
+
+    @property
+    def layout(self) -> ShardLayout:
+        return _layout(self.world_size)
+
+
+@functools.cache
+def _layout(num_shards: int) -> ShardLayout:
+    model = nn.ModuleDict({name: nn.Linear(16, 16, bias=False) for name in TIERS["mixed"]})
+    model["frozen"].requires_grad_(False)
+    spec = ModelSpec.from_module(model, units=list(model))
+    return make_layout(spec, ComputeDtypes(torch.float32), num_shards)
+
+
+def _place(params: Tier, optimizer: Tier) -> dict[StateKind, Tier]:
+    return {StateKind.PARAMS: params, StateKind.GRADS: Tier.CPU, StateKind.OPTIMIZER: optimizer}
+
+
+def expected(shard: Shard, component: Component, rank: int, step: int) -> torch.Tensor:
+    """(shard_numel,) fp32, host: the states of a shard after so many steps."""
+    place = components_of(shard.layout).index(component) + 4 * (shard.layout.index + 4 * rank)
+    first = torch.arange(SHARD_NUMEL, dtype=torch.float32) + SHARD_NUMEL * place
+    return first + STRIDE * (step if shard.layout.trainable else int(step >= CHANGE_STEP))
+
+
+@contextmanager
+def mounted(fs: CrashFS, seed: int) -> Iterator[None]:
+    """Runs that are opened inside have their files on `fs`."""
+    seeds = random.Random(seed)
+    directory = SimpleNamespace(open=partial(RunDirectory.open, system=fs), join=partial(RunDirectory.join, system=fs))
+    with (
+        mock.patch.object(run_files, "RunDirectory", directory),
+        mock.patch.object(generation.uuid, "uuid4", lambda: SimpleNamespace(hex=f"{seeds.getrandbits(128):032x}")),
+        mock.patch.object(run_files, "open_engine", lambda _: CrashEngine(fs, seeds.randrange(1 << 30))),
+    ):
+        yield
+
+
+class Run:
+    """One rank's run, from `open` on; what `offload` and a step do, without a model."""
+
+    def __init__(self, setup: Setup, rank: int, exchange: CrewExchange, cleanup: ExitStack) -> None:
+        self.setup, self.rank, self.step = setup, rank, 0
+        ranks = Ranks(rank, setup.world_size, exchange)
+        files = RunFiles.open(setup.config(), setup.layout, ranks, cleanup)
+        assert files.keeper is not None and files.swap is not None
+        self.keeper: GenerationKeeper = files.keeper
+        with exchange.together():
+            places = [_place(*TIERS[setup.tiers][unit.name]) for unit in setup.layout.units]
+            self.store = ShardStore(setup.layout, places, Arena(0), files.swap, num_slots=2)
+            self._staging = LazyRegion(self.store.arena, self.store.state_staging_bytes)
+            files.create(setup.durability)
+            self.keeper.adopt(self.store, files.swap)
+            for shard in self.store.shards:
+                self.store.place_memory(shard, {})
+            if self.keeper.found is not None:
+                self.step = self.keeper.found.step
+                self.keeper.restore(self.keeper.rank_payload())
+            else:
+                for shard in self.store.shards:
+                    self._replace(shard)
+
+    def _replace(self, shard: Shard) -> None:
+        """Write a whole shard anew, as this step has it."""
+        step = self.step
+        self.store.write_components(shard, lambda each, begin, end: expected(shard, each, self.rank, step)[begin:end])
+
+    def train(self) -> None:
+        """One step: what was read back, and a constant more."""
+        for shard in self.store.shards:
+            if shard.layout.trainable:
+                self._update(shard)
+        self.step += 1
+        if self.step == CHANGE_STEP:
+            self._replace(next(shard for shard in self.store.shards if not shard.layout.trainable))
+
+    def _update(self, shard: Shard) -> None:
+        shard.settle()
+        shard.writes.clear()
+        region = self._staging.region
+        chunk = self.store.open_chunk(shard, 0, region.address)
+        for read in chunk.reads:
+            read.wait()
+        for i, component in enumerate(components_of(shard.layout)):
+            values = shard.memory.get(component)
+            if values is None:
+                values = region.tensor(torch.float32, SHARD_NUMEL, i * SHARD_NUMEL * 4)
+                assert values.data_ptr() == chunk.addresses[component]
+            values += STRIDE
+        self.store.close_chunk(chunk)
+        self.store.finish_update(shard)
+
+    def commit(self) -> None:
+        self.keeper.commit(StepRecord(self.step, {}, [], None, {"step": self.step}, None))
+
+    def wrong_arrays(self) -> list[str]:
+        """The arrays that are not what this step's are, and values that forward would not get."""
+        return [
+            f"rank {self.rank} section {shard.layout.index} {component.value}"
+            for shard in self.store.shards
+            for component in components_of(shard.layout)
+            if not self._is_right(shard, component)
+        ]
+
+    def _is_right(self, shard: Shard, component: Component) -> bool:
+        right = expected(shard, component, self.rank, self.step)
+        fetched = torch.empty(SHARD_NUMEL)
+        if component is Component.VALUE:
+            for transfer in self.store.launch_fetch(shard, fetched.data_ptr(), Urgency.URGENT):
+                transfer.wait()
+        else:
+            fetched = right
+        return torch.equal(fetched, right) and torch.equal(self.store.read_component(shard, component), right)
+
+
+@dataclass
+class History:
+    """A run as far as it came."""
+
+    fs: CrashFS
+    setup: Setup
+    reported: list[tuple[int, int]] = field(default_factory=list)
+    """(operations so far, step) of every resume and every commit that returned on some rank."""
+    opened: list[tuple[int, list[str]]] = field(default_factory=list)
+    """(step, wrong arrays) that each rank began with."""
+    outcomes: list[Any] = field(default_factory=list)
+    """None or what was raised, by rank."""
+
+    def promised(self, num_operations: int) -> int:
+        """The last step that was reported to be committed before that operation; 0 is none."""
+        return max((step for at, step in self.reported if at <= num_operations), default=0)
+
+    @property
+    def errors(self) -> list[BaseException]:
+        return [each for each in self.outcomes if each is not None]
+
+    def verdict(self) -> str:
+        """Of what the run began with, and of whether it came to its end."""
+        if self.errors:
+            return "unrecoverable"
+        whole = len({step for step, _ in self.opened}) == 1 and not any(wrong for _, wrong in self.opened)
+        return "good" if whole else "wrong states"
+
+    def summary(self) -> str:
+        return f"{self.errors or self.opened}"
+
+
+def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[Crew], None] | None = None) -> History:
+    """Open, check, train so many steps more, close. What is raised ends a rank, as it ends a run.
+
+    `watch` is told of the crew before anything happens.
+    """
+    history, crew = History(fs, setup), Crew(setup.world_size, seed)
+    fs.before_call = crew.turn
+    if watch is not None:
+        watch(crew)
+
+    def life(rank: int) -> None:
+        with ExitStack() as cleanup:
+            run = Run(setup, rank, CrewExchange(crew), cleanup)
+            history.opened.append((run.step, run.wrong_arrays()))
+            # What a run goes on from is promised too: its user has seen it.
+            history.reported.append((len(fs.journal), run.step))
+            for _ in range(num_steps):
+                run.train()
+                if run.step % setup.interval == 0:
+                    run.commit()
+                    history.reported.append((len(fs.journal), run.step))
+
+    with mounted(fs, seed):
+        history.outcomes = crew.run(life)
+    return history
+
+
+class Crash(Enum):
+    POWER = "power"
+    KILL = "kill -9"
+
+
+@dataclass
+class Tally:
+    """What came of the crashes of one or several runs."""
+
+    points: int = 0
+    cases: int = 0
+    distinct: int = 0
+    """Disks that differ."""
+    verdicts: Counter[str] = field(default_factory=Counter)
+    first_bad: str = ""
+
+    @property
+    def bad(self) -> int:
+        return self.cases - self.verdicts["good"]
+
+    def add(self, other: Tally) -> None:
+        self.points += other.points
+        self.cases += other.cases
+        self.distinct += other.distinct
+        self.verdicts += other.verdicts
+        self.first_bad = self.first_bad or other.first_bad
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which crashes of a run are tried."""
+
+    crash: Crash
+    seeds: range
+    every: int = 1
+    """One crash point in so many."""
+    begin: int = 0
+    """The first crash point."""
+    enough: int = 1 << 30
+    """Stop at so many bad recoveries."""
+    then: Plan | None = None
+    """Crashes of the run that goes on from what the first one left; of one first crash in `then_every`."""
+    then_every: int = 1
+
+
+def explore(history: History, plan: Plan, floor: int = 0) -> Tally:
+    """Crash a run that has been played; `floor` is a step that was promised before it began."""
+    tally = Tally()
+    judged: dict[bytes, tuple[str, int, History]] = {}
+    num_points = len(history.fs.journal) + 1
+    for k, disk, underway in history.fs.moments(range(plan.begin, num_points, plan.every)):
+        tally.points += 1
+        promised = max(floor, history.promised(k))
+        for seed in plan.seeds:
+            left = _after(plan.crash, disk, underway, seed if seed < 5 else seed + 1000 * k)
+            if history.setup.durability is not Durability.COMMIT:
+                left = left.settled()
+            tally.cases += 1
+            digest = left.digest()
+            if digest not in judged:
+                judged[digest] = judge(left, history.setup, seed)
+            verdict, step, sequel = judged[digest]
+            if verdict == "good" and step < promised:
+                verdict = "older than promised"
+            tally.verdicts[verdict] += 1
+            if verdict != "good" and not tally.first_bad:
+                where = "the end" if underway is None else describe(underway)
+                tally.first_bad = f"{plan.crash.value} at {k}, {where}, seed {seed}: {verdict}: {sequel.summary()}"
+            if tally.bad >= plan.enough:
+                break
+            if plan.then is not None and tally.cases % plan.then_every == 0 and verdict == "good":
+                tally.add(explore(sequel, plan.then, promised))
+    tally.distinct += len(judged)
+    return tally
+
+
+def _after(crash: Crash, disk: Disk, underway: Op | None, seed: int) -> Disk:
+    return disk.without_power(underway, seed) if crash is Crash.POWER else disk.killed(underway, seed)
+
+
+def describe(op: Op) -> str:
+    values = {key: len(value) if isinstance(value, bytes) else value for key, value in vars(op).items()}
+    return f"{type(op).__name__} {values}"
+
+
+def judge(disk: Disk, setup: Setup, seed: int) -> tuple[str, int, History]:
+    """Go on from `disk` until a commit, and see that it lasts: "good" or what is wrong, and the step found."""
+    history = play(CrashFS(disk), setup, setup.interval, seed)
+    verdict = history.verdict()
+    step = history.opened[0][0] if history.opened else 0
+    if verdict == "good":
+        crash = Crash.POWER if setup.durability is Durability.COMMIT else Crash.KILL
+        again = play(CrashFS(_after(crash, history.fs.disk(), None, 0)), setup, 0, seed)
+        verdict = again.verdict()
+        if verdict == "good" and again.opened[0][0] != history.reported[-1][1]:
+            verdict = "older than promised"
+    return verdict, step, history
