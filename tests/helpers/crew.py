@@ -15,6 +15,7 @@ from typing import Any
 
 from zero_offload.errors import RankError, StorageError
 
+
 class Killed(BaseException):
     """The process is no more: no handler for errors may see it."""
 

@@ -167,7 +167,14 @@ class GenerationKeeper:
         """Write down which files this run will make, before it makes them; rank 0 only."""
         manifests = [rank_manifest_name(r, n) for r in range(self._ranks.world_size) for n in (0, 1)]
         payload = {"run_id": self.run_id, "files": [*names, *manifests, GENERATION_NAME, RUN_NAME]}
+        self._flush_paths()
         write_manifest(self._home, RUN_NAME, payload, self._durability)
+
+    def _flush_paths(self) -> None:
+        """A commit in a directory that power loss takes with it would be none."""
+        if self._durability is Durability.COMMIT:
+            for directory in self._directories:
+                directory.sync_path()
 
     def adopt(self, store: ShardStore, swap: SwapFile) -> None:
         """Use these shards from now on."""

@@ -225,6 +225,19 @@ class RunDirectory:
         with naming_errors("flush", self.path):
             self.system.fsync(self.dir_fd)
 
+    def sync_path(self) -> None:
+        """The same of the names that lead here: on this file system, as far as this user may open what has them."""
+        device = self.system.fstat(self.dir_fd).st_dev
+        for parent in self.path.parents:
+            with naming_errors("flush", parent), contextlib.suppress(PermissionError):
+                fd = self.system.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    if self.system.fstat(fd).st_dev != device:
+                        return
+                    self.system.fsync(fd)
+                finally:
+                    self.system.close(fd)
+
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
         if self._lock_fd >= 0:
