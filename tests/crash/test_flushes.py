@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.helpers.crash_run import Crash, Plan, Setup, explore, play
 from tests.helpers.crashfs import CrashFS
 from zero_offload.config import Durability
@@ -22,3 +24,25 @@ def test_power_loss_takes_no_file_in_the_second_directory() -> None:
     history = play(CrashFS(), STRIPED, 1, 0)
     tally = explore(history, Plan(Crash.POWER, range(1), begin=len(history.fs.journal)))
     assert (tally.cases, tally.bad) == (1, 0), tally.first_bad
+
+
+@pytest.mark.parametrize("setup", [COMMIT, STRIPED, replace(COMMIT, world_size=2)], ids=str)
+def test_a_resume_flushes_what_it_found_before_it_writes(setup: Setup) -> None:
+    """A run is killed between a rename and its flush; the next one believes the rename, and power is lost."""
+    history = play(CrashFS(), setup, 2, 0)
+    renamed = len(history.fs.journal) - 1
+    power = Plan(Crash.POWER, range(5), every=setup.world_size)
+    tally = explore(history, Plan(Crash.KILL, range(1), begin=renamed, then=power))
+    assert tally.cases > 100
+    assert tally.bad == 0, tally.first_bad
+
+
+@pytest.mark.parametrize("setup", [COMMIT, STRIPED, replace(COMMIT, world_size=2)], ids=str)
+def test_a_run_that_promised_less_goes_on_as_one_that_survives_power_loss(setup: Setup) -> None:
+    first = play(CrashFS(), replace(setup, durability=Durability.PROCESS), 2, 0)
+    assert first.fs.disk().pending, "nothing is left to flush"
+    history = play(CrashFS(first.fs.disk()), setup, 1, 0)
+    resumed_at, step = history.reported[0]
+    assert step == 2
+    tally = explore(history, Plan(Crash.POWER, range(5), begin=resumed_at, every=setup.world_size))
+    assert tally.bad == 0, tally.first_bad

@@ -170,6 +170,11 @@ class GenerationKeeper:
         self._flush_paths()
         write_manifest(self._home, RUN_NAME, payload, self._durability)
 
+    def _flush_names(self) -> None:
+        if self._durability is Durability.COMMIT:
+            for directory in self._directories:
+                directory.sync()
+
     def _flush_paths(self) -> None:
         """A commit in a directory that power loss takes with it would be none."""
         if self._durability is Durability.COMMIT:
@@ -210,8 +215,23 @@ class GenerationKeeper:
             slots.append(slot)
         for shard in self._store.shards:
             self._store.load_memory(shard, shard.current)
+        self._flush_found(self._swap)
         self._store.mark_committed(slots)
         self._number = self.found.number
+
+    def _flush_found(self, swap: SwapFile) -> None:
+        """Make what was found survive power loss before the slots of the generation before it are written to.
+
+        It may have been seen in the page cache only: its run was killed between a rename and the flush, or promised less.
+        """
+        if self._durability is not Durability.COMMIT:
+            return
+        assert self.found is not None
+        swap.sync()
+        for name in (rank_manifest_name(self._ranks.rank, self.found.number), GENERATION_NAME):
+            self._home.sync_file(name)
+        self._flush_names()
+        self._flush_paths()
 
     # Commit
 

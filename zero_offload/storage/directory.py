@@ -225,6 +225,14 @@ class RunDirectory:
         with naming_errors("flush", self.path):
             self.system.fsync(self.dir_fd)
 
+    def sync_file(self, name: str) -> None:
+        """Return once the bytes of a file are on the medium."""
+        file = self.open_file(name, caching=Caching.BUFFERED)
+        try:
+            file.sync()
+        finally:
+            file.close()
+
     def sync_path(self) -> None:
         """The same of the names that lead here: on this file system, as far as this user may open what has them."""
         device = self.system.fstat(self.dir_fd).st_dev
