@@ -158,10 +158,13 @@ class GenerationKeeper:
         """Delete the files of an earlier run that its manifest names; rank 0 only."""
         names = _announced(self._home)
         # The commit point goes first: a crash in between must not leave it pointing at nothing. The list of
-        # files goes last, with its directory.
+        # files goes last: names that nobody knows any more would keep the next run from making its own.
         self._home.remove([GENERATION_NAME])
-        for directory in reversed(self._directories):
-            directory.remove(names)
+        self._flush_names()
+        for directory in self._directories:
+            directory.remove(name for name in names if name != RUN_NAME)
+        self._flush_names()
+        self._home.remove([RUN_NAME])
 
     def announce(self, names: Sequence[str]) -> None:
         """Write down which files this run will make, before it makes them; rank 0 only."""
