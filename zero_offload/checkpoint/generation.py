@@ -185,8 +185,11 @@ class GenerationKeeper:
                 directory.sync_path()
 
     def adopt(self, store: ShardStore, swap: SwapFile) -> None:
-        """Use these shards from now on."""
+        """Use these shards from now on; the swap file is there."""
         self._store, self._swap = store, swap
+        if self.found is None:
+            # Once is enough for its name; a commit flushes its bytes, and the names of the first directory only.
+            self._flush_names()
 
     # Resume
 
@@ -225,7 +228,7 @@ class GenerationKeeper:
     def _flush_found(self, swap: SwapFile) -> None:
         """Make what was found survive power loss before the slots of the generation before it are written to.
 
-        It may have been seen in the page cache only: its run was killed between a rename and the flush, or promised less.
+        It may be in the page cache only: its run was killed between a rename and the flush, or promised less.
         """
         if self._durability is not Durability.COMMIT:
             return

@@ -169,7 +169,8 @@ class RunDirectory:
         try:
             return _prepare(fd, path, nbytes, caching, self.system)
         except BaseException:
-            self.system.unlink(name, self.dir_fd)
+            with contextlib.suppress(OSError):  # a drive that turned read-only: the first error is the one to tell
+                self.system.unlink(name, self.dir_fd)
             raise
 
     def create_scratch(self, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:

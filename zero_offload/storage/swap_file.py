@@ -154,8 +154,6 @@ class SwapFile:
     def create(self) -> None:
         """Preallocate the files. Raises CapacityError when a directory is too small."""
         self._open([d.create_file(self._name, max(size, SECTOR)) for d, size in self._pairs()])
-        for directory in self._directories:
-            directory.sync()  # `sync` is for bytes; manifests flush the names of the first directory only
 
     def create_scratch(self) -> None:
         """The same in files without a name: they vanish with the process."""
