@@ -259,7 +259,9 @@ class Tally:
     """What came of the crashes of one or several runs."""
 
     points: int = 0
+    """Operations before which a run was broken off."""
     cases: int = 0
+    """Points times seeds."""
     distinct: int = 0
     """Disks that differ."""
     verdicts: Counter[str] = field(default_factory=Counter)
@@ -269,12 +271,25 @@ class Tally:
     def bad(self) -> int:
         return self.cases - self.verdicts["good"]
 
+    def count(self, verdict: str, text: str) -> None:
+        self.cases += 1
+        self.verdicts[verdict] += 1
+        if verdict != "good":
+            self.first_bad = self.first_bad or text
+
     def add(self, other: Tally) -> None:
         self.points += other.points
         self.cases += other.cases
         self.distinct += other.distinct
         self.verdicts += other.verdicts
         self.first_bad = self.first_bad or other.first_bad
+
+    def row(self, name: str) -> str:
+        """Of the table."""
+        kinds = ", ".join(
+            f"{count:,} {verdict}" for verdict, count in sorted(self.verdicts.items()) if verdict != "good"
+        )
+        return f"| {name} | {self.points:,} | {self.cases:,} | {self.distinct:,} | {kinds or 0} |"
 
 
 @dataclass(frozen=True)
@@ -298,30 +313,26 @@ def explore(history: History, plan: Plan, floor: int = 0) -> Tally:
     """Crash a run that has been played; `floor` is a step that was promised before it began."""
     tally = Tally()
     judged: dict[bytes, tuple[str, int, History]] = {}
-    num_points = len(history.fs.journal) + 1
-    for k, disk, underway in history.fs.moments(range(plan.begin, num_points, plan.every)):
+    for k, disk, underway in history.fs.moments(range(plan.begin, len(history.fs.journal) + 1, plan.every)):
         tally.points += 1
         promised = max(floor, history.promised(k))
         for seed in plan.seeds:
             left = _after(plan.crash, disk, underway, seed if seed < 5 else seed + 1000 * k)
             if history.setup.durability is not Durability.COMMIT:
                 left = left.settled()
-            tally.cases += 1
             digest = left.digest()
             if digest not in judged:
                 judged[digest] = judge(left, history.setup, seed)
+                tally.distinct += 1
             verdict, step, sequel = judged[digest]
             if verdict == "good" and step < promised:
                 verdict = "older than promised"
-            tally.verdicts[verdict] += 1
-            if verdict != "good" and not tally.first_bad:
-                where = "the end" if underway is None else describe(underway)
-                tally.first_bad = f"{plan.crash.value} at {k}, {where}, seed {seed}: {verdict}: {sequel.summary()}"
-            if tally.bad >= plan.enough:
-                break
+            where = "the end" if underway is None else describe(underway)
+            tally.count(verdict, f"{plan.crash.value} at {k}, {where}, seed {seed}: {verdict}: {sequel.summary()}")
             if plan.then is not None and tally.cases % plan.then_every == 0 and verdict == "good":
                 tally.add(explore(sequel, plan.then, promised))
-    tally.distinct += len(judged)
+            if tally.bad >= plan.enough:
+                return tally
     return tally
 
 
