@@ -71,7 +71,9 @@ def _manifests_in_place() -> AbstractContextManager[Any]:
 
 def _only_the_first_directory() -> AbstractContextManager[Any]:
     real = RunDirectory.sync
-    return mock.patch.object(RunDirectory, "sync", lambda self: real(self) if self.path.parts[1] == "a" else None)
+    return mock.patch.object(
+        RunDirectory, "sync", lambda self, *files: real(self, *files) if self.path.parts[1] == "a" else None
+    )
 
 
 class _HastyRun(Run):
@@ -174,9 +176,7 @@ VARIANTS = {
     "second directory not flushed": Variant(
         replace(COMMIT, directories=("/a/run", "/b/run")), POWER, _only_the_first_directory, frozenset({LOST})
     ),
-    "path to the directory not flushed": Variant(
-        COMMIT, POWER, _without(RunDirectory, "sync_path"), frozenset({OLDER})
-    ),
+    "path to the directory not flushed": Variant(COMMIT, POWER, _without(generation, "sync_path"), frozenset({OLDER})),
     "slot reused before the commit is acknowledged": Variant(
         COMMIT, POWER, lambda: mock.patch.object(crash_run, "Run", _HastyRun), frozenset({LOST})
     ),

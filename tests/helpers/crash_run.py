@@ -312,7 +312,7 @@ class Plan:
 def explore(history: History, plan: Plan, floor: int = 0) -> Tally:
     """Crash a run that has been played; `floor` is a step that was promised before it began."""
     tally = Tally()
-    judged: dict[bytes, tuple[str, int, History]] = {}
+    judged: dict[bytes, tuple[str, int, str]] = {}
     for k, disk, underway in history.fs.moments(range(plan.begin, len(history.fs.journal) + 1, plan.every)):
         tally.points += 1
         promised = max(floor, history.promised(k))
@@ -322,15 +322,16 @@ def explore(history: History, plan: Plan, floor: int = 0) -> Tally:
                 left = left.settled()
             digest = left.digest()
             if digest not in judged:
-                judged[digest] = judge(left, history.setup, seed)
+                verdict, step, sequel = judge(left, history.setup, seed)
+                judged[digest] = verdict, step, sequel.summary()
                 tally.distinct += 1
-            verdict, step, sequel = judged[digest]
+            verdict, step, summary = judged[digest]
             if verdict == "good" and step < promised:
                 verdict = "older than promised"
             where = "the end" if underway is None else describe(underway)
-            tally.count(verdict, f"{plan.crash.value} at {k}, {where}, seed {seed}: {verdict}: {sequel.summary()}")
+            tally.count(verdict, f"{plan.crash.value} at {k}, {where}, seed {seed}: {verdict}: {summary}")
             if plan.then is not None and tally.cases % plan.then_every == 0 and verdict == "good":
-                tally.add(explore(sequel, plan.then, promised))
+                tally.add(explore(judge(left, history.setup, seed)[2], plan.then, promised))
             if tally.bad >= plan.enough:
                 return tally
     return tally

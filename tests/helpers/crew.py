@@ -15,6 +15,9 @@ from typing import Any
 
 from zero_offload.errors import RankError, StorageError
 
+HAND_ON = 0.3
+"""How often the others are offered a turn: on a busy machine, waking a thread takes longer than a turn does."""
+
 
 class Killed(BaseException):
     """The process is no more: no handler for errors may see it."""
@@ -54,7 +57,7 @@ class Crew:
 
     def turn(self) -> None:
         """Another rank may go on from here."""
-        if len(self._batons) > 1:
+        if len(self._batons) > 1 and self._rng.random() < HAND_ON:
             self._pass_on(self.rank)
 
     def meet(self, said: Any) -> list[Any]:

@@ -32,7 +32,7 @@ from zero_offload.errors import CheckpointError, ConfigError, IntegrityError, Ze
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.shards.shard import Component, components_of
 from zero_offload.shards.store import ShardStore
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.directory import RunDirectory, sync_path
 from zero_offload.storage.manifest import read_manifest, write_manifest
 from zero_offload.storage.swap_file import SwapFile, extent_record
 
@@ -182,7 +182,7 @@ class GenerationKeeper:
         """A commit in a directory that power loss takes with it would be none."""
         if self._durability is Durability.COMMIT:
             for directory in self._directories:
-                directory.sync_path()
+                sync_path(directory)
 
     def adopt(self, store: ShardStore, swap: SwapFile) -> None:
         """Use these shards from now on; the swap file is there."""
@@ -234,8 +234,7 @@ class GenerationKeeper:
             return
         assert self.found is not None
         swap.sync()
-        for name in (rank_manifest_name(self._ranks.rank, self.found.number), GENERATION_NAME):
-            self._home.sync_file(name)
+        self._home.sync([rank_manifest_name(self._ranks.rank, self.found.number), GENERATION_NAME])
         self._flush_names()
         self._flush_paths()
 

@@ -221,31 +221,16 @@ class RunDirectory:
                 nbytes += self.system.lstat(self.path_of(name).name, self.dir_fd).st_blocks * 512
         return nbytes
 
-    def sync(self) -> None:
-        """Return once the directory's names (creations, renames, removals) are on the medium."""
+    def sync(self, files: Iterable[str] = ()) -> None:
+        """Return once these files' bytes and the directory's names (creations, renames, removals) are on the medium."""
+        for name in files:
+            file = self.open_file(name, caching=Caching.BUFFERED)
+            try:
+                file.sync()
+            finally:
+                file.close()
         with naming_errors("flush", self.path):
             self.system.fsync(self.dir_fd)
-
-    def sync_file(self, name: str) -> None:
-        """Return once the bytes of a file are on the medium."""
-        file = self.open_file(name, caching=Caching.BUFFERED)
-        try:
-            file.sync()
-        finally:
-            file.close()
-
-    def sync_path(self) -> None:
-        """The same of the names that lead here: on this file system, as far as this user may open what has them."""
-        device = self.system.fstat(self.dir_fd).st_dev
-        for parent in self.path.parents:
-            with naming_errors("flush", parent), contextlib.suppress(PermissionError):
-                fd = self.system.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    if self.system.fstat(fd).st_dev != device:
-                        return
-                    self.system.fsync(fd)
-                finally:
-                    self.system.close(fd)
 
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
@@ -269,6 +254,24 @@ class RunDirectory:
             if fd >= 0:
                 self.system.close(fd)
         self._lock_fd = self._dir_fd = -1
+
+
+def sync_path(directory: RunDirectory) -> None:
+    """Return once the names that lead to a directory are on the medium.
+
+    On its file system, and as far as this user may open the directories on the way.
+    """
+    system = directory.system
+    device = system.fstat(directory.dir_fd).st_dev
+    for parent in directory.path.parents:
+        with naming_errors("flush", parent), contextlib.suppress(PermissionError):
+            fd = system.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if system.fstat(fd).st_dev != device:
+                    return
+                system.fsync(fd)
+            finally:
+                system.close(fd)
 
 
 def _open_unnamed(system: FileSystem, dir_fd: int) -> int:

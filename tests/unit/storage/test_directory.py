@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
-from zero_offload.storage.directory import Caching, RunDirectory
+from zero_offload.storage.directory import Caching, RunDirectory, sync_path
+from zero_offload.storage.system import FileSystem
 from zero_offload.types import MIB
 
 
@@ -366,3 +367,47 @@ def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
         usage = os.statvfs(tmp_path)
         assert 0 < directory.free_bytes <= usage.f_blocks * usage.f_frsize
         directory.sync()
+
+
+class _Flushes(FileSystem):
+    """Notes what is flushed; some directories may not be opened, some are on another file system."""
+
+    def __init__(self, locked: Path, elsewhere: Path) -> None:
+        self._locked, self._elsewhere = locked, elsewhere
+        self.flushed: list[Path] = []
+
+    def open(self, path: str | Path, flags: int, dir_fd: int | None = None) -> int:
+        if path == self._locked:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return super().open(path, flags, dir_fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        info = super().fstat(fd)
+        if os.path.samestat(info, self._elsewhere.stat()):
+            return os.stat_result((info.st_mode, info.st_ino, -1, *tuple(info)[3:]))
+        return info
+
+    def fsync(self, fd: int) -> None:
+        self.flushed.append(Path(os.readlink(f"/proc/self/fd/{fd}")))
+        super().fsync(fd)
+
+
+def test_the_names_that_lead_to_a_directory_are_flushed(tmp_path: Path) -> None:
+    """On its own file system, but for those in directories that this user may not open."""
+    path = tmp_path / "mount" / "a" / "locked" / "b" / "run"
+    system = _Flushes(locked=tmp_path / "mount" / "a" / "locked", elsewhere=tmp_path)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with RunDirectory.open(path, system) as directory:
+        sync_path(directory)
+    assert system.flushed == [path.parent, tmp_path / "mount" / "a", tmp_path / "mount"]
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_a_file_is_flushed_with_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    with RunDirectory.open(tmp_path) as directory:
+        directory.create_file("f", 4096).close()
+        directory.sync(["f"])
+    assert flushed == [str(tmp_path / "f"), str(tmp_path)]
