@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.crash_disk import Sync
 from tests.helpers.crash_run import Crash, Plan, Setup, explore, play
 from tests.helpers.crashfs import CrashFS
 from zero_offload.config import Durability
@@ -56,3 +57,15 @@ def test_power_loss_while_a_run_is_discarded(setup: Setup) -> None:
     assert history.opened[0][0] == 0
     tally = explore(replace(history, setup=setup), Plan(Crash.POWER, range(8), every=2 * setup.world_size - 1))
     assert tally.bad == 0, tally.first_bad
+
+
+@pytest.mark.parametrize("setup", [COMMIT, STRIPED], ids=str)
+def test_what_a_commit_flushes(setup: Setup) -> None:
+    """The swap file in each directory, two manifests, and twice the names; nothing where only kills are survived."""
+    history = play(CrashFS(), setup, 3, 0)
+    second, third = (at for at, _ in history.reported[-2:])
+    flushes = [op for op in history.fs.journal[second:third] if isinstance(op, Sync)]
+    assert len(flushes) == len(setup.directories) + 4
+    cheap = play(CrashFS(), replace(setup, durability=Durability.PROCESS), 3, 0)
+    resumed = play(CrashFS(cheap.fs.disk()), cheap.setup, 1, 0)
+    assert not any(isinstance(op, Sync) for op in cheap.fs.journal + resumed.fs.journal)
