@@ -46,14 +46,6 @@ def _without(owner: object, name: str) -> Patch:
     return lambda: mock.patch.object(owner, name, _nothing)
 
 
-@contextmanager
-def _both(*patches: Patch) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch())
-        yield
-
-
 def _unflushed_manifests() -> AbstractContextManager[Any]:
     real = manifest._write_file
     return mock.patch.object(manifest, "_write_file", lambda *args: real(*args[:3], Durability.PROCESS))
@@ -132,13 +124,12 @@ class _LonelyRun(Run):
         self.keeper._ranks = ranks
 
 
-def _lonely() -> AbstractContextManager[Any]:
+def _unchecked() -> AbstractContextManager[Any]:
     """Digests of others are not known, so none is looked at."""
-    unchecked = mock.patch.object(generation, "read_manifest", lambda home, name, *_: read_manifest(home, name))
-    return _both(lambda: unchecked, lambda: mock.patch.object(crash_run, "Run", _LonelyRun))
+    return mock.patch.object(generation, "read_manifest", lambda home, name, *_: read_manifest(home, name))
 
 
-def _lonely_and_newest() -> AbstractContextManager[Any]:
+def _newest() -> AbstractContextManager[Any]:
     """Nor is the global manifest: a rank goes on from the newest of its own."""
 
     def newest(keeper: GenerationKeeper) -> dict[str, Any]:
@@ -146,7 +137,7 @@ def _lonely_and_newest() -> AbstractContextManager[Any]:
         found = [read_manifest(keeper._home, name) for name in names]
         return max((each for each in found if each is not None), key=lambda payload: int(payload["step"]))
 
-    return _both(_lonely, lambda: mock.patch.object(GenerationKeeper, "rank_payload", newest))
+    return mock.patch.object(GenerationKeeper, "rank_payload", newest)
 
 
 def _no_checksums() -> AbstractContextManager[Any]:
@@ -156,50 +147,49 @@ def _no_checksums() -> AbstractContextManager[Any]:
 NO_FDATASYNC = _without(SwapFile, "sync")
 
 
+def _runs_as(kind: type[Run]) -> Patch:
+    return lambda: mock.patch.object(crash_run, "Run", kind)
+
+
 @dataclass(frozen=True)
 class Variant:
     setup: Setup
     plan: Plan
     patch: Patch
+    """What the run that crashes lacks."""
     verdicts: frozenset[str]
     """What must come of it, among others."""
+    recovery: Patch = contextlib.nullcontext
+    """What those that go on from it lack too."""
 
 
 LOST, OLDER, WRONG = "unrecoverable", "older than promised", "wrong states"
+HASTY, LONELY = _runs_as(_HastyRun), _runs_as(_LonelyRun)
+NO_FLUSH_FOUND = _without(GenerationKeeper, "_flush_found")
 VARIANTS = {
     "no fdatasync before the rank manifest": Variant(COMMIT, POWER, NO_FDATASYNC, frozenset({LOST})),
-    "no fdatasync, no checksums": Variant(
-        COMMIT, POWER, lambda: _both(NO_FDATASYNC, _no_checksums), frozenset({WRONG})
-    ),
+    "no fdatasync, no checksums": Variant(COMMIT, POWER, NO_FDATASYNC, frozenset({WRONG}), _no_checksums),
     "manifests not flushed": Variant(COMMIT, POWER, _unflushed_manifests, frozenset({LOST})),
     "directory not flushed": Variant(COMMIT, POWER, _without(RunDirectory, "sync"), frozenset({LOST, OLDER})),
     "second directory not flushed": Variant(
         replace(COMMIT, directories=("/a/run", "/b/run")), POWER, _only_the_first_directory, frozenset({LOST})
     ),
     "path to the directory not flushed": Variant(COMMIT, POWER, _without(generation, "sync_path"), frozenset({OLDER})),
-    "slot reused before the commit is acknowledged": Variant(
-        COMMIT, POWER, lambda: mock.patch.object(crash_run, "Run", _HastyRun), frozenset({LOST})
-    ),
-    "slot reused, no checksums": Variant(
-        COMMIT,
-        POWER,
-        lambda: _both(lambda: mock.patch.object(crash_run, "Run", _HastyRun), _no_checksums),
-        frozenset({WRONG}),
-    ),
+    "slot reused before the commit is acknowledged": Variant(COMMIT, POWER, HASTY, frozenset({LOST})),
+    "slot reused, no checksums": Variant(COMMIT, POWER, HASTY, frozenset({WRONG}), _no_checksums),
     "one slot, written in place": Variant(
         THIRD, POWER, lambda: mock.patch.object(Shard, "writable_slot", lambda shard: 0), frozenset({LOST})
     ),
-    "writes not waited for": Variant(
-        PROCESS, KILL, lambda: mock.patch.object(crash_run, "Run", _CarelessRun), frozenset({LOST})
-    ),
+    "writes not waited for": Variant(PROCESS, KILL, _runs_as(_CarelessRun), frozenset({LOST})),
     "manifests written in place": Variant(PROCESS, KILL, _manifests_in_place, frozenset({LOST})),
-    "global manifest before the other rank's": Variant(RANKS, POWER, _lonely, frozenset({LOST})),
-    "ranks commit alone, each its own manifest": Variant(RANKS, POWER, _lonely_and_newest, frozenset({WRONG})),
+    "global manifest before the other rank's": Variant(RANKS, POWER, LONELY, frozenset({LOST}), _unchecked),
+    "ranks commit alone, each its own manifest": Variant(RANKS, POWER, LONELY, frozenset({WRONG}), _newest),
     "what a resume found is not flushed": Variant(
         COMMIT,
         Plan(Crash.KILL, range(1), then=Plan(Crash.POWER, range(8))),
-        _without(GenerationKeeper, "_flush_found"),
+        NO_FLUSH_FOUND,
         frozenset({LOST, OLDER}),
+        NO_FLUSH_FOUND,
     ),
 }
 
@@ -208,7 +198,8 @@ def _explore(variant: Variant, narrow: Callable[[Plan, int], Plan] = lambda plan
     """`narrow` may change the plan, given the number of operations."""
     with variant.patch():
         history = play(CrashFS(), variant.setup, 6, 0)
-        assert history.errors == []
+    assert history.errors == []
+    with variant.recovery():
         return explore(history, narrow(variant.plan, len(history.fs.journal)))
 
 

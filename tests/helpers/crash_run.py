@@ -171,8 +171,10 @@ class Run:
         self.keeper.commit(StepRecord(self.step, {}, [], None, {"step": self.step}, None))
 
     def wrong_arrays(self) -> list[str]:
-        """The arrays that are not what this step's are, and values that forward would not get."""
-        return [
+        """Arrays that are not what this step's are, values that forward would not get, the record of another step."""
+        found = self.keeper.found
+        record = ["extra"] if found is not None and found.payload["extra"] != {"step": self.step} else []
+        return record + [
             f"rank {self.rank} section {shard.layout.index} {component.value}"
             for shard in self.store.shards
             for component in components_of(shard.layout)
