@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tests.helpers.crashfs import CrashFS
 from zero_offload import native
 from zero_offload.errors import IntegrityError, StorageError
-from zero_offload.storage.engine import BlockTable, EngineStats, Ticket, Urgency
+from zero_offload.storage.engine import BlockTable, EngineStats, Lasting, Ticket, Urgency
 
 
 class CrashEngine:
@@ -22,7 +22,9 @@ class CrashEngine:
         self._failed: dict[int, Exception] = {}
         self._next = 0
 
-    def name_file(self, fd: int, path: str) -> None: ...
+    def name_file(self, fd: int, path: str, drive: int = 0) -> None: ...
+
+    def add_memory(self, region: Lasting) -> None: ...
 
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._launch(blocks, address, self._read_verified)

@@ -108,7 +108,7 @@ def mounted(fs: CrashFS, seed: int) -> Iterator[None]:
     with (
         mock.patch.object(run_files, "RunDirectory", directory),
         mock.patch.object(generation.uuid, "uuid4", lambda: SimpleNamespace(hex=f"{seeds.getrandbits(128):032x}")),
-        mock.patch.object(run_files, "open_engine", lambda _: CrashEngine(fs, seeds.randrange(1 << 30))),
+        mock.patch.object(run_files, "open_engine", lambda *_: CrashEngine(fs, seeds.randrange(1 << 30))),
     ):
         yield
 
