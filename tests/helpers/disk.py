@@ -22,7 +22,7 @@ from zero_offload.api import runtime_of
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.storage.native_engine import NativeEngine
 
-SWAP, GENERATION = "rank0.swap", "generation.json"
+SWAP = "rank0.swap"
 
 
 def open_model(nvme: Path | str, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, zo.AdamW]:
@@ -105,9 +105,15 @@ def abandon(model: nn.Module) -> None:
         zo.close(model)
 
 
-def committed_blocks(nvme: Path) -> list[tuple[int, str]]:
+def generation_file(nvme: Path, number: int | None = None) -> Path:
+    """The manifest of the newest generation, or of the one with this number."""
+    found = {json.loads(path.read_text())["payload"]["number"]: path for path in nvme.glob("generation-*.json")}
+    return found[max(found) if number is None else number]
+
+
+def committed_blocks(nvme: Path, number: int | None = None) -> list[tuple[int, str]]:
     """(offset, component) of the first block of every array that the generation names."""
-    generation = json.loads((nvme / GENERATION).read_text())["payload"]
+    generation = json.loads(generation_file(nvme, number).read_text())["payload"]
     manifest = json.loads((nvme / generation["ranks"][0]["manifest"]).read_text())["payload"]
     return [
         (entry["offset"][0], component)

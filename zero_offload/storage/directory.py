@@ -154,13 +154,6 @@ class RunDirectory:
             raise StorageError(f"{self.path} is closed in process {os.getpid()}; open it again")
         return self._dir_fd
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes this user may still write to the file system."""
-        with naming_errors("measure", self.path):
-            usage = os.fstatvfs(self.dir_fd)
-        return usage.f_bavail * usage.f_frsize
-
     def path_of(self, name: str) -> Path:
         """The path of a file of ours; a name that could leave the directory is refused."""
         if not _NAME.fullmatch(name):
@@ -260,6 +253,11 @@ class RunDirectory:
         self._lock_fd = self._dir_fd = -1
 
 
+def hold_directory(path: Path) -> RunDirectory:
+    """Open and lock an existing directory only to read it: nothing is written, not even the lock's holder."""
+    return RunDirectory._lock_with(partial(_open_lock, "lock", 0, _take_to_read), path.absolute())
+
+
 def _open_unnamed(dir_fd: int) -> int:
     try:
         return os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
@@ -326,9 +324,18 @@ def _open_lock(action: str, flags: int, take: Callable[[Path, int], None], path:
     return fd
 
 
-def _take_lock(path: Path, fd: int) -> None:
+def _take_alone(path: Path, fd: int) -> None:
     if not _try_lock(fd, fcntl.LOCK_EX):
         raise LockError(_describe_holder(path, fd))
+
+
+def _take_to_read(path: Path, fd: int) -> None:
+    _take_alone(path, fd)
+    _hold_shared(path, fd)
+
+
+def _take_lock(path: Path, fd: int) -> None:
+    _take_alone(path, fd)
     if os.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
         raise LockError(f"{path} was being deleted; try again")
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")

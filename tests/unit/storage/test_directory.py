@@ -359,10 +359,3 @@ def test_close_and_remove(tmp_path: Path) -> None:
     directory.remove(["f"])
     assert directory.close_and_remove()
     assert not (tmp_path / "run").exists()
-
-
-def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
-    with RunDirectory.open(tmp_path) as directory:
-        usage = os.statvfs(tmp_path)
-        assert 0 < directory.free_bytes <= usage.f_blocks * usage.f_frsize
-        directory.sync()
