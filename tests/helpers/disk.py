@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,26 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
         file.seek(offset)
         file.write(bytes([byte ^ (1 << bit)]))
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def sharing_disk(path: Path, kind: str) -> Iterator[Path]:
+    """A file system whose files can share blocks, "btrfs" or "xfs"; skips the test where there is none to be had."""
+    maker = shutil.which(f"mkfs.{kind}")
+    if os.geteuid() != 0 or maker is None:
+        pytest.skip(f"needs root and mkfs.{kind}")
+    image = path.with_suffix(".image")
+    with image.open("wb") as file:
+        file.truncate(1 << 30)  # the smallest that XFS takes is 300 MiB; the file is sparse
+    path.mkdir(mode=0o700)
+    subprocess.run([maker, "-q", str(image)], check=True, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(path)], check=False, capture_output=True).returncode != 0:
+        pytest.skip(f"{kind} cannot be mounted here")
+    try:
+        path.chmod(0o700)
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @contextlib.contextmanager

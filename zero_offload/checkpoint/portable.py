@@ -9,6 +9,7 @@ refuses it.
 from __future__ import annotations
 
 import contextlib
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from zero_offload.checkpoint.clone import can_share, clone_blocks
 from zero_offload.checkpoint.format import Generation, StepRecord, check_fingerprint, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
@@ -24,11 +26,11 @@ from zero_offload.config import Durability
 from zero_offload.errors import CheckpointError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout, ShardLayout
-from zero_offload.shards.shard import Component, component_dtype
+from zero_offload.shards.shard import Component, Shard, component_dtype
 from zero_offload.shards.store import ChunkSource, ShardStore
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.directory import RunDirectory, naming_errors
 from zero_offload.storage.engine import open_engine
-from zero_offload.storage.swap_file import SwapFile
+from zero_offload.storage.swap_file import SECTOR, SwapFile
 from zero_offload.types import StateKind, Tier
 
 IO_THREADS = 2
@@ -37,6 +39,8 @@ _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 
 def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, record: StepRecord) -> None:
     """Copy every shard of this rank to `path`, chunk by chunk, and make it a checkpoint. Collective.
+
+    What rests on disk is shared with the checkpoint's files where they are on the same file system and it can.
 
     Raises CheckpointError when the directory holds one already, CapacityError, StorageError.
     """
@@ -56,14 +60,43 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
-            swap.create()
+            shares = _create(swap, directory, store)
             cleanup.callback(swap.close)
             for source, target in zip(store.shards, copy.shards, strict=True):
-                copy.write_components(target, _copy_chunks(store, source.layout))
+                if shares and _cloned(source, target):
+                    copy.finish_update(target)
+                else:
+                    copy.write_components(target, _copy_chunks(store, source.layout))
         keeper.adopt(copy, swap)
         keeper.commit(record)
     with ranks.exchange.together():
         pass  # every rank has let go of the directory: whoever opens it next does not meet a lock
+
+
+def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:
+    """Make the checkpoint's file; whether it can share blocks with the run's."""
+    resting = next((shard for shard in store.shards if shard.on_disk), None)
+    if resting is None or not can_share(next(iter(resting.slots[resting.current].values())), directory):
+        swap.create()
+        return False
+    # Blocks that are shared take no space, so none is reserved for them.
+    file = directory.create_file(swap.name, SECTOR)
+    try:
+        with naming_errors("make", file.path):
+            os.ftruncate(file.fd, max(swap.nbytes, SECTOR))
+    finally:
+        file.close()
+    swap.open_existing()
+    return True
+
+
+def _cloned(source: Shard, target: Shard) -> bool:
+    """Whether the blocks of a shard that rests on disk could be shared with the checkpoint's file."""
+    if not source.on_disk:
+        return False
+    source.settle()
+    there, here = source.slots[source.current], target.slots[target.current]
+    return all(clone_blocks(there[component], extent) for component, extent in here.items())
 
 
 def _open_directory(path: Path, ranks: Ranks) -> RunDirectory:
