@@ -107,6 +107,7 @@ def close_after(rank: int, world_size: int, case: Case, path: str) -> None:
     zo.close(model)
 
 
+@pytest.mark.full
 def test_three_ranks_whose_borders_cut_tensors(pool: RankPool, tmp_path: Path) -> None:
     case = Case({"params": "cpu", "optimizer": "nvme", "nvme": tmp_path / "run"})
     pool.succeed(close_after, case, str(tmp_path / "expected"))

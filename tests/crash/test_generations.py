@@ -181,7 +181,7 @@ DEATHS = [
     ("after unlink", 1),
     pytest.param("write", 1, marks=pytest.mark.full),
     pytest.param("before rename", 1, marks=pytest.mark.full),
-    ("after rename", 2),
+    pytest.param("after rename", 2, marks=pytest.mark.full),
 ]
 
 

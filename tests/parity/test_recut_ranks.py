@@ -14,18 +14,21 @@ import pytest
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Failure, Outcome, RankPools
+from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.checkpoint.portable import SavedCheckpoint
+from zero_offload.storage.swap_file import SwapFile
 
 SETTINGS: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "existing": "resume", "precision": "bf16"}
 CHANGES = [
     # ranks and settings before, and after
     (1, {}, 2, {}),
-    (2, {}, 1, {}),
     (2, {}, 3, {}),
-    (2, {"stage": 1}, 2, {"stage": 3}),
     (2, {"stage": 3}, 2, {"stage": 0, "params": "cpu", "optimizer": "cpu"}),
     (2, {"params": "cpu", "optimizer": "cpu"}, 1, {"optimizer": "cpu", "precision": "bf16"}),
 ]
 FULL = [
+    (2, {}, 1, {}),
+    (2, {"stage": 1}, 2, {"stage": 3}),
     (2, {"stage": 0}, 3, {"stage": 2}),
     (3, {"stage": 2, "precision": "fp32"}, 1, {"precision": "fp32"}),
     (3, {"precision": "fp16"}, 2, {"stage": 1, "precision": "fp16"}),
@@ -77,6 +80,23 @@ def resume_only(rank: int, world_size: int, case: Case) -> int:
     return resumed.step
 
 
+def one_fails(rank: int, world_size: int, case: Case, place: str) -> None:
+    """Rank 1 does not come to the end of cutting the files anew."""
+    owner: type = {"_rank_payload": GenerationKeeper, "source": SavedCheckpoint, "create": SwapFile}[place]
+    original = getattr(owner, place)
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if rank == 1:
+            raise zo.StorageError("the drive is on fire")
+        return original(*args, **kwargs)
+
+    setattr(owner, place, failing)
+    try:
+        ranks.start(case)
+    finally:
+        setattr(owner, place, original)
+
+
 def one_goes_back(rank: int, world_size: int, case: Case) -> None:
     settings = case.settings | ({"generation": 1} if rank == 1 else {})
     ranks.start(replace(case, settings=settings))
@@ -126,6 +146,19 @@ def test_ranks_that_would_go_on_from_different_generations(pools: RankPools, tmp
     assert all(isinstance(result, Failure) and result.kind == "CheckpointError" for result in results), results
     assert "rank 1 goes on from generation 1, rank 0 from 2; give all ranks the same generation=" in results[0].message
     assert pools.of(2).succeed(resume_only, case) == [2, 2]
+
+
+@pytest.mark.parametrize("place", ["_rank_payload", "source", "create"])
+def test_one_rank_fails_while_files_are_cut_anew(place: str, pools: RankPools, tmp_path: Path) -> None:
+    case = Case(SETTINGS | {"nvme": tmp_path / "run"}, num_steps=2)
+    pools.of(1).succeed(first_steps, case, str(tmp_path / "saved"))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    for nvme, world_size in (("run", 2), ("copy", 1)):
+        here = replace(case, settings=case.settings | {"nvme": tmp_path / nvme})
+        results = pools.of(2).call(one_fails, here, place)
+        assert [result.kind for result in results] == ["StorageError"] * 2, results
+        assert results[0].message == "rank 1: the drive is on fire"
+        assert pools.of(world_size).succeed(resume_only, here) == [2] * world_size
 
 
 def test_all_ranks_go_back(pools: RankPools, tmp_path: Path) -> None:

@@ -79,13 +79,20 @@ def open_generation(
                 f"{path} is no checkpoint: it holds no generation. Name a directory that zo.save_checkpoint has "
                 "written, or the NVMe directory of a run"
             )
-        others = other_directories(found)
+        others = other_directories(found, path)
     return found, directories + take_directories(others, ranks, cleanup, locks=locks)
 
 
-def other_directories(generation: Generation) -> list[Path]:
+def other_directories(generation: Generation, home: Path) -> list[Path]:
     """Where the rest of a striped generation is, as it recorded it."""
-    paths = [Path(path) for path in generation.directories[1:]]
+    first, *rest = generation.directories or [""]
+    paths = [Path(path) for path in rest]
+    if rest and not (Path(first).is_dir() and home.samefile(first)):
+        # Of a copy, the recorded directories are those of its original.
+        raise CheckpointError(
+            f"{generation} is striped over {len(paths) + 1} directories, of which the first was {first}, not {home}; "
+            "move or mount them to where they were, or resume it with all of them in nvme="
+        )
     if missing := [str(path) for path in paths if not path.is_dir()]:
         raise CheckpointError(
             f"{generation} is striped over {len(paths) + 1} directories, of which {', '.join(missing)} cannot be "

@@ -74,7 +74,7 @@ def _verify(generation: Generation, home: RunDirectory, cleanup: contextlib.Exit
 
     with contextlib.ExitStack() as files:
         try:
-            others = take_directories(other_directories(generation), alone(), files, locks=locks)
+            others = take_directories(other_directories(generation, home.path), alone(), files, locks=locks)
             engine = open_engine(IO_THREADS)
             files.callback(engine.close)
             saved = SavedGeneration(generation, [home, *others], engine)

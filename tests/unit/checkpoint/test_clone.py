@@ -149,7 +149,8 @@ def _used_bytes(path: Path) -> int:
     return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
 
 
-@pytest.mark.parametrize("kind", [pytest.param("btrfs", marks=pytest.mark.full), "xfs"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["btrfs", "xfs"])
 def test_a_file_system_that_shares_blocks(kind: str, tmp_path: Path, reads: list[int]) -> None:
     with sharing_disk(tmp_path / kind, kind) as disk:
         model, optimizer = open_model(disk / "run", build(lambda: TinyLM(512)))
