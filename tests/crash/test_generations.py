@@ -148,6 +148,16 @@ def test_after_a_commit_of_its_own_a_run_names_no_older_one(nvme: Path) -> None:
     abandon(model)
 
 
+def test_a_damaged_list_of_files_is_written_again(nvme: Path) -> None:
+    write_run(nvme, 4)
+    whole = (nvme / "run.json").read_bytes()
+    flip_bit(nvme / "run.json", 90)
+    with pytest.raises(zo.IntegrityError, match="run.json"):  # what to delete, nobody knows
+        open_model(nvme, existing="discard")
+    assert assert_finishes(nvme, STEPS) == 4
+    assert (nvme / "run.json").read_bytes() == whole
+
+
 # One that is written over, and one that must not come back
 
 

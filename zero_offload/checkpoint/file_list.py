@@ -20,7 +20,7 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
 )
 from zero_offload.config import Durability
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import IntegrityError, ZeroOffloadError
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
 
@@ -69,15 +69,18 @@ class FileList:
         }
         write_manifest(self._home, RUN_NAME, payload | facts, self._durability)
 
-    def announced(self) -> set[str]:
-        """What `run.json` says now."""
-        return set(_announced(self._home))
+    def announced(self, what: str = "files") -> list[str]:
+        """What `run.json` says now; nothing where it is damaged: a generation needs no list to be gone on from."""
+        try:
+            return _announced(self._home, what)
+        except IntegrityError:
+            return []
 
     def other_paths(self, found: Generation) -> list[Path]:
         """Directories of the run that wrote this generation, as far as they exist, that are none of this run's."""
         own = [directory.path for directory in self._directories]
         paths: list[Path] = []
-        for home, *rest in filter(None, (found.directories, _announced(self._home, "directories"))):
+        for home, *rest in filter(None, (found.directories, self.announced("directories"))):
             # A copy of a run names the directories of its original, which are none of ours.
             if Path(home).is_dir() and own[0].samefile(home):
                 paths += [path for path in map(Path, rest) if path.is_dir()]
@@ -85,12 +88,12 @@ class FileList:
 
     def remove_all(self) -> None:
         """Delete the files of an earlier run that its manifest names."""
-        names = self.announced()
+        names = _announced(self._home)
         # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
         # files goes last, with its directory.
         self._home.remove(GENERATION_NAMES)
         for directory in reversed(self._directories):
-            directory.remove(sorted(names))
+            directory.remove(names)
 
     def remove_manifests(self, names: Sequence[str]) -> None:
         """Delete generations' manifests, for good, before anything that they name is touched."""
@@ -101,6 +104,6 @@ class FileList:
 
     def keep_only(self, names: Collection[str], others: Sequence[RunDirectory]) -> None:
         """Delete what is announced and not among these."""
-        stale = sorted(self.announced() - {*names, *ALWAYS})
+        stale = sorted(set(self.announced()) - {*names, *ALWAYS})
         for directory in (*others, *self._directories):
             directory.remove(stale)

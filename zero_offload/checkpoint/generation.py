@@ -197,7 +197,7 @@ class GenerationKeeper:
             last = {name for name, each in generations.items() if each in kept and each.edition == self.edition}
         # First the manifests, so that a crash in between leaves none that names what is gone.
         self.files.remove_manifests([name for name in (*generations, *self._history.damaged) if name not in last])
-        if others or self.files.announced() != {*self._names, *ALWAYS}:
+        if others or set(self.files.announced()) != {*self._names, *ALWAYS}:
             self.files.keep_only(self._names, others)
             self.files.announce(self.run_id, self._names)
 
