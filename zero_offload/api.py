@@ -39,6 +39,8 @@ class Resumed:
     extra: Any
     """What `commit` was given; None when the step was committed without it."""
     committed_at: str
+    number: int = 0
+    """Of the generation, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
 
 
 def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> OffloadedModel | None:
@@ -161,9 +163,10 @@ def load_checkpoint(
 ) -> Resumed:
     """Replace parameters, optimizer states and hyperparameters by a checkpoint's. Every rank must call.
 
-    `scaler` gets the state of the one that the run had. Generators are restored when the number of ranks is the same.
-    Raises CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not
-    what was written.
+    `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets
+    the state of the one that the run had. Generators are restored when the number of ranks is the same. Raises
+    CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not what was
+    written, LockError when a run is at work in `path`.
     """
     owner = _need_runtime(model, "zo.load_checkpoint")
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
@@ -171,7 +174,7 @@ def load_checkpoint(
     _restore_scaler(generation, scaler, str(path))
     if rng is not None:
         restore_rng(rng)
-    return Resumed(generation.step, generation.payload.get("extra"), generation.committed_at)
+    return _resumed(generation)
 
 
 def _groups(generation: Generation) -> list[dict[str, Any]]:
@@ -205,10 +208,20 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     where = f"the generation of step {found.step}"
     restore_groups(optimizer, _groups(found), where)
     _restore_scaler(found, scaler, where)
-    rng = keeper.rank_payload().get("rng")
-    if rng is not None:
-        restore_rng(rng)
-    return Resumed(found.step, found.payload.get("extra"), found.committed_at)
+    if keeper.rng is not None:
+        restore_rng(keeper.rng)
+    elif found.world_size != owner.parts.ranks.world_size and owner.parts.ranks.rank == 0:
+        warnings.warn(
+            f"{where} has the random number generators of {found.world_size} ranks, this run has "
+            f"{owner.parts.ranks.world_size}: they are not restored. Parameters, optimizer states and "
+            "hyperparameters are; seed the generators of each rank as for a new run",
+            stacklevel=2,
+        )
+    return _resumed(found)
+
+
+def _resumed(found: Generation) -> Resumed:
+    return Resumed(found.step, found.payload.get("extra"), found.committed_at, found.number)
 
 
 def stats(model: nn.Module) -> Stats:

@@ -8,7 +8,6 @@ every field and raises one ConfigError listing all problems; then read through t
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from zero_offload.errors import ConfigError
+from zero_offload.problems import list_problems, unknown_names
 from zero_offload.types import Branches as Branches
 from zero_offload.types import Durability as Durability
 from zero_offload.types import EngineKind, StateKind, Tier, parse_bytes
@@ -64,6 +64,8 @@ class OffloadConfig:
     nvme: str | Path | Sequence[str | Path] | None = None
     """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
     existing: str = "refuse"
+    generation: int | None = None
+    """With existing="resume": the number of the one to go on from; None is the newest."""
     precision: str | Precision = "bf16"
     """"bf16", "fp16" (with `zo.GradScaler`), "fp32" or a Precision. Read it as `numerics`."""
     device_memory: int | str | None = None
@@ -85,7 +87,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         if problems := _find_problems(settings):
-            raise ConfigError(_list_problems(problems))
+            raise ConfigError(list_problems("OffloadConfig has", problems))
         # One spelling per setting from here on, so that equal requests compare equal.
         for name, value in _normalize(settings).items():
             object.__setattr__(self, name, value)
@@ -141,7 +143,7 @@ class OffloadConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON and TOML, of which `from_dict` makes an equal config. Raises for classes as keys."""
         if classes := [key.__name__ for key in self.numerics.modules if isinstance(key, type)]:
-            raise ConfigError(_list_problems([_no_classes(classes)]))
+            raise ConfigError(list_problems("OffloadConfig has", [_no_classes(classes)]))
         return asdict(self) | {"nvme": [str(path) for path in self.nvme_dirs]}
 
     @classmethod
@@ -149,16 +151,16 @@ class OffloadConfig:
         """Build from plain values; every unknown key is an error that offers the nearest name."""
         defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         settings = defaults | {name: value for name, value in values.items() if name in defaults}
-        problems = _unknown_names(values, list(defaults))
+        problems = unknown_names(values, list(defaults))
         if isinstance(precision := settings["precision"], Mapping):
             names = [field.name for field in fields(Precision)]
-            problems += _unknown_names(precision, names, prefix="precision.")
+            problems += unknown_names(precision, names, prefix="precision.")
             settings["precision"] = Precision(**{name: precision[name] for name in names if name in precision})
             modules = settings["precision"].modules
             if isinstance(modules, Mapping) and (classes := [str(key) for key in modules if not isinstance(key, str)]):
                 problems.append(_no_classes(classes))
         if problems:
-            raise ConfigError(_list_problems(problems + _find_problems(settings)))
+            raise ConfigError(list_problems("OffloadConfig has", problems + _find_problems(settings)))
         return cls(**settings)
 
     @classmethod
@@ -180,20 +182,6 @@ _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TIERS = tuple(tier.value for tier in Tier)
 _STATES = ("params", "grads", "optimizer", "activations")
 _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
-
-
-def _list_problems(problems: Sequence[str]) -> str:
-    noun = "problem" if len(problems) == 1 else "problems"
-    return "\n".join([f"OffloadConfig has {len(problems)} {noun}:", *(f"  - {line}" for line in problems)])
-
-
-def _unknown_names(values: Mapping[str, Any], names: Sequence[str], prefix: str = "") -> list[str]:
-    problems = []
-    for key in (key for key in values if key not in names):
-        near = difflib.get_close_matches(str(key), names, n=1)
-        hint = f"did you mean {prefix}{near[0]}? " if near else ""
-        problems.append(f"unknown setting {prefix}{key}: {hint}the settings are {', '.join(names)}")
-    return problems
 
 
 def _no_classes(names: Sequence[str]) -> str:
@@ -275,6 +263,18 @@ def _check_nvme(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"nvme_capacity={capacity!r} limits no directory; {hint}, or leave the limit out"
 
 
+def _check_generation(settings: Mapping[str, Any]) -> Iterator[str]:
+    number = settings["generation"]
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        yield f"generation={number!r} is no number of a generation; leave it out for the newest"
+    elif settings["existing"] != Existing.RESUME.value:
+        yield f"generation={number} goes on from what is there; add existing='resume', or leave generation out"
+    elif not _as_sequence(settings["nvme"]) or settings["durability"] == Durability.SCRATCH.value:
+        yield f"generation={number} is in no directory: nothing is kept without nvme= or with durability='scratch'"
+
+
 def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
     precision = settings["precision"]
     if isinstance(precision, str):
@@ -342,6 +342,7 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _check_stage,
     _check_placements,
     _check_nvme,
+    _check_generation,
     _check_precision,
     _check_budgets,
     _check_choices,

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.checkpoint.generation import Ranks, reusable_bytes
+from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import Durability, Existing, OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
@@ -94,6 +95,7 @@ def offload(
         files = RunFiles.open(config, layout, ranks, cleanup)
         with exchange.together():
             parts = _build(model, build, ranks, files)
+        files.settle(ranks)
     except BaseException:
         cleanup.close()
         raise
@@ -191,15 +193,14 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
-    if files.keeper is not None and files.keeper.found is not None:
-        files.keeper.restore(files.keeper.rank_payload())
+    files.fill(store, collectives.shard_index)
     move_in(model, units, store, device, values_of=None if files.found is not None else collectives.shard_index)
     store.staging.drop()
     collectives.counters = store.counters
     board = UpdateBoard(len(units))
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
-        files.swap.on_error = board.fail
+        files.swap.on_error = files.telling(board.fail)
         if files.scratch is not None:
             files.scratch.on_error = board.fail
     carrier = _make_carrier(build, store)

@@ -234,7 +234,7 @@ class OffloadedModel:
             for shard in self.parts.store.shards:
                 self.parts.store.write_components(shard, saved.source(shard.layout, index))
             same_ranks = saved.generation.world_size == self.parts.ranks.world_size
-            rng = saved.ranks[self.parts.ranks.rank]["rng"] if same_ranks else None
+            rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
             generation = saved.generation
         for unit in self.parts.units:
             self.parts.residency.forget(unit)

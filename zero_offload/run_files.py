@@ -1,7 +1,8 @@
 """The directories, engine, files and generations of one model, opened in the order that several ranks need.
 
 Owns that order; what is opened is closed by the `ExitStack` it is given. The calls: `open`, and `create` once the store
-has planned its extents.
+has planned its extents; to go on from a generation `fill` with every shard in place, and `settle`, which makes what
+was cut anew the newest generation and deletes what it replaces.
 """
 
 from __future__ import annotations
@@ -9,15 +10,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 
-from zero_offload.checkpoint.format import swap_file_name
+from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.portable import SavedCheckpoint
+from zero_offload.checkpoint.saved import SavedGeneration, take_directories
+from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.errors import CheckpointError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.shards.shard import component_dtype, components_of
+from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engine import FileEngine, open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.storage.tuning import PROBE_BYTES, WORTH_BYTES, Scratch, Tuned, tune
 from zero_offload.types import Tier
@@ -33,6 +41,10 @@ class RunFiles:
         self.swap: SwapFile | None = None
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
+        self._earlier: SavedCheckpoint | None = None
+        """The generation found, where it was cut otherwise."""
+        self._others: list[RunDirectory] = []
+        """Directories of the earlier run that are none of this one's."""
 
     @classmethod
     def open(
@@ -48,30 +60,61 @@ class RunFiles:
         directories = _open_directories(config, ranks, cleanup)
         durability = config.effective_durability
         keeper = GenerationKeeper(directories, layout, ranks, durability)
-        if durability is not Durability.SCRATCH:
-            with ranks.exchange.together():
-                keeper.look(Existing(config.existing))
-            keeper.run_id = ranks.exchange.agree(keeper.run_id)
-            files.keeper = keeper
-            with ranks.exchange.together():
-                if keeper.found is None and ranks.rank == 0:
-                    keeper.remove_old()
-                    keeper.announce([swap_file_name(rank) for rank in range(ranks.world_size)])
+        # Closed after the engine, which waits: a forward without a backward leaves writes under way.
+        cleanup.callback(files._close_scratch)
         tuned = _tune(config, directories, _state_bytes(layout), ranks)
         engine = open_engine(tuned.settings, len(directories))
+        cleanup.callback(engine.close)
+        if durability is not Durability.SCRATCH:
+            with ranks.exchange.together():
+                keeper.look(Existing(config.existing), config.generation)
+            keeper.agree()
+            files.keeper = keeper
+            if keeper.found is not None:
+                files._meet(keeper.found, keeper, (directories, ranks, engine), cleanup)
+            else:
+                with ranks.exchange.together():
+                    if ranks.rank == 0:
+                        keeper.begin()
         keeper.weights = keeper.weights or tuned.weights
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
-            files.scratch = SwapFile(directories, "activations", engine, seed, keeper.weights)
-            # Closed after the engine, which waits: a forward without a backward leaves writes under way.
-            cleanup.callback(files.scratch.close)
-        cleanup.callback(engine.close)
-        files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed, keeper.weights)
+            files.scratch = SwapFile(directories, "activations", engine, seed, tuned.weights)
+        name = swap_file_name(ranks.rank, keeper.edition)
+        files.swap = SwapFile(directories, name, engine, seed, keeper.weights)
+        files.swap.on_error = keeper.explain
         cleanup.callback(files.swap.close)
         return files
 
+    def _meet(
+        self,
+        found: Generation,
+        keeper: GenerationKeeper,
+        means: tuple[list[RunDirectory], Ranks, FileEngine],
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        """See that the generation found can be read, before anything is changed; announce what replaces it."""
+        directories, ranks, engine = means
+        with ranks.exchange.together():
+            paths = keeper.files.other_paths(found)
+        self._others = take_directories(paths, ranks, cleanup, locks=True)
+        if not (keeper.recuts or keeper.goes_back):
+            return
+        with ranks.exchange.together():
+            places = _places_of(found, directories, self._others) if keeper.recuts else directories
+            saved = SavedGeneration(found, places, engine, keeper.explain)
+            cleanup.callback(saved.close)
+            if keeper.goes_back:
+                # Its slots are those that the newer generation's updates have not written over; or have.
+                require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
+        if keeper.recuts:
+            self._earlier = SavedCheckpoint(saved, ranks.first_of_column(found.world_size))
+            with ranks.exchange.together():
+                if ranks.rank == 0:
+                    keeper.prepare_recut(self._others)
+
     @property
-    def found(self) -> object:
+    def found(self) -> Generation | None:
         return None if self.keeper is None else self.keeper.found
 
     def create(self, durability: Durability) -> None:
@@ -82,10 +125,65 @@ class RunFiles:
             self.scratch.create_scratch()
         if durability is Durability.SCRATCH:
             self.swap.create_scratch()
-        elif self.found is not None:
-            self.swap.open_existing()
+        elif self.found is not None and self._earlier is None:
+            assert self.keeper is not None
+            with self.keeper.explaining():
+                self.swap.open_existing()
         else:
             self.swap.create()
+
+    def fill(self, store: ShardStore, shard_index: int) -> None:
+        """Give every shard the values of the generation found; without one, nothing."""
+        if self.keeper is None or self.keeper.found is None:
+            return
+        if self._earlier is None:
+            self.keeper.restore(self.keeper.rank_payload())
+            return
+        for shard in store.shards:
+            store.write_components(shard, self._earlier.source(shard.layout, shard_index))
+
+    def settle(self, ranks: Ranks) -> None:
+        """Commit what was cut anew; then delete what this run does not lead on from. Collective."""
+        keeper, found = self.keeper, self.found
+        if keeper is None or found is None:
+            return
+        if self._earlier is not None:
+            same_ranks = found.world_size == ranks.world_size
+            with ranks.exchange.together():
+                keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
+            keeper.commit(StepRecord.of(found, keeper.rng))
+        with ranks.exchange.together():
+            if ranks.rank == 0:
+                keeper.tidy(self._others)
+
+    def telling(self, tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
+        """Who is told of a transfer that failed, once the error says what to type."""
+        keeper = self.keeper
+
+        def on_error(error: Exception) -> None:
+            if keeper is not None:
+                keeper.explain(error)
+            tell(error)
+
+        return on_error
+
+    def _close_scratch(self) -> None:
+        if self.scratch is not None:
+            self.scratch.close()
+
+
+def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirectory]) -> list[RunDirectory]:
+    """The directories that an earlier run was striped over, in its order."""
+    places = [own[0]]
+    for path in map(Path, found.directories[1:]):
+        here = [each for each in (*own, *others) if path.is_dir() and path.samefile(each.path)]
+        if not here:
+            raise CheckpointError(
+                f"{found} is striped over {len(found.directories)} directories, of which {path} cannot be found; "
+                "mount it where it was, or name all of them in nvme=, in their order"
+            )
+        places += here[:1]
+    return places
 
 
 def _state_bytes(layout: ShardLayout) -> int:

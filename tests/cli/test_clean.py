@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.disk import assert_finishes, write_run
 from zero_offload.cli.main import main
 from zero_offload.config import Durability
 from zero_offload.storage.directory import RunDirectory
@@ -63,6 +65,31 @@ def test_a_striped_tier_is_cleaned_by_the_manifests_of_its_first_directory(tmp_p
         directory.create_file(SWAP, NBYTES).close()
     assert main(["clean", str(first)]) == 0
     assert not first.exists() and not second.exists()
+
+
+def test_a_copy_is_cleaned_without_its_original(tmp_path: Path) -> None:
+    """Manifests name the directories in which they were written: those of the original."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_run([first, second], 2)
+    shutil.copytree(first, tmp_path / "copy")
+    assert main(["clean", str(tmp_path / "copy")]) == 0
+    assert not (tmp_path / "copy").exists()
+    assert assert_finishes([first, second], 3) == 2
+
+
+def test_a_copied_run_directory_is_cleaned_without_its_original(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write_run(run / "nvme", 2)
+    write_run(elsewhere, 2)
+    (run / "files.json").write_text(json.dumps({"files": ["files.json", "run.json"]}))
+    identity = {"out": str(run), "offload.nvme": [str(run / "nvme"), str(elsewhere)]}
+    (run / "run.json").write_text(json.dumps({"identity": identity}))
+    shutil.copytree(run, tmp_path / "copy")
+    assert main(["clean", str(tmp_path / "copy")]) == 0
+    assert not (tmp_path / "copy").exists()
+    assert assert_finishes(run / "nvme", 3) == 2 and assert_finishes(elsewhere, 3) == 2
+    assert main(["clean", str(run)]) == 0
+    assert not run.exists() and not elsewhere.exists()
 
 
 def test_half_written_manifests_go_too(run_dir: Path) -> None:

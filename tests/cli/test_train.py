@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,6 +219,33 @@ def test_toml_with_a_flag_on_top(text: Path, tmp_path: Path, capsys: Capture) ->
     assert identity["offload.params"] == "cpu" and identity["offload.optimizer"] == "nvme"
 
 
+def test_going_back_a_generation_and_on_with_other_tiers(
+    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(whole_run[0], out)
+    arguments = [*SIZES, "--data", text, "--out", out]
+    run_file = out / "run.json"
+    run_file.write_text(run_file.read_text().replace(str(whole_run[0]), str(out)))
+    refused = _here(capsys, *arguments, "--generation", 3)
+    assert refused.code == 2 and f"no generation 3; there is: generation {STEPS} (step {STEPS}," in refused.err
+    places = ["--params-tier", "cpu", "--optimizer-tier", "cpu", "--commit-every", 7]
+    done = _here(capsys, *arguments, *places, "--generation", STEPS - 1)
+    assert done.code == 0, done.err
+    assert f"resuming from step {STEPS - 1} (generation {STEPS - 1}, committed 20" in done.out
+    assert f", in {out / 'nvme'})" in done.out
+    assert _losses(out) == _losses(whole_run[0])
+    assert _rows(out)[-1]["resumed"] is True
+
+
+def test_a_generation_of_nothing(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    arguments = [*SIZES, "--data", text, "--out", tmp_path / "run", "--generation", 3]
+    done = _here(capsys, *arguments)
+    assert done.code == 2 and f"{tmp_path / 'run'} holds none" in done.err
+    assert _here(capsys, *arguments, "--discard").code == 2
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_a_young_model_writes_does_not_steer_the_terminal(text: Path, tmp_path: Path, capsys: Capture) -> None:
     sizes = ["--model", "tiny", "--seq", 16, "--batch", 1, "--steps", 1]
     done = _here(capsys, *sizes, "--data", text, "--out", tmp_path / "run", "--json")
@@ -250,6 +278,24 @@ def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in _rows(out)] == [1, 2, 3]
     assert done.stdout.count("unigram entropy:") == 1  # only the first rank speaks
+
+
+@pytest.mark.full
+def test_one_rank_goes_on_with_the_run_of_two(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    sizes = ["--model", "tiny", "--seq", "16", "--batch", "1", "--steps", "500", "--data", str(text), "--out", str(out)]
+    child = subprocess.Popen(
+        [*launcher, "-m", "zero_offload", "train", *sizes], env=_environment(), text=True, stdout=subprocess.PIPE
+    )
+    _wait_for_step(out, 4, child)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=DEADLINE_S)
+    last = _rows(out)[-1]["step"]
+    done = _here(capsys, *sizes, "--stage", 1)
+    assert done.code == 0, done.err
+    assert f"resuming from step {last} " in done.out and "the run had 2 ranks and now has 1" in done.out
+    assert [row["step"] for row in _rows(out)] == list(range(1, 501))
 
 
 @pytest.mark.full

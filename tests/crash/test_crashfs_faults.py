@@ -18,7 +18,7 @@ from tests.helpers.crash_disk import Link, Op, Rename, Resize, Sync, Write
 from tests.helpers.crash_run import History, Run, Setup, describe, judge, play
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, Killed
-from zero_offload.checkpoint.format import GENERATION_NAME
+from zero_offload.checkpoint.format import GENERATION_NAMES
 from zero_offload.config import Durability
 from zero_offload.errors import CapacityError, RankError, StorageError, ZeroOffloadError
 from zero_offload.optim.worker import Worker
@@ -112,7 +112,7 @@ def _check_errors(history: History) -> None:
 
 def _check_what_is_left(history: History) -> None:
     """The last commit, or the one that failed if that was named already; after power loss and without."""
-    named = sum(isinstance(op, Rename) and op.name == GENERATION_NAME for op in history.fs.journal)
+    named = sum(isinstance(op, Rename) and op.name in GENERATION_NAMES for op in history.fs.journal)
     reported = history.promised(len(history.fs.journal))
     assert reported <= named <= reported + 1
     left = [history.fs.disk()]

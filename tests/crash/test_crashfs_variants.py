@@ -22,8 +22,8 @@ from tests.helpers.crash_disk import Sync
 from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crash_run import Crash, History, Plan, Run, Setup, Tally, explore, play
 from tests.helpers.crashfs import CrashFS
-from zero_offload.checkpoint import generation
-from zero_offload.checkpoint.format import GENERATION_NAME, rank_manifest_name
+from zero_offload.checkpoint import file_list, generation
+from zero_offload.checkpoint.format import GENERATION_NAMES, rank_manifest_name
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.config import Durability
 from zero_offload.shards.shard import Shard
@@ -78,7 +78,7 @@ class _HastyRun(Run):
             super().commit()
 
     def _write(self, directory: RunDirectory, name: str, *args: Any) -> str:
-        if name == GENERATION_NAME:
+        if name in GENERATION_NAMES:
             self.store.mark_committed([shard.current for shard in self.store.shards])
             step = self.step
             super().train()
@@ -174,7 +174,7 @@ VARIANTS = {
     "second directory not flushed": Variant(
         replace(COMMIT, directories=("/a/run", "/b/run")), POWER, _only_the_first_directory, frozenset({LOST})
     ),
-    "path to the directory not flushed": Variant(COMMIT, POWER, _without(generation, "sync_path"), frozenset({OLDER})),
+    "path to the directory not flushed": Variant(COMMIT, POWER, _without(file_list, "sync_path"), frozenset({OLDER})),
     "slot reused before the commit is acknowledged": Variant(COMMIT, POWER, HASTY, frozenset({LOST})),
     "slot reused, no checksums": Variant(COMMIT, POWER, HASTY, frozenset({WRONG}), _no_checksums),
     "one slot, written in place": Variant(

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from zero_offload.api import runtime_of
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.storage.native_engine import NativeEngine
 
-SWAP, GENERATION = "rank0.swap", "generation.json"
+SWAP = "rank0.swap"
 
 
 def open_model(nvme: Path | str, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, zo.AdamW]:
@@ -105,9 +106,15 @@ def abandon(model: nn.Module) -> None:
         zo.close(model)
 
 
-def committed_blocks(nvme: Path) -> list[tuple[int, str]]:
+def generation_file(nvme: Path, number: int | None = None) -> Path:
+    """The manifest of the newest generation, or of the one with this number."""
+    found = {json.loads(path.read_text())["payload"]["number"]: path for path in nvme.glob("generation-*.json")}
+    return found[max(found) if number is None else number]
+
+
+def committed_blocks(nvme: Path, number: int | None = None) -> list[tuple[int, str]]:
     """(offset, component) of the first block of every array that the generation names."""
-    generation = json.loads((nvme / GENERATION).read_text())["payload"]
+    generation = json.loads(generation_file(nvme, number).read_text())["payload"]
     manifest = json.loads((nvme / generation["ranks"][0]["manifest"]).read_text())["payload"]
     return [
         (entry["offset"][0], component)
@@ -123,6 +130,26 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
         file.seek(offset)
         file.write(bytes([byte ^ (1 << bit)]))
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def sharing_disk(path: Path, kind: str) -> Iterator[Path]:
+    """A file system whose files can share blocks, "btrfs" or "xfs"; skips the test where there is none to be had."""
+    maker = shutil.which(f"mkfs.{kind}")
+    if os.geteuid() != 0 or maker is None:
+        pytest.skip(f"needs root and mkfs.{kind}")
+    image = path.with_suffix(".image")
+    with image.open("wb") as file:
+        file.truncate(1 << 30)  # the smallest that XFS takes is 300 MiB; the file is sparse
+    path.mkdir(mode=0o700)
+    subprocess.run([maker, "-q", str(image)], check=True, capture_output=True)
+    if subprocess.run(["mount", "-o", "loop", str(image), str(path)], check=False, capture_output=True).returncode != 0:
+        pytest.skip(f"{kind} cannot be mounted here")
+    try:
+        path.chmod(0o700)
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
 @contextlib.contextmanager

@@ -48,8 +48,11 @@ class Spec:
     commit_every: int = 1
     durability: str = "process"
     existing: str = "resume"
+    generation: int | None = None
+    second: str = ""
+    """A further directory, over which the files are striped."""
     die_at: str = ""
-    """Where the run kills itself: "before rename", "after rename" or "write"."""
+    """Where the run kills itself: before or after a "rename" or an "unlink" of a file of ours, or at a "write"."""
     die_count: int = 0
     """At which of them."""
 
@@ -94,8 +97,9 @@ def train(spec: Spec) -> None:
     config = zo.OffloadConfig(
         params=spec.params,
         optimizer=spec.optimizer,
-        nvme=spec.nvme,
+        nvme=[spec.nvme, *filter(None, [spec.second])],
         existing=spec.existing,
+        generation=spec.generation,
         commit_every=spec.commit_every,
         durability=spec.durability,
         device_memory="12MiB",
@@ -157,7 +161,7 @@ def _digest(values: Tensor) -> str:
 
 
 def _arm(place: str, count: int) -> None:
-    """Kill this process at the `count`th rename of a manifest or launched write."""
+    """Kill this process at the `count`th rename, unlink or launched write."""
     from zero_offload.storage.swap_file import SwapFile
 
     left = iter(range(count - 1, -1, -1))
@@ -166,7 +170,8 @@ def _arm(place: str, count: int) -> None:
         if next(left, None) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    owner, name = (SwapFile, "write") if place == "write" else (os, "replace")
+    names = {"rename": "replace", "unlink": "unlink"}
+    owner, name = (SwapFile, "write") if place == "write" else (os, names[place.split()[1]])
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)

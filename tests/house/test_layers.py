@@ -12,7 +12,7 @@ from zero_offload import errors
 
 ROOT = Path(errors.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("abi", "errors", "types", "config", "telemetry.events", "telemetry.stats"),
+    ("abi", "errors", "types", "problems", "config", "telemetry.events", "telemetry.stats"),
     ("native", "plan"),
     ("probe", "device", "kernels", "memory", "storage"),
     ("shards",),

@@ -181,3 +181,16 @@ def test_from_toml_names_what_is_wrong(tmp_path: Path, text: str | None, words: 
         file.write_text(text)
     with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
         OffloadConfig.from_toml(file)
+
+
+def test_a_generation_is_a_number_and_is_resumed() -> None:
+    assert OffloadConfig(nvme="/a", existing="resume", generation=7).generation == 7
+    for value in (0, -1, True, 1.0, "7"):
+        with pytest.raises(ConfigError, match=f"generation={value!r} is no number"):
+            OffloadConfig(nvme="/a", existing="resume", generation=value)  # type: ignore[arg-type]
+    for existing in ("refuse", "discard"):
+        with pytest.raises(ConfigError, match="generation=7.*add existing='resume'"):
+            OffloadConfig(nvme="/a", existing=existing, generation=7)
+    for settings in ({}, {"nvme": "/a", "durability": "scratch"}):
+        with pytest.raises(ConfigError, match="generation=7 .* nothing is kept"):
+            OffloadConfig(existing="resume", generation=7, **settings)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """What a generation says in its manifests: the words shared by writing, resuming and loading.
 
-`generation.json` is the commit point: it names the step, the ranks' manifests with their digests, the model's
-fingerprint and the optimizer's scalars. A rank's manifest says for every section which slot holds it, and
-for each component where its blocks are and their checksums. Sizes and names are checked before use; nothing
-in these files is ever executed.
+`generation-0.json` or `generation-1.json`, in turn, is the commit point: it names the step, the ranks' manifests with
+their digests, the model's fingerprint and the optimizer's scalars. A rank's manifest says for every section which slot
+holds it, and for each component where its blocks are and their checksums. Sizes and names are checked before use;
+nothing in these files is ever executed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ import torch
 from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 
-GENERATION_NAME = "generation.json"
 RUN_NAME = "run.json"
+
+
+def generation_name(number: int) -> str:
+    """Two names in turn: a commit replaces the generation before the last one, never the last one."""
+    return f"generation-{number % 2}.json"
+
+
+GENERATION_NAMES = (generation_name(0), generation_name(1), "generation.json")
+"""Under the last of them format 1 kept its only one; it is read, and never written."""
 
 
 def rank_manifest_name(rank: int, generation: int) -> str:
@@ -26,8 +34,9 @@ def rank_manifest_name(rank: int, generation: int) -> str:
     return f"rank{rank}-{generation % 2}.json"
 
 
-def swap_file_name(rank: int) -> str:
-    return f"rank{rank}.swap"
+def swap_file_name(rank: int, edition: int = 0) -> str:
+    """Each time a run is cut anew, for other ranks or directories, its files get names of their own."""
+    return f"rank{rank}.swap" if edition == 0 else f"rank{rank}.{edition}.swap"
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,13 @@ class StepRecord:
     scaler: dict[str, Any] | None
     """The loss scaler's state; None without one, and when `commit` was not called for this step."""
 
+    @classmethod
+    def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
+        """What a generation says, to be committed again."""
+        given = generation.payload
+        groups, steps = given.get("optimizer", []), given.get("param_steps", {})
+        return cls(generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"))
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -56,11 +72,38 @@ class Generation:
     world_size: int
     num_shards: int
     committed_at: str
+    edition: int
     payload: Mapping[str, Any]
 
+    def __str__(self) -> str:
+        return f"generation {self.number} (step {self.step}, committed {self.committed_at})"
+
+    @property
+    def directories(self) -> list[str]:
+        """Where it was written; the first one has the manifests."""
+        found = self.payload.get("directories")
+        return [path for path in found if isinstance(path, str)] if isinstance(found, list) else []
+
+    @property
+    def rank_entries(self) -> list[Any]:
+        """Name and digest of each rank's manifest. Raises IntegrityError."""
+        entries = self.payload.get("ranks")
+        valid = isinstance(entries, list) and all(
+            isinstance(each, dict) and {"manifest", "digest"} <= set(each) for each in entries
+        )
+        if not isinstance(entries, list) or not valid or len(entries) != self.world_size:
+            raise IntegrityError(f"{self} names no manifest for each of its {self.world_size} ranks")
+        return entries
+
+    def file_names(self) -> set[str]:
+        """Everything that this generation needs, beside its own manifest."""
+        ranks = range(self.world_size)
+        swaps = {swap_file_name(rank, self.edition) for rank in ranks}
+        return swaps | {rank_manifest_name(rank, self.number) for rank in ranks}
+
     @classmethod
-    def parse(cls, payload: Mapping[str, Any]) -> Generation:
-        """Raises IntegrityError when a field is missing or of the wrong type."""
+    def parse(cls, payload: Mapping[str, Any], name: str) -> Generation:
+        """Of the manifest `name`. Raises IntegrityError when a field is missing or of the wrong type."""
         fields = {
             "run_id": str,
             "number": int,
@@ -68,13 +111,13 @@ class Generation:
             "world_size": int,
             "num_shards": int,
             "committed_at": str,
+            "edition": int,
         }
-        values = {}
-        for name, kind in fields.items():
-            if type(payload.get(name)) is not kind:
-                raise IntegrityError(f"{GENERATION_NAME} has no valid {name}; load a checkpoint instead")
-            values[name] = payload[name]
-        return cls(**values, payload=payload)
+        given = {"edition": 0} | dict(payload)
+        for field, kind in fields.items():
+            if type(given.get(field)) is not kind or (kind is int and given[field] < 0):
+                raise IntegrityError(f"{name} has no valid {field}; load a checkpoint instead")
+        return cls(**{field: given[field] for field in fields}, payload=payload)
 
 
 _KINDS = ("shape", "dtype", "trainable")

@@ -3,36 +3,39 @@
 Owns the order of a commit: every write complete, flushed if asked for, this rank's manifest, all ranks' digests,
 the global manifest by rank 0 (the commit point), and only then the older slots are free. `commit` runs on
 the update worker, behind forward and backward; everything else on the control thread. Never deletes a file
-that no manifest of ours names. The calls: `prepare` (create, resume or refuse), `restore` if there is something
-to resume, `commit` per generation.
+that no manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `begin` a run, or `restore`
+one (where its files are cut anew: `prepare_recut` and `commit`) and `tidy` what is left; `commit` per generation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
-    GENERATION_NAME,
-    RUN_NAME,
     Generation,
     StepRecord,
     check_fingerprint,
     fingerprint,
+    generation_name,
     rank_manifest_name,
+    swap_file_name,
 )
+from zero_offload.checkpoint.history import History
 from zero_offload.config import Durability, Existing
-from zero_offload.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.shards.shard import Component, components_of
 from zero_offload.shards.store import ShardStore
-from zero_offload.storage.directory import RunDirectory, sync_path
+from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
 from zero_offload.storage.swap_file import SwapFile, extent_record
 
@@ -65,21 +68,22 @@ class Ranks:
         return self.column * (world_size // self.num_columns)
 
 
-def _announced(home: RunDirectory) -> list[str]:
-    """The files of the run whose manifests are in `home`."""
-    run = read_manifest(home, RUN_NAME) or {}
-    return [name for name in run.get("files", []) if isinstance(name, str)]
+def read_rank_manifest(home: RunDirectory, generation: Generation, rank: int) -> dict[str, Any]:
+    """What a rank wrote for a generation, verified."""
+    entry = generation.rank_entries[rank]
+    payload = read_manifest(home, str(entry["manifest"]), str(entry["digest"]))
+    if payload is None:
+        raise IntegrityError(f"{home.path} lacks {entry['manifest']}, which {generation} names")
+    return dict(payload)
 
 
-def reusable_bytes(paths: Sequence[Path]) -> int:
-    """Disk space that the files of an earlier run hold: a run that resumes or discards it needs no other."""
-    with contextlib.ExitStack() as stack:
-        try:
-            directories = [stack.enter_context(RunDirectory.look(path)) for path in paths]
-            names = _announced(directories[0]) if directories else []
-        except ZeroOffloadError:
-            return 0  # opening them for the run says what is wrong
-        return sum(directory.measure(names) for directory in directories)
+def stripe_weights_of(found: Generation, num_directories: int) -> tuple[float, ...]:
+    """The directories' shares in a generation; empty where they are not known, which one alone need not be."""
+    weights = found.payload.get("weights")
+    valid = isinstance(weights, list) and len(weights) == num_directories
+    if valid and all(type(weight) is float and 0 <= weight <= 1 for weight in weights or ()):
+        return tuple(weights or ())
+    return (1.0,) if num_directories == 1 else ()
 
 
 class GenerationKeeper:
@@ -96,114 +100,155 @@ class GenerationKeeper:
         self._layout = layout
         self._ranks = ranks
         self._durability = durability
+        self.files = FileList(directories, durability)
         self._store: ShardStore | None = None
         self._swap: SwapFile | None = None
         self._number = 0
+        self._history: History | None = None
+        self.edition = 0
+        """How often the run was cut anew; names its swap files."""
         self.run_id = uuid.uuid4().hex
         """Seeds the checksums; ranks agree on one before they allocate."""
         self.found: Generation | None = None
         """The generation to resume from, if there is one."""
         self.weights: tuple[float, ...] = ()
         """The directories' shares, which say where blocks lie; a generation that was found brings its own."""
+        self.recuts = False
+        """Whether that was cut for other ranks or directories than these."""
+        self.rng: dict[str, Any] | None = None
+        """This rank's random number generators in it; None where it has none for this rank."""
 
     @property
     def _home(self) -> RunDirectory:
         """Where the manifests are."""
         return self._directories[0]
 
-    def look(self, existing: Existing) -> None:
-        """See what the directory holds. Raises ConfigError or CheckpointError when it may not be used."""
+    def look(self, existing: Existing, number: int | None = None) -> None:
+        """See what the directory holds, and choose the newest generation or the one of this number.
+
+        Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
+        """
         if existing is Existing.DISCARD:
             return  # whatever it holds, damaged or not
-        payload = read_manifest(self._home, GENERATION_NAME)
-        if payload is None:
+        self._history = History.read(self._home)
+        found = self._history.choose(number)
+        if found is None:
             return
-        found = Generation.parse(payload)
         if existing is Existing.REFUSE:
             raise ConfigError(
                 f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
-        self._check(found)
-        self.found, self.run_id = found, found.run_id
-        self.weights = self._weights_of(found)
+        check_fingerprint(found.payload.get("params"), self._layout, str(self._home.path))
+        if found.world_size % self._ranks.num_columns:
+            raise CheckpointError(
+                f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
+                f"{self._ranks.num_columns} parts, as this run's do; use the same number of tensor-parallel ranks"
+            )
+        self.found, self.run_id, self.edition, self._number = found, found.run_id, found.edition, found.number
+        self.recuts = self._is_cut_otherwise(found)
+        if self.recuts:
+            self.edition = 1 + max(each.edition for each in self._history.generations.values())
+        else:
+            self.weights = stripe_weights_of(found, len(self._directories))
 
-    def _check(self, found: Generation) -> None:
-        where = str(self._home.path)
-        check_fingerprint(found.payload.get("params"), self._layout, where)
+    def _is_cut_otherwise(self, found: Generation) -> bool:
         if (found.world_size, found.num_shards) != (self._ranks.world_size, self._layout.num_shards):
-            raise CheckpointError(
-                f"{where} was written by {found.world_size} ranks ({found.num_shards} shards), this run has "
-                f"{self._ranks.world_size} ({self._layout.num_shards}). Resume with the same ranks, then use "
-                "zo.save_checkpoint and zo.load_checkpoint, which reshard"
-            )
-        if len(found.payload.get("directories", ())) != len(self._directories):
-            raise CheckpointError(
-                f"{where} is striped over {len(found.payload['directories'])} directories, this run names "
-                f"{len(self._directories)}; give the same ones in the same order: "
-                f"{found.payload['directories']}"
-            )
+            return True
+        if len(found.directories) != len(self._directories) or not stripe_weights_of(found, len(self._directories)):
+            return True
+        # With other paths it may have been moved, or a drive replaced by another: who has the files?
+        own = zip(found.directories, self._directories, strict=True)
+        return any(
+            swap_file_name(0, found.edition) not in directory.names() and Path(path).is_dir()
+            for path, directory in own
+            if Path(path) != directory.path
+        )
 
-    def _weights_of(self, found: Generation) -> tuple[float, ...]:
-        weights = found.payload.get("weights")
-        valid = isinstance(weights, list) and len(weights) == len(self._directories)
-        if not valid or not all(type(weight) is float and 0 <= weight <= 1 for weight in weights or ()):
-            raise IntegrityError(
-                f"{GENERATION_NAME} in {self._home.path} has no valid shares of its directories; "
-                "load a checkpoint, or start over with existing='discard'"
-            )
-        return tuple(weights or ())
+    @property
+    def goes_back(self) -> bool:
+        """Whether something in the directory may be newer than the generation found."""
+        return self.found is not None and self._history is not None and not self._history.is_newest(self.found)
 
-    def remove_old(self) -> None:
-        """Delete the files of an earlier run that its manifest names; rank 0 only."""
-        names = _announced(self._home)
-        # The commit point goes first: a crash in between must not leave it pointing at nothing. The list of
-        # files goes last: names that nobody knows any more would keep the next run from making its own.
-        self._home.remove([GENERATION_NAME])
-        self._flush_names()
-        for directory in self._directories:
-            directory.remove(name for name in names if name != RUN_NAME)
-        self._flush_names()
-        self._home.remove([RUN_NAME])
+    def agree(self) -> None:
+        """All ranks found the same, and have one run id. Collective."""
+        number = None if self.found is None else self.found.number
+        mine = [number, self.edition, self.recuts]
+        run_id, *first = json.loads(self._ranks.exchange.agree(json.dumps([self.run_id, *mine])))
+        with self._ranks.exchange.together():
+            if mine != first:
+                raise CheckpointError(
+                    f"{self._home.path}: rank {self._ranks.rank} goes on from generation {number}, rank 0 from "
+                    f"{first[0]}; give all ranks the same generation= and the same directories"
+                )
+        self.run_id = run_id
 
-    def announce(self, names: Sequence[str]) -> None:
-        """Write down which files this run will make, before it makes them; rank 0 only."""
-        manifests = [rank_manifest_name(r, n) for r in range(self._ranks.world_size) for n in (0, 1)]
-        payload = {"run_id": self.run_id, "files": [*names, *manifests, GENERATION_NAME, RUN_NAME]}
-        self._flush_paths()
-        write_manifest(self._home, RUN_NAME, payload, self._durability)
+    def begin(self, **facts: Any) -> None:
+        """Delete the files of an earlier run, and announce this one's; rank 0 only."""
+        self.files.remove_all()
+        self.files.announce(self.run_id, self._names, **facts)
 
-    def _flush_names(self) -> None:
-        if self._durability is Durability.COMMIT:
-            for directory in self._directories:
-                directory.sync()
+    def prepare_recut(self, others: Sequence[RunDirectory]) -> None:
+        """Make room for files beside those of the generation found, and announce both; rank 0 only.
 
-    def _flush_paths(self) -> None:
-        """A commit in a directory that power loss takes with it would be none."""
-        if self._durability is Durability.COMMIT:
-            for directory in self._directories:
-                sync_path(directory)
+        `others` are directories that the run had and has no more.
+        """
+        assert self._history is not None
+        needed = set().union(*(each.file_names() for each in self._history.generations.values()))
+        self.files.keep_only(needed, others)
+        self.files.announce(self.run_id, {*self._names, *needed}, others)
+
+    def tidy(self, others: Sequence[RunDirectory]) -> None:
+        """Delete what this run does not lead on from: newer generations, and files of another cut. Rank 0 only."""
+        assert self.found is not None and self._history is not None
+        generations = self._history.generations
+        if self.recuts:
+            last = {generation_name(self._number)}
+        else:
+            # One that is older and lies in the same files can be gone back to.
+            kept = [each for each in generations.values() if each.number <= self.found.number][:2]
+            last = {name for name, each in generations.items() if each in kept and each.edition == self.edition}
+        # First the manifests, so that a crash in between leaves none that names what is gone.
+        self.files.remove_manifests([name for name in (*generations, *self._history.damaged) if name not in last])
+        if others or set(self.files.announced()) != {*self._names, *ALWAYS}:
+            self.files.keep_only(self._names, others)
+            self.files.announce(self.run_id, self._names)
+
+    @property
+    def _names(self) -> list[str]:
+        return names_of(self._ranks.world_size, self.edition)
 
     def adopt(self, store: ShardStore, swap: SwapFile) -> None:
         """Use these shards from now on; the swap file is there."""
         self._store, self._swap = store, swap
-        if self.found is None:
+        if self.found is None or self.recuts:
             # Once is enough for its name; a commit flushes its bytes, and the names of the first directory only.
-            self._flush_names()
+            self.files.flush_names()
 
     # Resume
 
     def rank_payload(self) -> dict[str, Any]:
         """This rank's manifest of the generation found, verified."""
         assert self.found is not None
-        ranks = self.found.payload.get("ranks")
-        if not isinstance(ranks, list) or len(ranks) != self._ranks.world_size:
-            raise IntegrityError(f"{GENERATION_NAME} in {self._home.path} names no manifest per rank")
-        entry = ranks[self._ranks.rank]
-        payload = read_manifest(self._home, str(entry["manifest"]), str(entry["digest"]))
-        if payload is None:
-            raise IntegrityError(f"{self._home.path} lacks {entry['manifest']}, which its generation names")
-        return dict(payload)
+        with self.explaining():
+            return read_rank_manifest(self._home, self.found, self._ranks.rank)
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """What is damaged in the generation found is reported with what to type."""
+        try:
+            yield
+        except IntegrityError as error:
+            self.explain(error)
+            raise
+
+    def explain(self, error: Exception) -> None:
+        """The same for an error that is on its way; after the next commit there is nothing to go back to."""
+        if isinstance(error, IntegrityError) and self.found is not None and self._number == self.found.number:
+            assert self._history is not None
+            remedy = self._history.remedy(self.found)
+            if remedy and remedy not in str(error):
+                error.args = (f"{error}. {remedy}",)
 
     def restore(self, payload: dict[str, Any]) -> None:
         """Point every shard at the committed slots; what rests in memory is read into it."""
@@ -223,7 +268,7 @@ class GenerationKeeper:
             self._store.load_memory(shard, shard.current)
         self._flush_found(self._swap)
         self._store.mark_committed(slots)
-        self._number = self.found.number
+        self.rng = payload.get("rng")
 
     def _flush_found(self, swap: SwapFile) -> None:
         """Make what was found survive power loss before the slots of the generation before it are written to.
@@ -234,9 +279,10 @@ class GenerationKeeper:
             return
         assert self.found is not None
         swap.sync()
-        self._home.sync([rank_manifest_name(self._ranks.rank, self.found.number), GENERATION_NAME])
-        self._flush_names()
-        self._flush_paths()
+        number = self.found.number
+        self._home.sync([rank_manifest_name(self._ranks.rank, number), generation_name(number)])
+        self.files.flush_names()
+        self.files.flush_paths()
 
     # Commit
 
@@ -258,7 +304,7 @@ class GenerationKeeper:
         with exchange.together():
             if self._ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
-                write_manifest(self._home, GENERATION_NAME, payload, self._durability)
+                write_manifest(self._home, generation_name(number), payload, self._durability)
         self._number = number
         store.mark_committed(slots)
 
@@ -275,6 +321,7 @@ class GenerationKeeper:
         return {
             "run_id": self.run_id,
             "number": number,
+            "edition": self.edition,
             "step": record.step,
             "world_size": self._ranks.world_size,
             "num_shards": self._layout.num_shards,

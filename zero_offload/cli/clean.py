@@ -84,13 +84,27 @@ def _no_run(path: Path) -> ConfigError:
 
 
 def _tier_paths(home: RunDirectory) -> list[Path]:
-    """The other directories of the run, as it recorded them, as far as they still exist."""
+    """The other directories of the run, as it recorded them, as far as they still exist.
+
+    A copy records the directories of its original, which are none of its own: those beside it are not touched.
+    """
+    paths = []
     identity = _read_object(home.path / RUN_FILE).get("identity")
-    recorded = _strings(identity.get(NVME_SETTING)) if isinstance(identity, dict) else []
+    if isinstance(identity, dict):
+        out = Path(str(identity.get("out", home.path)))
+        for path in map(Path, _strings(identity.get(NVME_SETTING))):
+            if path.is_relative_to(out):
+                paths.append(home.path / path.relative_to(out))
+            elif _is_same(out, home):
+                paths.append(path)
     for payload in _manifests(home).values():
-        recorded += _strings(payload.get("directories"))
-    paths = dict.fromkeys(Path(path).absolute() for path in recorded)
-    return [path for path in paths if path.is_dir() and not path.samefile(home.path)]
+        recorded = _strings(payload.get("directories"))
+        paths += map(Path, recorded if recorded and _is_same(Path(recorded[0]), home) else [])
+    return [path for path in dict.fromkeys(paths) if path.is_dir() and not path.samefile(home.path)]
+
+
+def _is_same(path: Path, directory: RunDirectory) -> bool:
+    return path.is_dir() and path.samefile(directory.path)
 
 
 def _manifests(directory: RunDirectory) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import zero_offload
-from zero_offload.cli import bench, clean, doctor, plan, report, train
+from zero_offload.cli import bench, clean, doctor, export, plan, report, train, verify
 from zero_offload.errors import ZeroOffloadError
 
 INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
@@ -44,6 +44,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zero_offload {zero_offload.__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (train, plan, doctor, bench, report, clean):
+    for command in (train, plan, doctor, bench, report, verify, export, clean):
         command.add_parser(subparsers)
     return parser

@@ -108,6 +108,13 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")
     add("--device-memory", "device_memory", "budget, for example 20GiB", metavar="SIZE")
     add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
+    add(
+        "--generation",
+        "generation",
+        "go on from this one (default: the newest; `zero-offload verify` lists what is there)",
+        type=int,
+        metavar="N",
+    )
     add("--commit-every", "commit_every", "steps between generations", type=int, metavar="STEPS")
 
 

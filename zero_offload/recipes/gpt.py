@@ -53,6 +53,11 @@ class GPTConfig:
     head: Head = Head.TIED
     recompute: Recompute = Recompute.NONE
 
+    def __post_init__(self) -> None:
+        # As text in a file, such as the config.json of an export.
+        object.__setattr__(self, "head", Head(self.head))
+        object.__setattr__(self, "recompute", Recompute(self.recompute))
+
 
 # From gpt125m on, the name is the size with a vocabulary of about 50 000; with bytes it is a little less.
 PRESETS: dict[str, GPTConfig] = {

@@ -25,6 +25,10 @@ REPORT_FILE, SAMPLE_FILE = "report.png", "sample.txt"
 
 Row = dict[str, Any]
 
+_DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
+_DECIDES_WHAT_IS_THERE = ("offload.durability",)
+"""Of the settings of tiers and storage; a run may go on with any other value of the rest, and on other ranks."""
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -35,20 +39,26 @@ class RunDir:
     def find_existing(self, identity: Mapping[str, Any]) -> Existing:
         """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
-        Raises ConfigError naming the first setting in which an earlier run here differs.
+        Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, and on
+        how many ranks, may.
         """
-        file = self.path / RUN_FILE
-        if not file.exists():
+        earlier = self.earlier_identity()
+        if earlier is None:
             return Existing.REFUSE
-        earlier = _read_json(file).get("identity", {})
         for name in sorted({*identity, *earlier}):
-            if identity.get(name) != earlier.get(name):
+            if _fixed_part(name, identity) != _fixed_part(name, earlier):
                 raise ConfigError(
                     f"{self.path} holds a run with {name}={_show(earlier.get(name))}, this one has "
                     f"{name}={_show(identity.get(name))}; give the same settings to resume it, "
                     "another --out, or --discard to delete it and start over"
                 )
         return Existing.RESUME
+
+    def earlier_identity(self) -> dict[str, Any] | None:
+        """What an earlier run here was; None when there was none."""
+        file = self.path / RUN_FILE
+        identity: dict[str, Any] | None = _read_json(file).get("identity", {}) if file.exists() else None
+        return identity
 
     def create(self, description: Mapping[str, Any]) -> None:
         """Write what this run is, and list every file the run puts here."""
@@ -127,6 +137,15 @@ def _whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, Row]]:
             return
         last_step = row["step"]
         yield line, row
+
+
+def _fixed_part(name: str, identity: Mapping[str, Any]) -> object:
+    """What of a setting must stay as it is."""
+    value = identity.get(name)
+    if name == "offload.nvme" and isinstance(value, list):
+        return value[:1]  # where the generations are found
+    places = name == "ranks" or name.startswith("offload.")
+    return None if places and name not in _DECIDES_NUMBERS + _DECIDES_WHAT_IS_THERE else value
 
 
 def _finite(value: object) -> object:

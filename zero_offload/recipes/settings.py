@@ -17,8 +17,9 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zero_offload.config import OffloadConfig
+from zero_offload.config import Existing, OffloadConfig
 from zero_offload.errors import ConfigError
+from zero_offload.problems import list_problems, unknown_names
 from zero_offload.recipes.gpt import PRESETS, GPTConfig, Recompute, preset
 
 RUNS = Path("runs")
@@ -56,13 +57,13 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if problems := list(_find_problems(self)):
-            raise ConfigError(_list_problems(problems))
+            raise ConfigError(list_problems("the training settings have", problems))
 
     @classmethod
     def from_tables(cls, train: Mapping[str, Any], offload: Mapping[str, Any]) -> TrainConfig:
         """Build from plain values as TOML or flags hold them; all problems of both tables at once."""
         names = [item.name for item in fields(cls) if item.name != "offload"]
-        problems = list(_unknown_names(train, names))
+        problems = unknown_names(train, names)
         settings = {name: value for name, value in train.items() if name in names}
         try:
             settings |= _as_paths(settings)
@@ -77,7 +78,7 @@ class TrainConfig:
         unchecked = _Unchecked(**{item.name: settings.get(item.name, item.default) for item in fields(cls)})
         problems += _find_problems(unchecked)
         if problems:
-            messages.insert(0, _list_problems(problems))
+            messages.insert(0, list_problems("the training settings have", problems))
         if messages:
             raise ConfigError("\n".join(messages))
         return cls(**settings)
@@ -97,7 +98,8 @@ class TrainConfig:
         values |= {"data": [str(path.absolute()) for path in self.data], "out": str(self.out.absolute())}
         places = self.offload.to_dict()
         places["nvme"] = [str(path.absolute()) for path in self.offload.nvme_dirs]
-        del places["existing"]  # how a run starts is no part of what it is
+        for name in ("existing", "generation"):
+            del places[name]  # how a run starts is no part of what it is
         return values | {f"offload.{name}": value for name, value in places.items()}
 
 
@@ -109,7 +111,7 @@ def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    problems = list(_unknown_names(document, ["train", "offload"]))
+    problems = unknown_names(document, ["train", "offload"])
     problems += [f"{name} is not a table; write [{name}]" for name in document if not _is_table(document, name)]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
@@ -133,6 +135,8 @@ class _Unchecked:
 
 def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
     defaults = {"params": "nvme", "grads": "cpu", "optimizer": "nvme", "nvme": str(out / "nvme")}
+    if "generation" in offload:
+        defaults["existing"] = Existing.RESUME.value
     return OffloadConfig.from_dict(defaults | dict(offload))
 
 
@@ -173,16 +177,3 @@ def _is_real(value: object) -> bool:
 
 def _is_table(document: Mapping[str, Any], name: str) -> bool:
     return isinstance(document[name], dict)
-
-
-def _unknown_names(values: Mapping[str, Any], names: list[str]) -> Iterator[str]:
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            yield f"unknown setting {key}: {hint}the settings are {', '.join(names)}"
-
-
-def _list_problems(problems: list[str]) -> str:
-    noun = "problem" if len(problems) == 1 else "problems"
-    return "\n".join([f"the training settings have {len(problems)} {noun}:", *(f"  - {line}" for line in problems)])

@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zero_offload as zo
 from zero_offload.config import Existing
-from zero_offload.errors import CheckpointError, NonFiniteError, ZeroOffloadError
+from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget
@@ -107,11 +107,12 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         corpus = load_corpus(config.data, config.seq)
         progress.note(f"data: {corpus.description}")
         progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
+        before = RunDir(config.out).earlier_identity() or {}
         job, description = _set_up(config, corpus, ranks, existing)
         if ranks.is_first:
             RunDir(config.out).create(description)
         with _closed_on_error(job.model):
-            first_step = _resume(job, progress) + 1
+            first_step = _resume(job, progress, before.get("ranks", ranks.size)) + 1
             last_step = _train_steps(job, first_step, stop, progress)
             return _finish(job, last_step, progress)
 
@@ -132,6 +133,9 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
     if existing is not Existing.DISCARD:
         existing = RunDir(config.out).find_existing(identity)
+    if config.offload.generation is not None and existing is not Existing.RESUME:
+        why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
+        raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
     ranks.wait()  # every rank has looked before the first one writes
     baseline_bytes = _peak_rss_bytes()
     gpt = config.gpt()
@@ -152,6 +156,7 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
     description = {
         "identity": identity,
+        "gpt": asdict(gpt),
         "unigram_nats": corpus.unigram_nats,
         "data": corpus.description,
         "num_parameters": num_parameters(gpt),
@@ -164,8 +169,8 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
 
 
-def _resume(job: _Job, progress: Progress) -> int:
-    """Restore the newest generation; the step it holds, or 0."""
+def _resume(job: _Job, progress: Progress, num_ranks_before: int) -> int:
+    """Restore the generation found; the step it holds, or 0."""
     resumed = zo.resume(job.model, job.optimizer, job.scaler)
     if resumed is None:
         return 0
@@ -178,7 +183,15 @@ def _resume(job: _Job, progress: Progress) -> int:
     for group, lr in zip(job.optimizer.param_groups, job.scheduler.get_last_lr(), strict=True):
         group["lr"] = lr
     step = int(resumed.extra["step"])
-    progress.note(f"resuming from step {step} (committed {resumed.committed_at})")
+    where = ", ".join(map(str, job.config.offload.nvme_dirs))
+    progress.note(
+        f"resuming from step {step} (generation {resumed.number}, committed {resumed.committed_at}, in {where})"
+    )
+    if num_ranks_before != job.ranks.size:
+        progress.note(
+            f"the run had {num_ranks_before} ranks and now has {job.ranks.size}: its files were cut anew, and a step "
+            f"reads {job.tokens_per_step} tokens from here on"
+        )
     return step
 
 

@@ -90,7 +90,7 @@ class AiofilesEngine:
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._check_open()
-        self._paths[fd], self._drives[fd] = path, drive
+        self._paths[fd], self._drives[fd] = path, drive % len(self._queues)
 
     def add_memory(self, region: Lasting) -> None:
         pass

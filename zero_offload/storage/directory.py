@@ -23,7 +23,7 @@ from enum import Enum
 from pathlib import Path
 
 from zero_offload.errors import CapacityError, ConfigError, IntegrityError, StorageError
-from zero_offload.storage.lock import LOCK_NAME, join_lock, take_lock
+from zero_offload.storage.lock import LOCK_NAME, hold_lock, join_lock, take_lock
 from zero_offload.storage.system import REAL, FileSystem, naming_errors
 from zero_offload.types import format_bytes
 
@@ -272,6 +272,11 @@ def sync_path(directory: RunDirectory) -> None:
                 system.fsync(fd)
             finally:
                 system.close(fd)
+
+
+def hold_directory(path: Path) -> RunDirectory:
+    """Open and lock an existing directory only to read it: nothing is written, not even the lock's holder."""
+    return RunDirectory._lock_with(hold_lock, path.absolute(), REAL)
 
 
 def _open_unnamed(system: FileSystem, dir_fd: int) -> int:

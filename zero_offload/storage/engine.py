@@ -95,7 +95,10 @@ class FileEngine(Protocol):
     """Any thread may call; a child of fork may not."""
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
-        """Tell the path that errors on this descriptor shall name, and which of the engine's drives holds the file."""
+        """Tell the path that errors on this descriptor shall name, and which of the engine's drives holds the file.
+
+        Of more drives than the engine was opened for, some share its threads.
+        """
 
     def add_memory(self, region: Lasting) -> None:
         """Tell of memory that is used again and again; kept alive with the engine. For speed alone."""

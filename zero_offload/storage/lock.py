@@ -1,8 +1,8 @@
 """The lock of a run's directory: one run at a time holds it, with all its ranks.
 
-Owns the file `LOCK`, which names its holder. The calls: `take_lock` by rank 0, then `join_lock` by the others; each
-returns a descriptor, and the lock is held until all of them are closed or unlocked. The kernel does that for a process
-that dies.
+Owns the file `LOCK`, which names its holder. The calls: `take_lock` by rank 0 (`hold_lock` where it only reads), then
+`join_lock` by the others; each returns a descriptor, and the lock is held until all of them are closed or unlocked.
+The kernel does that for a process that dies.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def join_lock(path: Path, system: FileSystem, dir_fd: int) -> int:
     return _open("join", 0, _join, path, system, dir_fd)
 
 
+def hold_lock(path: Path, system: FileSystem, dir_fd: int) -> int:
+    """Keep runs out of a directory that is only read; nothing is written."""
+    return _open("lock", 0, _hold, path, system, dir_fd)
+
+
 TakeLock = Callable[[Path, FileSystem, int], None]
 
 
@@ -47,9 +52,18 @@ def _open(action: str, flags: int, take: TakeLock, path: Path, system: FileSyste
     return fd
 
 
-def _take(path: Path, system: FileSystem, fd: int) -> None:
+def _take_alone(path: Path, system: FileSystem, fd: int) -> None:
     if not _try_lock(system, fd, fcntl.LOCK_EX):
         raise LockError(_describe_holder(path, system, fd))
+
+
+def _hold(path: Path, system: FileSystem, fd: int) -> None:
+    _take_alone(path, system, fd)
+    _hold_shared(path, system, fd)
+
+
+def _take(path: Path, system: FileSystem, fd: int) -> None:
+    _take_alone(path, system, fd)
     if system.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
         raise LockError(f"{path} was being deleted; try again")
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")

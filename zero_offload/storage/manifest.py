@@ -22,7 +22,9 @@ from zero_offload.storage.system import naming_errors
 from zero_offload.types import GIB, format_bytes
 
 MAGIC = "zero_offload manifest"
-VERSION = 1
+VERSION = 2
+"""Since 2 a directory keeps two generations; what reads 1 only must not take it for an empty one."""
+READABLE = (1, VERSION)
 SIZE_MAX_BYTES = GIB
 
 
@@ -70,7 +72,7 @@ def read_manifest(directory: RunDirectory, name: str, expected_digest: str | Non
             "type: pip install --upgrade zero_offload"
         )
     payload = document.get("payload")
-    if version != VERSION or not isinstance(payload, dict):
+    if version not in READABLE or not isinstance(payload, dict):
         raise _damaged(path, "its envelope is incomplete")
     digest = _digest(payload, path)
     if digest != document.get("sha256"):

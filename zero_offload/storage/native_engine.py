@@ -44,6 +44,7 @@ class NativeEngine:
 
     def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
         self.settings = settings
+        self._num_drives = num_drives
         config = native.IoConfig(
             _KINDS[settings.kind], num_drives, settings.num_threads, settings.depth, settings.request_bytes
         )
@@ -58,7 +59,7 @@ class NativeEngine:
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._paths[fd] = path
-        native.io_add_file(self._open_handle(), fd, drive)
+        native.io_add_file(self._open_handle(), fd, drive % self._num_drives)
 
     def add_memory(self, region: Lasting) -> None:
         self._lasting.append(region)

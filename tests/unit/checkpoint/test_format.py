@@ -32,7 +32,7 @@ def _layout(model: nn.Module | None = None, num_shards: int = 1, dtype: torch.dt
 
 
 def test_a_generation_is_read_back() -> None:
-    found = Generation.parse(PAYLOAD)
+    found = Generation.parse(PAYLOAD, "generation-1.json")
     assert {name: getattr(found, name) for name in PAYLOAD} == PAYLOAD
 
 
@@ -43,7 +43,7 @@ def test_a_field_of_another_type_is_damage(name: str, value: object) -> None:
     if value == "absent":
         del payload[name]
     with pytest.raises(IntegrityError, match=name):
-        Generation.parse(payload)
+        Generation.parse(payload, "generation-1.json")
 
 
 def test_manifest_names_alternate() -> None:

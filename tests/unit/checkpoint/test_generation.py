@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import GENERATION, SWAP, drain, open_model, runtime, train
+from tests.helpers.disk import SWAP, drain, generation_file, open_model, runtime, train
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
 
@@ -126,8 +126,8 @@ def test_every_step_between_two_generations_is_the_last_ones(nvme: Path) -> None
     for step, committed in enumerate([None, None, None, 4, 4, 4, 4, 8], 1):
         train(model, optimizer, step - 1, step)
         drain(model)
-        path = nvme / GENERATION
-        found = json.loads(path.read_text())["payload"] if path.exists() else {}
+        found = json.loads(generation_file(nvme).read_text())["payload"] if committed else {}
+        assert (committed is None) == (not list(nvme.glob("generation-*")))
         assert found.get("step") == committed
         assert committed is None or found["extra"] == {"next": committed}
     zo.close(model)

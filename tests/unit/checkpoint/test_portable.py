@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import GENERATION, SWAP, abandon, flip_bit, open_model, train
+from tests.helpers.disk import SWAP, abandon, flip_bit, generation_file, open_model, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import read_masters
 from zero_offload.checkpoint.generation import Ranks
@@ -125,7 +125,7 @@ def test_a_checkpoint_is_never_overwritten(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_half_written_checkpoint_is_refused_and_can_be_written_again(saved: Path, tmp_path: Path) -> None:
-    (saved / GENERATION).unlink()
+    generation_file(saved).unlink()
     (saved / "mine.txt").write_text("stays")
     model, optimizer = open_model(tmp_path / "b", _partly_frozen())
     with pytest.raises(zo.CheckpointError, match="is no checkpoint"):
@@ -172,7 +172,7 @@ def test_other_param_groups_are_refused_before_anything_is_replaced(saved: Path,
 
 
 def test_damage_is_noticed(saved: Path, tmp_path: Path) -> None:
-    for number, (name, offset) in enumerate([(SWAP, 10), (GENERATION, 300), ("rank0-1.json", 300)]):
+    for number, (name, offset) in enumerate([(SWAP, 10), ("generation-1.json", 300), ("rank0-1.json", 300)]):
         copy = tmp_path / f"copy{number}"
         shutil.copytree(saved, copy)
         flip_bit(copy / name, offset)

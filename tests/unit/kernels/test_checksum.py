@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.checksum import crc32c_of_tensor
+from zero_offload.kernels.checksum import crc32c_of_tensor, reseeded
 
 
 def by_definition(data: bytes, seed: int = 0) -> int:
@@ -45,6 +45,15 @@ def test_a_result_continues_as_the_seed_of_the_next_part() -> None:
 def test_another_seed_is_another_result() -> None:
     data = tensor_of(bytes(64))
     assert len({crc32c_of_tensor(data, seed=seed) for seed in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 12288, 2**21])
+def test_a_checksum_from_another_seed_needs_no_bytes(nbytes: int) -> None:
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    for seed, new_seed in [(0, 0), (0, 1), (0xFFFFFFFF, 0x80000001), (0x12345678, 0x9ABCDEF0)]:
+        crc = crc32c_of_tensor(data, seed=seed)
+        assert reseeded(crc, seed, new_seed, nbytes) == crc32c_of_tensor(data, seed=new_seed)
+        assert reseeded(crc ^ 4, seed, new_seed, nbytes) == crc32c_of_tensor(data, seed=new_seed) ^ 4
 
 
 def test_every_flipped_bit_is_another_result() -> None:

@@ -92,3 +92,32 @@ def test_files_json_names_every_file_of_the_run(tmp_path: Path) -> None:
 def test_read_run_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run\.json"):
         read_run(tmp_path)
+
+
+IDENTITY = {
+    "steps": 3,
+    "ranks": 2,
+    "offload.stage": 3,
+    "offload.nvme": ["/a", "/b"],
+    "offload.precision": {"compute": "bf16"},
+    "offload.durability": "process",
+}
+MAY_CHANGE: dict[str, object] = {"ranks": 1, "offload.stage": 1, "offload.nvme": ["/a"], "offload.cpu_memory": 5}
+MAY_NOT: dict[str, object] = {
+    "steps": 4,
+    "offload.nvme": ["/b", "/a"],
+    "offload.precision": {"compute": "fp32"},
+    "offload.durability": "scratch",
+    "text": "other",
+}
+
+
+def test_where_states_rest_may_change_and_what_decides_numbers_may_not(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run.find_existing(IDENTITY) is Existing.REFUSE and run.earlier_identity() is None
+    run.create({"identity": IDENTITY})
+    assert run.earlier_identity() == IDENTITY
+    assert run.find_existing(IDENTITY | MAY_CHANGE) is Existing.RESUME
+    for name, value in MAY_NOT.items():
+        with pytest.raises(ConfigError, match=f"{name}="):
+            run.find_existing(IDENTITY | {name: value})

@@ -1,0 +1,228 @@
+"""A generation opened for reading, without a model: any rank's blocks, from any number of directories.
+
+Owns what can be known from the manifests alone: the sections (from the fingerprint), where the blocks of every rank
+lie, and which file they are in. Reads what it is asked for, every block verified, and changes nothing. The calls:
+`take_directories`, then a `SavedGeneration`: `rank`, `read`, `close`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, swap_file_name
+from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
+from zero_offload.checkpoint.history import History
+from zero_offload.errors import CheckpointError, IntegrityError
+from zero_offload.memory.arena import Arena, Region
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
+from zero_offload.plan.model_spec import ParamSpec
+from zero_offload.shards.disk import DiskArrays
+from zero_offload.shards.shard import Component, component_dtype, components_of
+from zero_offload.storage.directory import RunDirectory, hold_directory
+from zero_offload.storage.engine import FileEngine
+from zero_offload.storage.lock import LOCK_NAME
+from zero_offload.storage.manifest import read_manifest
+from zero_offload.storage.swap_file import Extent, SwapFile
+from zero_offload.telemetry.events import Counters
+
+CHECKPOINT_KIND = "checkpoint"
+"""What `run.json` says of a directory that never changes: it is read without a lock, by any number of readers."""
+_BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
+
+
+def is_immutable(path: Path) -> bool:
+    """Whether `path` is a checkpoint's directory, and no run's."""
+    with RunDirectory.look(path) as directory:
+        return (read_manifest(directory, RUN_NAME) or {}).get("kind") == CHECKPOINT_KIND
+
+
+def take_directories(
+    paths: Sequence[Path], ranks: Ranks, cleanup: contextlib.ExitStack, *, locks: bool
+) -> list[RunDirectory]:
+    """Open existing directories to read. With `locks`, no run may have them meanwhile: LockError. Collective."""
+    taken: list[RunDirectory] = []
+    for is_turn, take in ((ranks.rank == 0, _hold), (ranks.rank != 0, _join)):
+        with ranks.exchange.together():
+            for path in paths if is_turn else ():
+                taken.append(take(path) if locks else RunDirectory.look(path))
+                cleanup.callback(taken[-1].close)
+    return taken
+
+
+def _hold(path: Path) -> RunDirectory:
+    # A copy of a run may lack the lock's file: nobody runs there, and nothing is to be written.
+    return hold_directory(path) if (path / LOCK_NAME).is_file() else RunDirectory.look(path)
+
+
+def _join(path: Path) -> RunDirectory:
+    return RunDirectory.join(path) if (path / LOCK_NAME).is_file() else RunDirectory.look(path)
+
+
+def open_generation(
+    path: Path, ranks: Ranks, cleanup: contextlib.ExitStack, number: int | None = None
+) -> tuple[Generation, list[RunDirectory]]:
+    """The newest generation of a checkpoint's or a run's directory, or the one of this number. Collective."""
+    with ranks.exchange.together():
+        locks = not is_immutable(path)
+    directories = take_directories([path], ranks, cleanup, locks=locks)
+    with ranks.exchange.together():
+        found = History.read(directories[0]).choose(number)
+        if found is None:
+            raise CheckpointError(
+                f"{path} is no checkpoint: it holds no generation. Name a directory that zo.save_checkpoint has "
+                "written, or the NVMe directory of a run"
+            )
+        others = other_directories(found, path)
+    return found, directories + take_directories(others, ranks, cleanup, locks=locks)
+
+
+def other_directories(generation: Generation, home: Path) -> list[Path]:
+    """Where the rest of a striped generation is, as it recorded it."""
+    first, *rest = generation.directories or [""]
+    paths = [Path(path) for path in rest]
+    if rest and not (Path(first).is_dir() and home.samefile(first)):
+        # Of a copy, the recorded directories are those of its original.
+        raise CheckpointError(
+            f"{generation} is striped over {len(paths) + 1} directories, of which the first was {first}, not {home}; "
+            "move or mount them to where they were, or resume it with all of them in nvme="
+        )
+    if missing := [str(path) for path in paths if not path.is_dir()]:
+        raise CheckpointError(
+            f"{generation} is striped over {len(paths) + 1} directories, of which {', '.join(missing)} cannot be "
+            "found; mount or move them to where they were"
+        )
+    return paths
+
+
+def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
+    """The sections as the fingerprint describes them, each in one piece; ranks' shards are in their manifests."""
+    params = generation.payload.get("params")
+    try:
+        pieces: dict[int, list[ParamSlice]] = {}
+        kinds: dict[int, tuple[torch.dtype, bool]] = {}
+        for entry in params or []:
+            shape, index = tuple(entry["shape"]), entry["section"]
+            dtype, trainable = dtype_of(entry["dtype"]), bool(entry["trainable"])
+            numel = math.prod(shape)
+            spec = ParamSpec(entry["name"], (), shape, numel, entry["dtype"], trainable, entry.get("division", ""))
+            pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
+            kinds[index] = (dtype, trainable)
+        return tuple(SectionLayout(0, i, *kinds[i], 1, tuple(pieces[i]), 0, 1) for i in range(len(pieces)))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{generation}: the list of parameters is damaged ({error!r})") from error
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """One rank's shards in a generation."""
+
+    swap: SwapFile
+    disk: DiskArrays
+    sections: tuple[SectionLayout, ...]
+    """As this rank holds them."""
+    extents: dict[tuple[int, Component], Extent]
+    """By section and component."""
+
+
+class SavedGeneration:
+    """The blocks of one generation."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        directories: Sequence[RunDirectory],
+        engine: FileEngine,
+        on_error: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        """`directories` in the order in which the generation is striped over them."""
+        self.generation = generation
+        self.directories = tuple(directories)
+        self.sections = sections_of(generation)
+        self._engine = engine
+        self._on_error = on_error
+        self._payloads: dict[int, dict[str, Any]] = {}
+        self._ranks: dict[int, RankFiles] = {}
+        self._staging: Region | None = None
+
+    def payload(self, rank: int) -> dict[str, Any]:
+        """A rank's manifest. Raises IntegrityError."""
+        if rank not in self._payloads:
+            payload = read_rank_manifest(self.directories[0], self.generation, rank)
+            listed = payload.get("sections")
+            if not isinstance(listed, list) or len(listed) != len(self.sections):
+                raise IntegrityError(f"rank {rank}'s manifest in {self.directories[0].path} lists other sections")
+            self._payloads[rank] = payload
+        return self._payloads[rank]
+
+    def rank(self, rank: int) -> RankFiles:
+        """A rank's files, opened with the first call. Raises IntegrityError when one is too short."""
+        if rank not in self._ranks:
+            name = swap_file_name(rank, self.generation.edition)
+            seed = zlib.crc32(self.generation.run_id.encode())
+            sections = tuple(self._shard_of(section, rank) for section in self.sections)
+            # Extents are planned apart: where they lie, and how long the files must be, only the manifest says.
+            plan, swap = (SwapFile(self.directories, name, self._engine, seed) for _ in range(2))
+            swap.on_error = self._on_error
+            swap.open_existing()
+            try:
+                extents = {key: each for section in sections for key, each in self._extents(plan, swap, section, rank)}
+            except BaseException:
+                swap.close()
+                raise
+            self._ranks[rank] = RankFiles(swap, DiskArrays(swap, Counters()), sections, extents)
+        return self._ranks[rank]
+
+    def _shard_of(self, section: SectionLayout, rank: int) -> SectionLayout:
+        entry = self.payload(rank)["sections"][section.index]
+        numel = entry.get("shard_numel") if isinstance(entry, dict) else None
+        if type(numel) is not int or not 0 < numel <= 2**48:
+            raise IntegrityError(f"{self.directories[0].path}: section {section.index} has shard_numel {numel!r}")
+        return replace(section, shard_numel=numel, num_shards=self.generation.num_shards)
+
+    def _extents(
+        self, plan: SwapFile, swap: SwapFile, section: SectionLayout, rank: int
+    ) -> Iterator[tuple[tuple[int, Component], Extent]]:
+        entry = self.payload(rank)["sections"][section.index]
+        for component in components_of(section):
+            name = f"section {section.index} {component.value}.{entry.get('slot')}"
+            extent = plan.allocate(name, section.block_sizes(component_dtype(section, component)))
+            components = entry.get("components")
+            swap.restore(extent, components.get(component.value) if isinstance(components, dict) else None)
+            yield (section.index, component), extent
+
+    def read(self, first_rank: int, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
+        """Fill `out` with elements of a section from `begin` on; what was never saved (padding) becomes zero.
+
+        `first_rank` is the one that wrote shard 0.
+        """
+        position, end = begin, begin + out.numel()
+        shard_numel = self.rank(first_rank).sections[index].shard_numel
+        while position < end:
+            shard, offset = divmod(position, shard_numel)
+            if shard >= self.generation.num_shards:
+                out[position - begin :] = 0
+                return
+            files = self.rank(first_rank + shard)
+            row = offset // CHUNK_NUMEL
+            block = files.disk.read_block(files.extents[index, component], row, out.dtype, self._block())
+            part = block[offset - row * CHUNK_NUMEL :][: end - position]
+            out[position - begin :][: part.numel()] = part
+            position += part.numel()
+
+    def _block(self) -> Region:
+        if self._staging is None:
+            self._staging = Arena(0).allocate(_BLOCK_BYTES_MAX)
+        return self._staging
+
+    def close(self) -> None:
+        for files in self._ranks.values():
+            files.swap.close()
+        self._ranks.clear()

@@ -1,0 +1,82 @@
+"""The weights of a saved generation as a Hugging Face folder, without the model: names and shapes are in its manifest.
+
+Owns which components make a parameter's value in the dtype asked for. Reads a chunk at a time, writes through
+`FolderWriter`; the folder appears under its name when it is complete. Buffers are in no generation, so in no folder
+either. The call: `export_saved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
+from zero_offload.checkpoint.saved import SavedGeneration
+from zero_offload.errors import ConfigError
+from zero_offload.kernels.master import join_master
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.shards.shard import Component, component_dtype, components_of
+
+
+def export_saved(
+    saved: SavedGeneration, path: Path, dtype: torch.dtype | None, max_shard_bytes: int, texts: Mapping[str, str]
+) -> int:
+    """Write every parameter to a new folder `path`; returns their number.
+
+    `dtype` is what floating parameters are rounded to, from the fp32 masters; None is the compute dtype. `texts` are
+    files by name, written beside the weights. Raises ConfigError, StorageError, and IntegrityError when a block is
+    damaged; after an error nothing is left.
+    """
+    divided = [piece.spec.name for section in saved.sections for piece in section.params if piece.spec.division]
+    if divided:
+        raise ConfigError(
+            f"{saved.generation} is of a tensor-parallel run: each of its ranks has a part of {divided[0]!r} and of "
+            f"{len(divided) - 1} more parameters, and how they make up the whole is not in its files. Load it in the "
+            "script that trained it, and gather the parameters there"
+        )
+    check_target(path)
+    entries = {
+        piece: TensorEntry(piece.spec.name, _target(section, dtype), piece.spec.shape)
+        for section in saved.sections
+        for piece in section.params
+    }
+    plans = plan_files(list(entries.values()), max_shard_bytes)
+    with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for section in saved.sections:
+            for piece, entry in ((piece, entries[piece]) for piece in section.params):
+                for begin in range(piece.begin, piece.end, CHUNK_NUMEL):
+                    values = _values(saved, section, (begin, min(begin + CHUNK_NUMEL, piece.end)), dtype)
+                    writer.write(entry.name, begin - piece.begin, values.to(entry.dtype))
+        writer.finish()
+    return len(entries)
+
+
+def _target(section: SectionLayout, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and section.dtype.is_floating_point else section.dtype
+
+
+def _values(
+    saved: SavedGeneration, section: SectionLayout, span: tuple[int, int], dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Elements of a section, in the dtype asked for or a wider one."""
+
+    def read(component: Component) -> torch.Tensor:
+        out = torch.empty(span[1] - span[0], dtype=component_dtype(section, component))
+        saved.read(0, section.index, component, span[0], out)
+        return out
+
+    components = components_of(section)
+    if dtype in (None, section.dtype):
+        return read(Component.VALUE)
+    if Component.MASTER in components:
+        return read(Component.MASTER)
+    value = read(Component.VALUE)
+    if Component.RESIDUAL not in components:
+        return value
+    master = torch.empty(value.numel())
+    join_master(value, read(Component.RESIDUAL), master)
+    return master

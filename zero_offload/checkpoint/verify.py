@@ -1,0 +1,151 @@
+"""Reads every block of a generation and compares it with its checksum.
+
+Owns what is said of a block that is not what was written. Several reads are in flight, in memory of a few blocks,
+whatever the generation's size. Changes nothing; never decides what a bad block means. The calls: `verify`, then read
+the `Verdict`; `require_whole` for those who cannot go on otherwise.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from zero_offload.checkpoint.format import Generation
+from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
+from zero_offload.errors import IntegrityError, ZeroOffloadError
+from zero_offload.memory.arena import Arena
+from zero_offload.plan.layout import SectionLayout
+from zero_offload.shards.shard import Component
+from zero_offload.storage.swap_file import Extent, Transfer
+
+READS_IN_FLIGHT = 8
+
+
+@dataclass(frozen=True)
+class BadBlock:
+    """A block that cannot be read, or is not what was written."""
+
+    rank: int
+    file: str
+    offset: int
+    nbytes: int
+    section: int
+    component: str
+    params: tuple[str, ...]
+    """Parameters that lie in it, wholly or in part."""
+    problem: str
+
+
+@dataclass
+class Verdict:
+    """What has been found of one generation."""
+
+    generation: Generation
+    num_blocks: int = 0
+    verified_bytes: int = 0
+    bad_blocks: list[BadBlock] = field(default_factory=list)
+    problems: list[ZeroOffloadError] = field(default_factory=list)
+    """Manifests and files that could not be opened; their blocks were not read."""
+    errors: list[ZeroOffloadError] = field(default_factory=list)
+    """What each bad block raised."""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.bad_blocks and not self.problems
+
+    @property
+    def exit_code(self) -> int:
+        """Of a command that found this: damage goes before a drive that does not answer."""
+        codes = {error.exit_code for error in (*self.problems, *self.errors)}
+        return IntegrityError.exit_code if IntegrityError.exit_code in codes else max(codes, default=0)
+
+
+@dataclass(frozen=True)
+class _Block:
+    files: RankFiles
+    rank: int
+    section: SectionLayout
+    component: Component
+    extent: Extent
+    row: int
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.extent.blocks[self.row]["nbytes"])
+
+    def described(self, saved: SavedGeneration, error: Exception) -> BadBlock:
+        directory = saved.directories[int(self.extent.directories[self.row])]
+        low, high = self.section.chunks()[self.row]
+        offset = self.rank % self.section.num_shards * self.section.shard_numel
+        begin, end = offset + low, offset + high
+        params = tuple(piece.spec.name for piece in self.section.params if piece.begin < end and begin < piece.end)
+        return BadBlock(
+            rank=self.rank,
+            file=str(directory.path / self.files.swap.name),
+            offset=int(self.extent.blocks[self.row]["offset"]),
+            nbytes=self.nbytes,
+            section=self.section.index,
+            component=self.component.value,
+            params=params,
+            problem=str(error),
+        )
+
+
+def verify(saved: SavedGeneration, ranks: Iterable[int]) -> Verdict:
+    """Read all blocks of these ranks."""
+    verdict = Verdict(saved.generation)
+    for rank in ranks:
+        try:
+            files = saved.rank(rank)
+        except ZeroOffloadError as error:
+            verdict.problems.append(error)
+            continue
+        _verify_rank(saved, rank, files, verdict)
+    return verdict
+
+
+def require_whole(verdict: Verdict) -> None:
+    """Raise IntegrityError unless every block is what was written."""
+    if verdict.is_whole:
+        return
+    first = verdict.problems[0] if verdict.problems else verdict.errors[0]
+    blocks = f"{len(verdict.bad_blocks)} of {verdict.num_blocks} blocks are not what it wrote, " * bool(verdict.errors)
+    raise IntegrityError(
+        f"{verdict.generation} is no longer whole: {blocks}the first trouble: {first}. Later steps may have written "
+        "over it. Nothing was changed; load a checkpoint, or start over with existing='discard'"
+    )
+
+
+def _verify_rank(saved: SavedGeneration, rank: int, files: RankFiles, verdict: Verdict) -> None:
+    largest = max(int(extent.blocks["nbytes"].max()) for extent in files.extents.values())
+    region = Arena(0).allocate(READS_IN_FLIGHT * largest)
+    pending: deque[tuple[_Block, Transfer]] = deque()
+    try:
+        for number, block in enumerate(_blocks(files, rank)):
+            if len(pending) == READS_IN_FLIGHT:
+                _finish(saved, *pending.popleft(), verdict)
+            address = region.address + number % READS_IN_FLIGHT * largest
+            rows = slice(block.row, block.row + 1)
+            pending.append((block, files.disk.launch_read(block.extent, rows, address)))
+    finally:
+        # The memory must not go before the reads are done.
+        while pending:
+            _finish(saved, *pending.popleft(), verdict)
+
+
+def _blocks(files: RankFiles, rank: int) -> Iterator[_Block]:
+    for (index, component), extent in files.extents.items():
+        for row in range(len(extent.blocks)):
+            yield _Block(files, rank, files.sections[index], component, extent, row)
+
+
+def _finish(saved: SavedGeneration, block: _Block, transfer: Transfer, verdict: Verdict) -> None:
+    verdict.num_blocks += 1
+    try:
+        transfer.wait()
+    except ZeroOffloadError as error:
+        verdict.errors.append(error)
+        verdict.bad_blocks.append(block.described(saved, error))
+    else:
+        verdict.verified_bytes += block.nbytes

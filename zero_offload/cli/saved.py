@@ -1,0 +1,57 @@
+"""What a command is given as RUN: a run directory of `train`, an NVMe directory, or a checkpoint.
+
+Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, and `described` for what
+`train` wrote about its run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from zero_offload.checkpoint.format import GENERATION_NAMES, RUN_NAME
+from zero_offload.checkpoint.generation import Ranks
+from zero_offload.config import OffloadConfig
+from zero_offload.errors import ConfigError
+from zero_offload.runtime.ranks.collectives import CommitGroup
+from zero_offload.runtime.ranks.group import RankGroup
+
+RUN_HELP = "run directory of `train`, NVMe directory, or checkpoint"
+
+
+def find_home(path: Path) -> Path:
+    """The directory that has the manifests of the generations."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; give a {RUN_HELP}")
+    if _has_generation(path):
+        return path.absolute()
+    identity = described(path).get("identity")
+    nvme = identity.get("offload.nvme") if isinstance(identity, dict) else None
+    if not isinstance(nvme, list) or not nvme:
+        raise ConfigError(f"{path} holds no generation and no run; give a {RUN_HELP}")
+    home = Path(str(nvme[0]))
+    out = Path(str(identity.get("out"))) if isinstance(identity, dict) else path
+    if home.is_relative_to(out):
+        home = path.absolute() / home.relative_to(out)  # wherever the run directory has been moved or copied to
+    if not home.is_dir() or not _has_generation(home):
+        raise ConfigError(f"the run in {path} has no generation in {home}: it has not committed, or was cleaned")
+    return home
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What `train` wrote about the run in this directory; empty where it did not."""
+    try:
+        value = json.loads((path / RUN_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def alone() -> Ranks:
+    """This process, which reads by itself."""
+    return Ranks(0, 1, CommitGroup(RankGroup.of(OffloadConfig())))
+
+
+def _has_generation(path: Path) -> bool:
+    return any((path / name).is_file() for name in GENERATION_NAMES)

@@ -1,0 +1,122 @@
+"""`zero-offload verify RUN`: reads every block of a run's generations or of a checkpoint, and says what is damaged.
+
+Owns what counts as bad: any damage in what a resume would take, or in the generation asked for. Blocks of an older
+generation that later steps have written over are no damage. Changes nothing, needs no model, and refuses a run that
+is at work. Calls: `add_parser`, then `run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zero_offload.errors import IntegrityError
+from zero_offload.types import format_bytes
+
+if TYPE_CHECKING:
+    from zero_offload.checkpoint.format import Generation
+    from zero_offload.checkpoint.history import History
+    from zero_offload.checkpoint.verify import Verdict
+    from zero_offload.storage.directory import RunDirectory
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "verify",
+        help="check every checksum",
+        description="Read every block of a run's generations, or of a checkpoint, and compare it with its checksum. "
+        "Exit code 5 when something is not what was written, 6 when a run is at work there.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory, NVMe directory or checkpoint")
+    parser.add_argument("--generation", type=int, metavar="N", help="this one only (default: all that are there)")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from zero_offload.checkpoint.history import History
+    from zero_offload.checkpoint.saved import is_immutable, take_directories
+    from zero_offload.cli.saved import alone, find_home
+
+    home = find_home(args.run_dir.expanduser())
+    with contextlib.ExitStack() as cleanup:
+        locks = not is_immutable(home)
+        [directory] = take_directories([home], alone(), cleanup, locks=locks)
+        history = History.read(directory)
+        if args.generation is None:
+            chosen = list(history.generations.values())
+            damaged = {name: str(error) for name, error in history.damaged.items()}
+        else:
+            one = history.choose(args.generation)
+            chosen, damaged = [one] if one is not None else [], {}
+        verdicts = [_verify(generation, directory, cleanup, locks=locks) for generation in chosen]
+    if args.json:
+        found = [_as_json(verdict, history) for verdict in verdicts]
+        print(json.dumps({"directory": str(home), "generations": found, "damaged_manifests": damaged}, indent=2))
+    else:
+        print("\n".join(_lines(home, verdicts, damaged)))
+    # What is older than the first may have been written over, rightly.
+    return IntegrityError.exit_code if damaged else max([verdict.exit_code for verdict in verdicts[:1]], default=0)
+
+
+def _verify(generation: Generation, home: RunDirectory, cleanup: contextlib.ExitStack, *, locks: bool) -> Verdict:
+    from zero_offload.checkpoint.saved import SavedGeneration, other_directories, take_directories
+    from zero_offload.checkpoint.verify import Verdict, verify
+    from zero_offload.cli.saved import alone
+    from zero_offload.storage.engine import open_engine
+
+    with contextlib.ExitStack() as files:
+        try:
+            others = take_directories(other_directories(generation, home.path), alone(), files, locks=locks)
+            engine = open_engine(num_drives=1 + len(others))
+            files.callback(engine.close)
+            saved = SavedGeneration(generation, [home, *others], engine)
+        except IntegrityError as error:
+            return Verdict(generation, problems=[error])
+        files.callback(saved.close)
+        return verify(saved, range(generation.world_size))
+
+
+def _as_json(verdict: Verdict, history: History) -> dict[str, Any]:
+    generation = verdict.generation
+    return {
+        "number": generation.number,
+        "step": generation.step,
+        "committed_at": generation.committed_at,
+        "ranks": generation.world_size,
+        "newest": generation is history.newest,
+        "whole": verdict.is_whole,
+        "blocks": verdict.num_blocks,
+        "verified_bytes": verdict.verified_bytes,
+        "problems": [str(error) for error in verdict.problems],
+        "bad_blocks": [asdict(block) for block in verdict.bad_blocks],
+    }
+
+
+def _lines(home: Path, verdicts: list[Verdict], damaged: dict[str, str]) -> Iterator[str]:
+    yield f"{home}:"
+    for problem in damaged.values():
+        yield f"  BAD manifest: {problem}"
+    for place, verdict in enumerate(verdicts):
+        result = "whole" if verdict.is_whole else "BAD" if place == 0 else "no longer whole: later steps wrote over it"
+        count = f"{verdict.generation.world_size} rank{'s' * (verdict.generation.world_size > 1)}"
+        yield f"  {verdict.generation}, {count}: {format_bytes(verdict.verified_bytes)} verified, {result}"
+        if place > 0 and verdict.bad_blocks:
+            yield f"    {len(verdict.bad_blocks)} of {verdict.num_blocks} blocks are not its own any more"
+            continue
+        for error in verdict.problems:
+            yield f"    {error}"
+        for block in verdict.bad_blocks:
+            where = f"{format_bytes(block.nbytes)} at offset {block.offset} of {block.file}"
+            yield f"    {where}: rank {block.rank}, section {block.section}, {block.component} of {_few(block.params)}"
+            yield f"      {block.problem}"
+
+
+def _few(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) + more) if names else "padding"

@@ -1,0 +1,25 @@
+"""How settings that cannot work are reported: all problems at once, unknown names with the nearest known one.
+
+Owns the wording that `OffloadConfig` and the recipes share. Never knows a setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def list_problems(subject: str, problems: Sequence[str]) -> str:
+    """One message; `subject` ends in its verb, as "the settings have"."""
+    noun = "problem" if len(problems) == 1 else "problems"
+    return "\n".join([f"{subject} {len(problems)} {noun}:", *(f"  - {line}" for line in problems)])
+
+
+def unknown_names(given: Iterable[str], names: Sequence[str], prefix: str = "") -> list[str]:
+    """A line for each name that is not among `names`."""
+    found = []
+    for key in (key for key in given if key not in names):
+        near = difflib.get_close_matches(str(key), names, n=1)
+        hint = f"did you mean {prefix}{near[0]}? " if near else ""
+        found.append(f"unknown setting {prefix}{key}: {hint}the settings are {', '.join(names)}")
+    return found
