@@ -1,4 +1,4 @@
-"""Writes that take place when somebody waits for them, of the bytes that are in memory then.
+"""Commits that wait for the test, and writes that take place when somebody waits for them, of the bytes of then.
 
 Memory that is changed before its write was waited for is then written changed, which a checksum does not notice: the
 file has other states than it should.
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from zero_offload.shards.snapshot import Snapshot, Snapshots
 from zero_offload.storage.swap_file import SwapFile, Transfer
 
 
@@ -40,3 +41,20 @@ def make_writes_late(monkeypatch: pytest.MonkeyPatch) -> None:
         return LateWrite(lambda: write(*args))
 
     monkeypatch.setattr(SwapFile, "write", late)
+
+
+class Gate:
+    """Commits pass one by one, when they are let."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._passes = threading.Semaphore(0)
+        write = Snapshots.write
+
+        def held(snapshots: Snapshots, snapshot: Snapshot) -> None:
+            assert self._passes.acquire(timeout=60), "the test forgot a commit"
+            write(snapshots, snapshot)
+
+        monkeypatch.setattr(Snapshots, "write", held)
+
+    def let_pass(self) -> None:
+        self._passes.release()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,13 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import GENERATION, abandon, drain, runtime
 from tests.helpers.late_device import LateDevice
-from tests.helpers.late_writes import make_writes_late
+from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
-from zero_offload.shards.snapshot import Snapshot, Snapshots
+from zero_offload.shards.snapshot import Snapshots
 from zero_offload.shards.store import OpenChunk
 
 offload_module = importlib.import_module("zero_offload.offload")
-generation_module = importlib.import_module("zero_offload.checkpoint.generation")
 
 STEPS = 5
 HALVES = {"cpu": 0.5, "nvme": 0.5}
@@ -37,23 +35,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "cached": {"params": "nvme", "optimizer": "cpu"},
     "mixed": {"params": HALVES, "optimizer": HALVES},
 }
-
-
-class Gate:
-    """Commits pass one by one, when they are let."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._passes = threading.Semaphore(0)
-        write = Snapshots.write
-
-        def held(snapshots: Snapshots, snapshot: Snapshot) -> None:
-            assert self._passes.acquire(timeout=60), "the test forgot a commit"
-            write(snapshots, snapshot)
-
-        monkeypatch.setattr(Snapshots, "write", held)
-
-    def let_pass(self) -> None:
-        self._passes.release()
 
 
 def start(nvme: Path, **settings: Any) -> tuple[nn.Module, zo.AdamW]:
@@ -158,41 +139,6 @@ def test_a_missing_wait_is_seen(missing: str, nvme: Path, monkeypatch: pytest.Mo
         train_with_late_commits(nvme, Gate(patches), settings)
     with pytest.raises((AssertionError, zo.IntegrityError)):
         assert_are_generations(nvme, masters, settings)
-
-
-@pytest.mark.parametrize("placement", ["in memory", "on disk"])
-def test_a_commit_that_fails_while_an_update_waits_for_it(
-    placement: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patches:
-        gate, fails = Gate(patches), threading.Event()
-        sync = generation_module.write_manifest
-
-        def write_manifest(*args: Any) -> str:
-            if fails.is_set():
-                raise zo.StorageError("the drive is on fire")
-            return sync(*args)
-
-        patches.setattr(generation_module, "write_manifest", write_manifest)
-        model, optimizer = start(nvme, **PLACEMENTS[placement])
-        for number in range(2):
-            step(model, optimizer, number)
-            zo.commit(model, optimizer, extra=number + 1)
-            if number == 0:
-                gate.let_pass()
-                drain(model)
-        fails.set()
-        model(tokens_of(2)).backward()
-        optimizer.step()  # beside the commit that is held
-        gate.let_pass()
-        for call in (lambda: drain(model), lambda: model(tokens_of(3)), lambda: zo.close(model)):
-            with pytest.raises(zo.StorageError, match="on fire"):
-                call()
-        abandon(model)
-    model, optimizer = start(nvme, **PLACEMENTS[placement])
-    resumed = zo.resume(model, optimizer)
-    assert resumed is not None and resumed.step == 1
-    zo.close(model)
 
 
 def test_steps_that_wait_for_a_commit_say_so(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
