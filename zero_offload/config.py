@@ -73,8 +73,8 @@ class OffloadConfig:
     nvme_capacity: int | str | None = None
     """Budgets; None is what the machine has. Read them through `budget_bytes`."""
     durability: str = "process"
-    commit_every: int = 1
-    """Optimizer steps between two generations."""
+    commit_every: int | str = 1
+    """Optimizer steps between two generations, or "auto": as few as cost at most 2% of the time of a step."""
     io_engine: str = "auto"
     """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles", or "auto": the fastest, by a
     short measurement in the directory where a step moves 1 GiB or more."""
@@ -332,10 +332,8 @@ def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
     steps = settings["commit_every"]
-    if steps == "auto":
-        yield "commit_every='auto' arrives in a later version; use a number of optimizer steps"
-    elif isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        yield f"commit_every={steps!r} is no positive number of optimizer steps; use 1 or more"
+    if steps != "auto" and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        yield f"commit_every={steps!r} is no positive number of optimizer steps; use 1 or more, or 'auto'"
 
 
 _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
@@ -362,6 +360,8 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
     for name in ("existing", "durability", "update_overlap", "grad_reduction", "branches"):
         values[name] = _plain(settings[name])
+    if isinstance(settings["commit_every"], str):
+        values["commit_every"] = _plain(settings["commit_every"])
     for name in _BUDGETS:
         if (size := settings[name]) is not None:
             values[name] = parse_bytes(size)

@@ -48,7 +48,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
     if mode == "write":
         _one_rank(owner, "params")
-        owner.worker.drain()  # a commit under way must not see half of what is written
+        owner.drain()  # a commit under way must not see half of what is written
     read: dict[str, Callable[[OffloadedModel, dict[Place, nn.Parameter]], Values]] = {
         "master": _masters,
         "grads": _grads,

@@ -1,9 +1,9 @@
 """`OffloadedModel`: what parameters, optimizers and the public functions talk to once a model is offloaded.
 
-Owns the step: which gradients an update takes, and which generation is due. Moves no bytes: it
+Owns the step: which gradients an update takes, and what is recorded of it. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
 Order of a step: backward fills `grads`, which clips them; `unscale`; `update` captures everything by value
-and launches; `commit` follows it on the same worker, so generations and updates can never overlap.
+and launches; `commit` begins when it is complete and runs beside what follows (`commits.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import nn
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
+from zero_offload.commits import Commits
 from zero_offload.config import OffloadConfig, UpdateOverlap
 from zero_offload.device import Device
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
@@ -81,17 +83,22 @@ class OffloadedModel:
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
-        self._latest: StepRecord | None = None
-        """The last step, until a generation has it."""
-        self._due = False
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
-        self._completes = False
-        """Whether this run calls `commit`: then a record without its part belongs to a step that broke off."""
         self._closed = False
         self._stats = StatsKeeper(parts.store.counters)
+        self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
         self._pipeline = UpdatePipeline(parts.store, parts.board)
         self.worker = Worker(parts.board)
+        committer = None if parts.keeper is None else Worker(parts.board, "zero_offload-commit")
+        parts.board.tell(parts.store.snapshots.fail)
+        self._commits = Commits(
+            parts.keeper,
+            parts.store.snapshots,
+            (self.worker, committer),
+            self._first_uses,
+            parts.config.commit_every,
+        )
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
@@ -100,7 +107,11 @@ class OffloadedModel:
 
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
-        self._has_new_grads = True
+        if not self._has_new_grads:
+            self._has_new_grads = True
+            if not self._commits.completes:
+                # Nobody is going to say more about the last step.
+                self._commits.launch_due()
         self.session.note_backward()
         self.grads.arrive(param, grad)
 
@@ -116,7 +127,7 @@ class OffloadedModel:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
         if self._has_new_grads:
             # Without a backward in between this is a further optimizer's part of the step before.
-            self._commit_due()
+            self._commits.launch_due()
         self._has_new_grads = False
         self.session.settle()
         self.grads.reduce_waiting()
@@ -138,10 +149,8 @@ class OffloadedModel:
             self._launch(hypers)
         else:
             self._skip(taken)
-        self._stats.close_step()
-        self._latest = self._record(None, None)
-        # Whatever number of steps one backward has: the last one may not be the one that is due.
-        self._due = self._due or self.step_count % self.parts.config.commit_every == 0
+        passed = self._stats.close_step()
+        self._commits.add(self._record(None, None), passed["step_s"], passed.get("commit_wait_s", 0.0))
 
     def _skip(self, params: Collection[nn.Parameter] | None) -> None:
         self.skipped_steps += 1
@@ -155,8 +164,7 @@ class OffloadedModel:
             )
 
     def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
-        order = self.parts.residency.schedule.first_uses("grad", len(self.parts.units))
-        step = StepInput(hypers, order, self.parts.collectives.shard_index)
+        step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, self.param_steps)
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
@@ -192,6 +200,7 @@ class OffloadedModel:
         self.step_count = found.step
         steps = found.payload.get("param_steps", {})
         self.param_steps = {name: int(steps.get(name, 0)) for name in self.param_steps}
+        self._commits.start_at(found.step)
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
         scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
@@ -199,25 +208,16 @@ class OffloadedModel:
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
-        self._completes = True
-        if self._latest is not None:
-            self._latest = self._record(capture_rng(), extra)
-        self._commit_due()
+        self._commits.complete(lambda: self._record(capture_rng(), extra))
 
-    def _commit_due(self) -> None:
-        if self._due:
-            self._commit_latest()
-
-    def _commit_latest(self) -> None:
-        record, keeper = self._latest, self.parts.keeper
-        self._latest, self._due = None, False
-        if record is not None and keeper is not None:
-            self.worker.submit(lambda: keeper.commit(record))
+    def drain(self) -> None:
+        """Wait for updates and commits that are under way. Raises the first error."""
+        self._commits.drain()
 
     def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
         self.session.check_usable()
-        self.worker.drain()
+        self.drain()
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
 
@@ -226,7 +226,7 @@ class OffloadedModel:
 
         `check` may raise before anything is replaced.
         """
-        self.worker.drain()
+        self.drain()
         self.grads.drop()
         index = self.parts.collectives.shard_index
         with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
@@ -240,14 +240,13 @@ class OffloadedModel:
             self.parts.residency.forget(unit)
         self.session.lacks_weights = False
         self.adopt_generation(generation)
-        self._latest, self._due = None, False
         return generation, rng
 
     # State dicts
 
     def begin_walk(self) -> None:
         """Before state_dict and load_state_dict: a commit under way must not see half of what they change."""
-        self.worker.drain()
+        self.drain()
         self.access.begin_walk()
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -257,7 +256,7 @@ class OffloadedModel:
         return {"step": torch.tensor(float(steps)), **self.access.read_moments(param)}
 
     def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
-        self.worker.drain()
+        self.drain()
         self.access.write_moments(param, state)
         self.param_steps[self.access.place(param).name] = int(state["step"])
 
@@ -277,18 +276,16 @@ class OffloadedModel:
         if self._closed:
             return
         self._closed = True
-        if self._completes and self._latest is not None and self._latest.rng is None:
-            # The script ended between `step` and `commit`; the generation before has what a resume needs.
-            self._latest = None
+        self._commits.forget_broken_off()
         # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
         together = sys.exc_info()[1] is None or self.parts.ranks.exchange.all_come()
         try:
-            self.worker.drain()
-            if self._latest is not None and together:
-                self._commit_latest()
-            self.worker.drain()
+            self.drain()
+            if together:
+                self._commits.launch_latest()
+            self.drain()
         finally:
-            self.worker.shutdown()
+            self._commits.shutdown()
             # When one rank returns, none holds the directory's lock: it can be opened again at once.
             with self.parts.ranks.exchange.together() if together else nullcontext():
                 self.parts.close_files()

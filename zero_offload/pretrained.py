@@ -60,7 +60,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
         return
     _check_untrained(owner)
     exchange = owner.parts.ranks.exchange
-    owner.worker.drain()
+    owner.drain()
     with contextlib.ExitStack() as files:
         with exchange.together():
             stored = files.enter_context(open_weights(Path(path)))
@@ -95,7 +95,7 @@ def export_pretrained(
     entries = _entries(model, owner, target)
     plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
     exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
-    owner.worker.drain()
+    owner.drain()
     with contextlib.ExitStack() as files:
         writer = None
         with exchange.together():

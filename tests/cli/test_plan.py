@@ -47,6 +47,55 @@ def test_accumulation_and_precision(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["bytes"]["cpu"]["params"] == 4 * 320_000_000
 
 
+NVME_ROOM = ["--nvme-capacity", "2000GiB", "--nvme", "never-made"]
+
+
+def test_wear_of_a_drive(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "3200M", *NVME_ROOM, "--params-tier", "nvme", "--optimizer-tier", "nvme"]
+    _, result = plan(capsys, *flags, "--step-time", "38.4")
+    written = 12 * 3_200_000_000
+    assert result["wear"] == {
+        "states_bytes_per_step": written,
+        "commit_bytes_per_step": 0,
+        "is_upper_bound": False,
+        "tbw": 600.0,
+        "steps_to_tbw": 15625,
+        "tb_per_day": 86.4,
+        "days_to_tbw": 15625 * 38.4 / 86400,
+    }
+    _, result = plan(capsys, *flags, "--tbw", "1200")
+    assert result["wear"]["steps_to_tbw"] == 31250
+    assert result["wear"]["tb_per_day"] is None and result["wear"]["days_to_tbw"] is None
+
+
+def test_wear_of_commits_and_of_several_drives(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "3200M", *NVME_ROOM, "--commit-every", "10"]
+    _, result = plan(capsys, *flags)
+    assert result["wear"]["states_bytes_per_step"] == 0
+    assert result["wear"]["commit_bytes_per_step"] == 12 * 320_000_000
+    _, result = plan(capsys, *flags, "--ranks", "4", "--nvme", "one", "another")
+    assert result["wear"]["commit_bytes_per_step"] == 12 * 320_000_000 // 2
+    _, result = plan(capsys, *flags[:-1], "auto")
+    assert result["wear"]["commit_bytes_per_step"] == 12 * 3_200_000_000
+    assert result["wear"]["is_upper_bound"]
+
+
+def test_wear_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--model", "3200M", *MEMORY, *NVME_ROOM]
+    main([*flags, "--optimizer-tier", "nvme"])
+    text = capsys.readouterr().out
+    assert "each drive is written 35.8 GiB per step: 35.8 GiB of states that rest on it\n" in text
+    assert "that is 38.4 TB per 1000 steps; 600 TBW last 15,625 steps (--step-time S says how many days" in text
+    main([*flags, "--commit-every", "auto", "--step-time", "38.4", "--tbw", "300"])
+    text = capsys.readouterr().out
+    assert "35.8 GiB of generations (at most: auto measures how often; every step is counted here)" in text
+    assert "that is 86.4 TB per day at 38.4 s per step; 300 TBW last 3.47 days, 7,812 steps" in text
+    main([*flags, "--commit-every", "10"])
+    assert "per step: 3.58 GiB of generations (of 35.8 GiB every 10 steps)\n" in capsys.readouterr().out
+    main(["plan", "--model", "3200M", *MEMORY])
+    assert "TBW" not in capsys.readouterr().out
+
+
 def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "8B", *MEMORY]) == 3
     lines = capsys.readouterr().out.splitlines()
@@ -62,6 +111,9 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--model", "gpt9000"], "is no preset; use tiny, small"),
         (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
         (["--ranks", "0"], "both must be 1 or more"),
+        (["--commit-every", "often"], "commit_every='often' is no positive number of optimizer steps"),
+        (["--tbw", "0"], "both must be more than 0"),
+        (["--step-time", "-1"], "both must be more than 0"),
         (["--stage", "5", "--precision", "fp8"], "has 2 problems"),
     ],
 )

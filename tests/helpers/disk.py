@@ -56,7 +56,7 @@ def runtime(model: nn.Module) -> OffloadedModel:
 
 def drain(model: nn.Module) -> None:
     """Return when every commit is complete. Raises what went wrong in one."""
-    runtime(model).worker.drain()
+    runtime(model).drain()
 
 
 @functools.cache

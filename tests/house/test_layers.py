@@ -17,7 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("probe", "device", "kernels", "memory", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),
-    ("deferred", "move_in", "offload", "run_files", "offloaded_model", "param_access", "step"),
+    ("deferred", "commits", "move_in", "offload", "run_files", "offloaded_model", "param_access", "step"),
     (
         "__init__",
         "__main__",

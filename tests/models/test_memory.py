@@ -99,7 +99,7 @@ class Taken:
 
 def taken(model: nn.Module, ranges: list[int]) -> Taken:
     runtime: Any = runtime_of(model)
-    runtime.worker.drain()
+    runtime.drain()
     kinds = [type(each) for each in gc.get_objects()]
     ours = Counter(kind.__qualname__ for kind in kinds if str(kind.__module__).startswith("zero_offload"))
     resident = zo.stats(model).resident_bytes

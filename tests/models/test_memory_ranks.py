@@ -55,7 +55,7 @@ def measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, A
             optimizer.step()
             optimizer.zero_grad()
         runtime: Any = runtime_of(model)
-        runtime.worker.drain()
+        runtime.drain()
         arena = runtime.parts.store.arena
         at_rest = {tier: sum(n for (place, _), n in plan.rest_bytes.items() if place is tier) for tier in Tier}
         return {

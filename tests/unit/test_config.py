@@ -100,7 +100,11 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"update_overlap": "both"}, "update_overlap='both' is unknown"),
         ({"commit_every": 0}, "commit_every=0 is no positive number"),
         ({"commit_every": 1.5}, "commit_every=1.5 is no positive number"),
-        ({"commit_every": "auto"}, "commit_every='auto' arrives in a later version"),
+        (
+            {"commit_every": "often"},
+            "commit_every='often' is no positive number of optimizer steps; use 1 or more, or 'auto'",
+        ),
+        ({"commit_every": True}, "commit_every=True is no positive number"),
     ],
 )
 def test_each_wrong_setting_is_named(settings: dict[str, Any], words: str) -> None:
@@ -126,6 +130,7 @@ def test_durability_needs_a_directory() -> None:
         OffloadConfig(),
         OffloadConfig(nvme=["a", "b"], optimizer={"cpu": 0.5, "nvme": 0.5}, precision="fp32", stage=0),
         OffloadConfig(params="auto", device_memory="1GiB", update_overlap="none", commit_every=7),
+        OffloadConfig(commit_every="auto"),
         OffloadConfig(precision=Precision(modules={"*.norm": "fp32", "head": "bf16"})),
     ],
 )

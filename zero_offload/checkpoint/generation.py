@@ -2,7 +2,7 @@
 
 Owns the order of a commit: every write complete, flushed if asked for, this rank's manifest, all ranks' digests,
 the global manifest by rank 0 (the commit point), and only then the older slots are free. `commit` runs on
-the update worker, behind forward and backward; everything else on the control thread. Never deletes a file
+a thread of its own, behind forward and backward; everything else on the control thread. Never deletes a file
 that no manifest of ours names. The calls: `look` and `agree` (create, resume or refuse); `begin` a run, or `restore`
 one (where its files are cut anew: `prepare_recut` and `commit`) and `tidy` what is left; `commit` per generation.
 """
@@ -34,6 +34,7 @@ from zero_offload.config import Durability, Existing
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.shards.shard import Component, components_of
+from zero_offload.shards.snapshot import Snapshot
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
@@ -54,7 +55,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Who takes part, and how they talk on the worker's thread."""
+    """Who takes part, and how they talk on the thread of commits."""
 
     rank: int
     world_size: int
@@ -117,6 +118,8 @@ class GenerationKeeper:
         """Whether that was cut for other ranks or directories than these."""
         self.rng: dict[str, Any] | None = None
         """This rank's random number generators in it; None where it has none for this rank."""
+        self.agreed_wish = 0
+        """The largest wish of the ranks in the last commit."""
 
     @property
     def _home(self) -> RunDirectory:
@@ -286,27 +289,35 @@ class GenerationKeeper:
 
     # Commit
 
-    def commit(self, record: StepRecord) -> None:
-        """Make the shards' state now the next generation. Raises StorageError; the last one then stays."""
+    def commit(self, record: StepRecord, snapshot: Snapshot | None = None, wish: int = 0) -> None:
+        """Make the states of a snapshot, by default the shards' now, the next generation.
+
+        All ranks learn the largest `wish` (a number below 2^16): `agreed_wish`. Raises StorageError; the generation
+        before then stays.
+        """
         assert self._store is not None and self._swap is not None
         with self._store.counters.timed("commit_s"):
-            self._commit(record, self._store, self._swap)
+            self._commit(record, snapshot or self._store.snapshots.begin(), wish)
+        self._store.snapshots.end()
 
-    def _commit(self, record: StepRecord, store: ShardStore, swap: SwapFile) -> None:
+    def _commit(self, record: StepRecord, snapshot: Snapshot, wish: int) -> None:
+        assert self._store is not None and self._swap is not None
         exchange, number = self._ranks.exchange, self._number + 1
         with exchange.together():
-            slots = [store.snapshot(shard) for shard in store.shards]
+            self._store.snapshots.write(snapshot)
             if self._durability is Durability.COMMIT:
-                swap.sync()
+                self._swap.sync()
             name = rank_manifest_name(self._ranks.rank, number)
-            digest = write_manifest(self._home, name, self._rank_payload(slots, record), self._durability)
-        digests = exchange.gather_digests(digest)
+            digest = write_manifest(self._home, name, self._rank_payload(snapshot.slots, record), self._durability)
+        words = exchange.gather_digests(f"{digest}{wish:04x}")
+        digests = [word[: len(digest)] for word in words]
         with exchange.together():
             if self._ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
                 write_manifest(self._home, generation_name(number), payload, self._durability)
         self._number = number
-        store.mark_committed(slots)
+        self.agreed_wish = max(int(word[len(digest) :], 16) for word in words)
+        self._store.mark_committed(snapshot.slots)
 
     def _rank_payload(self, slots: Sequence[int], record: StepRecord) -> dict[str, Any]:
         assert self._store is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zero_offload.config import OffloadConfig
@@ -16,8 +16,9 @@ from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget, ways_to_fit
+from zero_offload.plan.wear import TB, TBW_USUAL, Wear
 from zero_offload.probe import probe_hardware
-from zero_offload.types import HardwareProfile, Tier
+from zero_offload.types import HardwareProfile, Tier, format_bytes
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
 _MULTIPLE = {"m": 10**6, "b": 10**9}
@@ -34,10 +35,17 @@ _SETTINGS = {
     "cpu_memory": "CPU memory of one rank, for example 48GiB",
     "nvme_capacity": "disk space of one rank, for example 400GiB",
     "durability": "commit, process or scratch",
-    "commit_every": "optimizer steps between generations",
+    "commit_every": "optimizer steps between generations, or auto",
 }
-_COUNTS = ("stage", "commit_every")
 _TIERS = ("params", "grads", "optimizer")
+
+
+def steps_or_auto(text: str) -> int | str:
+    """The text of --commit-every; `OffloadConfig` says what is wrong with it."""
+    return int(text) if text.isdecimal() else text
+
+
+_TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_auto}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -51,9 +59,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--nvme", nargs="+", metavar="DIR", help="directories of the NVMe tier")
     for name, text in _SETTINGS.items():
         flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
-        parser.add_argument(flag, dest=name, help=text, type=int if name in _COUNTS else str)
+        parser.add_argument(flag, dest=name, help=text, type=_TYPES.get(name, str))
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
+    parser.add_argument("--step-time", type=float, metavar="S", help="seconds of a step: TB written per day")
+    parser.add_argument(
+        "--tbw",
+        type=float,
+        default=TBW_USUAL,
+        metavar="TB",
+        help=f"terabytes that each drive is rated to be written (default {TBW_USUAL:g}: many consumer drives of 1 TB)",
+    )
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.set_defaults(run=run)
 
@@ -63,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     config = OffloadConfig.from_dict(given)
     if min(args.ranks, args.accumulate) < 1:
         raise ConfigError(f"--ranks {args.ranks} --accumulate {args.accumulate}: both must be 1 or more")
+    if not (args.tbw > 0 and (args.step_time is None or args.step_time > 0)):
+        raise ConfigError(f"--tbw {args.tbw:g} --step-time {args.step_time}: both must be more than 0")
     numels = find_units(args.model)
     partition = Partition(config.stage, args.ranks)
     units = measure_units(numels, config, partition, args.accumulate)
@@ -71,12 +89,14 @@ def run(args: argparse.Namespace) -> int:
     plan = estimate_memory(units, placement, config, partition)
     ways = [] if plan.fits else ways_to_fit(units, config, hardware, partition)
     num_parameters = sum(unit.trained for unit in numels)
+    wear = plan.wear.of_one_drive(args.ranks, max(len(config.nvme_dirs), 1))
     if args.json:
-        print(json.dumps(_as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}, indent=2))
+        found = _as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}
+        print(json.dumps(found | {"wear": _wear_json(wear, args.tbw, args.step_time)}, indent=2))
     else:
         print(f"{args.model}: {num_parameters:,} parameters in {len(units)} units on {_count(args.ranks)}")
         print("bytes of one rank:")
-        print("\n".join([plan.table(), *ways]))
+        print("\n".join([plan.table(), *ways, *_wear_lines(wear, args.tbw, args.step_time)]))
     return 0 if plan.fits else CapacityError.exit_code
 
 
@@ -104,6 +124,48 @@ def _hardware_of_one_rank(config: OffloadConfig, num_ranks: int) -> HardwareProf
         device_memory_bytes=config.budget_bytes(Tier.DEVICE) or cpu_memory,
         nvme_free_bytes=config.budget_bytes(Tier.NVME) or machine.nvme_free_bytes // num_ranks,
     )
+
+
+def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
+    """What each drive is written, and how long it lasts; nothing where nothing is written."""
+    if wear.bytes_per_step == 0:
+        return []
+    parts = []
+    if wear.states_bytes:
+        parts.append(f"{format_bytes(wear.states_bytes)} of states that rest on it")
+    if wear.commit_bytes:
+        how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
+        if wear.is_bound:
+            how_often = "at most: auto measures how often; every step is counted here"
+        parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of generations ({how_often})")
+    lines = [f"each drive is written {format_bytes(wear.bytes_per_step)} per step: {', '.join(parts)}"]
+    num_steps = wear.steps_to(tbw)
+    if step_s is None:
+        lines.append(
+            f"that is {wear.bytes_per_step * 1000 / TB:.3g} TB per 1000 steps; {tbw:g} TBW last {num_steps:,} steps "
+            "(--step-time S says how many days, --tbw another rating)"
+        )
+    else:
+        lines.append(
+            f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {tbw:g} TBW last "
+            f"{num_steps * step_s / 86400:.3g} days, {num_steps:,} steps (--tbw says another rating)"
+        )
+    return lines
+
+
+def _wear_json(wear: Wear, tbw: float, step_s: float | None) -> dict[str, Any]:
+    """Of each drive."""
+    written = wear.bytes_per_step > 0
+    num_steps = wear.steps_to(tbw) if written else None
+    return {
+        "states_bytes_per_step": int(wear.states_bytes),
+        "commit_bytes_per_step": int(wear.commit_bytes_per_step),
+        "is_upper_bound": wear.is_bound,
+        "tbw": tbw,
+        "steps_to_tbw": num_steps,
+        "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
+        "days_to_tbw": None if step_s is None or num_steps is None else num_steps * step_s / 86400,
+    }
 
 
 def _count(num_ranks: int) -> str:

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zero_offload.cli.plan import steps_or_auto
 from zero_offload.config import Existing
 from zero_offload.recipes.settings import TrainConfig, read_tables
 
@@ -115,7 +116,7 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
     )
-    add("--commit-every", "commit_every", "steps between generations", type=int, metavar="STEPS")
+    add("--commit-every", "commit_every", "steps between generations, or auto", type=steps_or_auto, metavar="STEPS")
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:

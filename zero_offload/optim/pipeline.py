@@ -51,7 +51,7 @@ class _Task:
     staging: Region | None = None
     chunk: OpenChunk | None = None
     grads: list[GradSource] = field(default_factory=list)
-    reads: list[Transfer] = field(default_factory=list)
+    grad_reads: list[Transfer] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
 
 
@@ -120,14 +120,15 @@ class UpdatePipeline:
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
         task.chunk = self._store.open_chunk(shard, task.row, staging)
-        task.grads, grad_reads = task.section.grads.open_chunk(task.row, staging + self._store.state_staging_bytes)
-        task.reads = task.chunk.reads + grad_reads
+        grad_staging = staging + self._store.state_staging_bytes
+        task.grads, task.grad_reads = task.section.grads.open_chunk(task.row, grad_staging)
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
         """Update a chunk and launch its writes."""
         chunk, section = task.chunk, task.section
         assert chunk is not None
-        for read in task.reads:
+        chunk.wait()
+        for read in task.grad_reads:
             read.wait()
         dtype = section.shard.layout.dtype
         out = 0 if delivery is None else delivery[section.position] + chunk.begin * dtype.itemsize

@@ -1,9 +1,10 @@
-"""The one thread that runs updates and commits, in the order in which they were submitted.
+"""A thread that runs jobs in the order in which they were submitted: updates on one, commits on another.
 
 [Note: how the thread ends]
 It ends when its `Worker` is shut down or dropped, and after the main thread, once the queue is empty: what was
 submitted is complete before the process is gone. It looks after the main thread by itself, since a Ctrl-C can strike
-while a thread is being started: one that waited to be told would then keep the process for ever.
+while a thread is being started: one that waited to be told would then keep the process for ever. What is submitted
+after its end (by the other worker, which may have had more to do) runs on the thread that submits.
 """
 
 from __future__ import annotations
@@ -18,34 +19,71 @@ from zero_offload.shards.update_board import UpdateBoard
 
 _LOOK_EVERY_S = 0.1
 
-_Queue = queue.SimpleQueue[tuple[Callable[[], None], Future[None]] | None]
+_Item = tuple[Callable[[], None], Future[None]]
+
+
+class _Jobs:
+    """What submitter and thread share."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        # Reentrant: a worker may be dropped, and its thread told so, by whatever collects garbage.
+        self._lock = threading.RLock()
+        self._closing = False
+        self._ended = False
+        """The thread takes no further job."""
+
+    def put(self, item: _Item | None) -> bool:
+        """False when nobody would take it. None asks the thread to end."""
+        with self._lock:
+            if not self._ended:
+                self._queue.put(item)
+            return not self._ended
+
+    def get(self) -> _Item | None:
+        """The next job, or None at the end. On the thread."""
+        while not (self._closing and self._end()):
+            try:
+                item = self._queue.get(timeout=_LOOK_EVERY_S)
+            except queue.Empty:
+                self._closing = self._closing or not threading.main_thread().is_alive()
+                continue
+            if item is not None:
+                return item
+            self._closing = True
+        return None
+
+    def _end(self) -> bool:
+        """Whether there is nothing left to do."""
+        with self._lock:
+            self._ended = self._queue.empty()
+            return self._ended
 
 
 class Worker:
     """A queue of jobs on one thread. The first error stops everything: it reaches all waiters by the board.
 
-    The queue is short by construction: a step submits one update and at most one commit, and waits for the
-    previous update of every unit before it submits.
+    The queues are short by construction: a step submits one update and at most one commit, and waits for the previous
+    update of every unit before it submits; a commit begins when the one before has ended (`Snapshots.begin`).
     """
 
-    def __init__(self, board: UpdateBoard) -> None:
+    def __init__(self, board: UpdateBoard, name: str = "zero_offload-update") -> None:
         self._board = board
-        self._queue: _Queue = queue.SimpleQueue()
+        self._jobs = _Jobs()
         self._unfinished: list[Future[None]] = []
-        self._thread = threading.Thread(target=_work, args=(self._queue,), name="zero_offload-update")
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name)
         self._thread.start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], None]) -> None:
         self._board.check()
         self._unfinished = [each for each in self._unfinished if not each.done()]
-        if not self._thread.is_alive():
+        future: Future[None] = Future()
+        if self._jobs.put((lambda: self._run(job), future)):
+            self._unfinished.append(future)
+        else:
             # The interpreter is shutting down.
             self._run(job)
-            return
-        future: Future[None] = Future()
-        self._unfinished.append(future)
-        self._queue.put((lambda: self._run(job), future))
 
     def _run(self, job: Callable[[], None]) -> None:
         self._board.check()
@@ -57,28 +95,19 @@ class Worker:
 
     def drain(self) -> None:
         """Wait until everything submitted is complete. Raises the first error."""
-        while self._unfinished:
-            self._unfinished[0].result()
-            self._unfinished.pop(0)
+        for future in self._unfinished:
+            future.result()
         self._board.check()
 
     def shutdown(self) -> None:
         """Let the thread finish what was submitted, and end."""
-        self._queue.put(None)
+        self._jobs.put(None)
         self._thread.join()
 
 
-def _work(jobs: _Queue) -> None:
+def _work(jobs: _Jobs) -> None:
     """Holds the queue alone while it waits, so that a `Worker` can be dropped."""
-    while True:
-        try:
-            item = jobs.get(timeout=_LOOK_EVERY_S)
-        except queue.Empty:
-            if threading.main_thread().is_alive():
-                continue
-            return
-        if item is None:
-            return
+    while (item := jobs.get()) is not None:
         job, future = item
         try:
             job()

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from zero_offload.config import Durability, OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
+from zero_offload.plan.wear import Wear
 from zero_offload.types import StateKind, Tier, format_bytes
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
@@ -35,6 +36,8 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
+SNAPSHOT_CHUNKS_IN_FLIGHT = 2
+"""Chunks of states in memory that a commit writes at once: no buffers, but a queue that others stand in."""
 ACTIVATION_BLOCK_BYTES = 1 << 20
 """What activations on disk are cut into."""
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
@@ -113,8 +116,12 @@ class MemoryPlan:
     """At rest. On NVMe with all slots, and with the snapshots of states that rest in memory."""
     staging_bytes: Mapping[Tier, int]
     """Buffers that data passes through on its way to the compute device and the update."""
-    nvme_written_bytes_per_step: int
+    wear: Wear
     budget: Budget
+
+    @property
+    def nvme_written_bytes_per_step(self) -> int:
+        return int(self.wear.bytes_per_step)
 
     def used_bytes(self, tier: Tier) -> int:
         at_rest = sum(nbytes for (place, _), nbytes in self.rest_bytes.items() if place is tier)
@@ -199,7 +206,7 @@ def estimate_memory(
     """Add up what one rank needs on every tier."""
     rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
     keeps_generations = config.effective_durability is not Durability.SCRATCH
-    written = 0.0
+    written = committed = 0
     for unit, tiers in zip(units, placement.tiers, strict=True):
         for kind in PLACED_KINDS:
             rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, partition)
@@ -207,7 +214,7 @@ def estimate_memory(
             written += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
         elif keeps_generations:
-            written += unit.optimizer_bytes / config.commit_every
+            committed += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
         if tiers[StateKind.PARAMS] is Tier.NVME and (
             partition.replicates_params or tiers[StateKind.OPTIMIZER] is not Tier.NVME
@@ -215,7 +222,8 @@ def estimate_memory(
             written += unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
-    return MemoryPlan(rest, _staging_bytes(units, placement, config, partition), int(written), placement.budget)
+    wear = Wear(written, committed, config.commit_every)
+    return MemoryPlan(rest, _staging_bytes(units, placement, config, partition), wear, placement.budget)
 
 
 def _staging_bytes(

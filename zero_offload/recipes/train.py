@@ -262,6 +262,7 @@ def _measured(job: _Job, step_s: float) -> Row:
         "stall_s": stats.stall_s,
         "update_s": stats.update_s,
         "commit_s": stats.commit_s,
+        "commit_wait_s": stats.commit_wait_s,
         "read_bytes": dict(stats.read_bytes),
         "written_bytes": dict(stats.written_bytes),
         "activation_bytes": dict(stats.activation_bytes),

@@ -6,7 +6,7 @@ nothing. The calls, and who makes them:
     `launch_fetch`                             parameters for forward and backward (runtime);
     `open_chunk`, the kernel, `close_chunk`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
-    `snapshot`, `mark_committed`               generations (checkpoint).
+    `snapshots`, `mark_committed`              generations (checkpoint).
 Whatever is launched returns transfers; the caller waits for them.
 """
 
@@ -32,6 +32,7 @@ from zero_offload.shards.shard import (
     component_dtype,
     components_of,
 )
+from zero_offload.shards.snapshot import Snapshots
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
@@ -51,6 +52,15 @@ class OpenChunk:
     end: int
     addresses: dict[Component, int]
     reads: list[Transfer] = field(default_factory=list)
+    copied: Callable[[], None] | None = None
+    """The wait for a commit that still needs what is in memory."""
+
+    def wait(self) -> None:
+        """Return when the chunk may be read and changed. Raises StorageError or IntegrityError."""
+        for read in self.reads:
+            read.wait()
+        if self.copied is not None:
+            self.copied()
 
 
 class ShardStore:
@@ -74,6 +84,7 @@ class ShardStore:
         self.staging = LazyRegion(arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
         self.shards = tuple(Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections)
+        self.snapshots = Snapshots(self.shards, self.disk, self.counters)
         self._generations = num_slots > 1
         for shard in self.shards:
             self._place(shard, num_slots)
@@ -146,7 +157,10 @@ class ShardStore:
     # The optimizer's update, chunk by chunk
 
     def open_chunk(self, shard: Shard, row: int, staging: int) -> OpenChunk:
-        """Make chunk `row` addressable; what rests on disk is read into `staging` (`state_staging_bytes` long)."""
+        """Make chunk `row` addressable; what rests on disk is read into `staging` (`state_staging_bytes` long).
+
+        It is to be used after `OpenChunk.wait`.
+        """
         begin, end = shard.layout.chunks()[row]
         chunk, rows = OpenChunk(shard, row, begin, end, {}), slice(row, row + 1)
         for component in components_of(shard.layout):
@@ -158,12 +172,18 @@ class ShardStore:
                 address, staging = staging, staging + (end - begin) * dtype.itemsize
                 chunk.reads.append(self.disk.launch_read(shard.slots[shard.current][component], rows, address))
             chunk.addresses[component] = address
+        chunk.copied = self.snapshots.ask(shard, row)
         return chunk
 
     def close_chunk(self, chunk: OpenChunk) -> list[Transfer]:
-        """Write the chunk where it rests; its memory may be reused when the transfers are done."""
+        """Write the chunk where it rests; its memory may be reused when the transfers are done.
+
+        A slot is written when the commit under way is complete: before, both may be needed.
+        """
         shard, rows = chunk.shard, slice(chunk.row, chunk.row + 1)
         writes: list[Transfer] = []
+        if shard.on_disk:
+            self.snapshots.wait_for_slots()
         for component in components_of(shard.layout):
             if shard.on_disk:
                 extent = shard.slots[shard.writable_slot()][component]
@@ -203,7 +223,10 @@ class ShardStore:
         return out
 
     def write_components(self, shard: Shard, source: ChunkSource) -> None:
-        """Replace every component of a shard; what rests on disk goes to a slot no generation needs."""
+        """Replace every component of a shard, after a commit under way; what rests on disk goes to a slot that no
+        generation needs.
+        """
+        self.snapshots.wait_for_slots()
         self._make_writable(shard)
         self._ensure_cache(shard)
         staging = self.staging.region
@@ -238,19 +261,6 @@ class ShardStore:
             self.ensure_slot(shard, 1)
 
     # Generations
-
-    def snapshot(self, shard: Shard) -> int:
-        """Bring the newest values into a slot and return it; on-disk shards are there already."""
-        if not shard.on_disk and shard.dirty:
-            self._make_writable(shard)
-            slot = shard.writable_slot()
-            for component in components_of(shard.layout):
-                self.disk.write_array(shard.slots[slot][component], shard.memory[component])
-            shard.current = slot
-        shard.settle()
-        shard.writes.clear()
-        shard.dirty = False
-        return shard.current
 
     def ensure_slot(self, shard: Shard, slot: int) -> None:
         """Have extents for `slot`; a frozen shard gets its second one only when it was changed."""

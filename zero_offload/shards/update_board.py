@@ -8,7 +8,7 @@ the worker starts it; then forward need not read them back. An error of the work
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 
 
@@ -26,6 +26,11 @@ class UpdateBoard:
         self._status = [UpdateStatus.IDLE] * num_units
         self._deliveries: dict[int, tuple[int, ...]] = {}
         self._error: BaseException | None = None
+        self._listeners: list[Callable[[BaseException], None]] = []
+
+    def tell(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener` with every error, on the thread that has it: somebody waits elsewhere than here."""
+        self._listeners.append(listener)
 
     def queue(self, units: Iterable[int]) -> None:
         with self._changed:
@@ -64,6 +69,8 @@ class UpdateBoard:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+        for listener in self._listeners:
+            listener(self._error)
 
     def pending(self, unit: int) -> bool:
         return self._status[unit] is not UpdateStatus.IDLE

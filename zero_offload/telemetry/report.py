@@ -77,6 +77,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "unigram_nats": run.description["unigram_nats"],
         "step_s": statistics.median(row["step_s"] for row in steady),
         "tokens_per_s": statistics.median(row["tokens_per_s"] for row in steady),
+        "commit_wait_share": sum(row.get("commit_wait_s", 0.0) for row in steady) / total_s,
         "stall_share": sum(row["stall_s"] for row in steady) / total_s,
         "nvme_read_bytes_per_step": _median_bytes(steady, "read_bytes", Tier.NVME),
         "nvme_written_bytes_per_step": _median_bytes(steady, "written_bytes", Tier.NVME),

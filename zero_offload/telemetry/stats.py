@@ -22,6 +22,9 @@ class Stats:
     update_s: float
     """Seconds of update passes, most of them beside forward."""
     commit_s: float
+    """Seconds of commits that became complete, beside forward and backward."""
+    commit_wait_s: float
+    """Seconds that updates, and calls that change states, waited for a commit."""
     read_bytes: dict[str, int]
     """Per tier."""
     written_bytes: dict[str, int]
@@ -48,12 +51,13 @@ class StatsKeeper:
         self._before: dict[str, float] = {}
         self._delta: dict[str, float] = {}
 
-    def close_step(self) -> None:
-        """A step ends here."""
+    def close_step(self) -> dict[str, float]:
+        """A step ends here; returns what every counter has grown by in it, and its "step_s"."""
         now, totals = time.perf_counter(), self._counters.snapshot()
         self._delta = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._delta["step_s"] = now - self._start
         self._start, self._before = now, totals
+        return self._delta
 
     def stats(self, step: int, skipped_steps: int, resident_bytes: dict[str, int]) -> Stats:
         delta = self._delta
@@ -63,6 +67,7 @@ class StatsKeeper:
             stall_s=delta.get("stall_s", 0.0),
             update_s=delta.get("update_s", 0.0),
             commit_s=delta.get("commit_s", 0.0),
+            commit_wait_s=delta.get("commit_wait_s", 0.0),
             read_bytes={tier.value: int(delta.get(f"read.{tier.value}", 0)) for tier in Tier},
             written_bytes={tier.value: int(delta.get(f"written.{tier.value}", 0)) for tier in Tier},
             communicated_bytes={name: int(delta.get(name, 0)) for name in ("gathered", "reduced")},

@@ -98,6 +98,13 @@ ENDINGS = {
         except KeyboardInterrupt:
             print("done")
     """,
+    "submitting to one whose thread has ended": """
+        worker, other = Worker(UpdateBoard(1)), Worker(UpdateBoard(1), "other")
+        def hand_on():
+            other._thread.join()
+            other.submit(lambda: print("done"))
+        worker.submit(hand_on)
+    """,
     "submitting at exit": """
         import atexit
         worker = Worker(UpdateBoard(1))

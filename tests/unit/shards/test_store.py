@@ -32,14 +32,22 @@ def update(store: ShardStore, shard: Shard, add: int) -> None:
     staging = Arena(0).allocate(store.state_staging_bytes)
     for row in range(len(shard.layout.chunks())):
         chunk = store.open_chunk(shard, row, staging.address)
-        for read in chunk.reads:
-            read.wait()
+        chunk.wait()
         for component in components_of(shard.layout):
             view = view_of(store, shard, chunk.addresses[component], component, chunk.end - chunk.begin, staging)
             view += add
         for write in store.close_chunk(chunk):
             write.wait()
     store.finish_update(shard)
+
+
+def snapshot(store: ShardStore) -> int:
+    """Make the states a generation; the slot of the first shard in it."""
+    found = store.snapshots.begin()
+    store.snapshots.write(found)
+    store.mark_committed(found.slots)
+    store.snapshots.end()
+    return found.slots[0]
 
 
 def view_of(store, shard, address, component, numel, staging):  # type: ignore[no-untyped-def]
@@ -81,11 +89,10 @@ def test_a_committed_slot_is_never_written(tiers: tuple[str, str, str], nvme: Pa
     with open_store(nn.Linear(64, 64), tiers, nvme, dtype=torch.float32) as store:
         (shard,) = store.shards
         values = fill(store, shard, 0)
-        committed = store.snapshot(shard)
-        store.mark_committed([committed])
+        committed = snapshot(store)
         for _ in range(3):
             update(store, shard, 1)
-            assert store.snapshot(shard) != committed
+            assert shard.writable_slot() != committed
         store.load_memory(shard, committed)
         shard.current = committed
         for component, expected in values.items():
@@ -99,7 +106,7 @@ def test_slots_alternate_with_commits(nvme: Path) -> None:
         fill(store, shard, 0)
         slots = []
         for _ in range(4):
-            store.mark_committed([store.snapshot(shard)])
+            snapshot(store)
             update(store, shard, 1)
             slots.append(shard.current)
         assert slots == [1, 0, 1, 0]
@@ -109,11 +116,11 @@ def test_unchanged_memory_is_not_written_again(nvme: Path) -> None:
     with open_store(nn.Linear(64, 64), ("cpu", "cpu", "cpu"), nvme) as store:
         (shard,) = store.shards
         fill(store, shard, 0)
-        slot = store.snapshot(shard)
+        slot = snapshot(store)
         before = store.counters.snapshot()
-        assert store.snapshot(shard) == slot and store.counters.snapshot() == before
+        assert snapshot(store) == slot and store.counters.snapshot() == before
         update(store, shard, 1)
-        store.snapshot(shard)
+        assert snapshot(store) != slot
         assert store.counters.snapshot()["written.nvme"] > before["written.nvme"]
 
 
@@ -123,7 +130,7 @@ def test_a_frozen_shard_has_a_value_and_gets_a_second_slot_only_when_changed(nvm
         (shard,) = store.shards
         first = fill(store, shard, 0)
         assert set(first) == {Component.VALUE} and len(shard.slots) == 1
-        store.mark_committed([store.snapshot(shard)])
+        snapshot(store)
         second = fill(store, shard, 1)
         assert len(shard.slots) == 2 and shard.current == 1
         assert torch.equal(fetched(store, shard), second[Component.VALUE])

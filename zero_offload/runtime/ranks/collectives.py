@@ -3,7 +3,7 @@
 Counts the bytes that cross the network. With stage 0 every rank has all shards, and only
 gradients and flags travel. Parameters and gradients have a lane each: launched here, waited for by calling what the
 launch returned. Flags and sums are blocking calls. All on the control thread, each announced to `Agreement`; beside
-them only `CommitGroup` communicates, on a process group of its own because it runs on the update worker's thread.
+them only `CommitGroup` communicates, on a process group of its own because commits have a thread of their own.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class CommitGroup:
         return [int(value) for value in values]
 
     def gather_digests(self, digest: str) -> list[str]:
-        """One hex digest (64 characters) per rank."""
+        """One word per rank, hexadecimal digits, as many on each."""
         if self._group is None:
             return [digest]
         mine = torch.frombuffer(bytearray(digest.encode()), dtype=torch.uint8)

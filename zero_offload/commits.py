@@ -1,0 +1,118 @@
+"""Which steps become generations, and how they get there behind the next step.
+
+Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
+thread when the update is complete, which fixes what the generation is made of, and goes on on a thread of its own. With
+commit_every="auto" each commit carries this rank's wish for the next interval, and the longest holds for all
+ranks; nobody decides before it is known, so all commit the same steps. Moves no bytes. The calls: `add` per step,
+`complete` where the program has more to say, `launch_due`; `launch_latest`, `drain` and `shutdown` at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from zero_offload.checkpoint.format import StepRecord
+from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.optim.worker import Worker
+from zero_offload.plan.commit_interval import INTERVAL_FIRST, CommitInterval, StepTime, earliest
+from zero_offload.shards.snapshot import Snapshots
+
+
+class Commits:
+    """Of one model; the control thread's. Without a keeper there is nothing to do."""
+
+    def __init__(
+        self,
+        keeper: GenerationKeeper | None,
+        snapshots: Snapshots,
+        workers: tuple[Worker, Worker | None],
+        unit_order: Callable[[], Sequence[int]],
+        every: int | str,
+    ) -> None:
+        """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used."""
+        self._keeper = keeper
+        self._snapshots = snapshots
+        self._updates, self._commits = workers
+        self._unit_order = unit_order
+        self._every = every
+        self._latest: StepRecord | None = None
+        """The last step, until a generation has it."""
+        self._due = False
+        self.completes = False
+        """Whether this run calls `complete`: then a record without its part belongs to a step that broke off."""
+        self._policy = CommitInterval()
+        self._interval, self._last_step = INTERVAL_FIRST, 0
+        self._num_launched = self._num_known = self._num_ended = 0
+
+    def start_at(self, step: int) -> None:
+        """The states are those of `step`, which needs no generation."""
+        self._latest, self._due = None, False
+        self._last_step = step
+
+    def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
+        """A step was taken, of this length, of which commits have cost `wait_s`."""
+        self._latest = record
+        if self._keeper is None:
+            return
+        if not isinstance(self._every, int):
+            ended, before = self._snapshots.num_ended, self._num_ended
+            self._num_ended = ended
+            self._policy.add(StepTime(step_s, wait_s, ended > before or ended < self._num_launched))
+        # Whatever number of steps one backward has: the last one may not be the one that is due.
+        self._due = self._due or self._is_due(record.step)
+
+    def _is_due(self, step: int) -> bool:
+        if isinstance(self._every, int):
+            return step % self._every == 0
+        if self._num_known < self._num_launched:
+            if step < self._last_step + earliest(self._interval):
+                return False
+            assert self._keeper is not None
+            self._snapshots.wait_for_end(self._num_launched)
+            self._num_known, self._interval = self._num_launched, self._keeper.agreed_wish
+        return step >= self._last_step + self._interval
+
+    def complete(self, record: Callable[[], StepRecord]) -> None:
+        """The program is done with the last step: replace its record, and launch its generation if it is due."""
+        self.completes = True
+        if self._latest is not None:
+            self._latest = record()
+        self.launch_due()
+
+    def launch_due(self) -> None:
+        if self._due:
+            self.launch_latest()
+
+    def launch_latest(self) -> None:
+        """Make the last step a generation, unless it is one."""
+        record, keeper, commits = self._latest, self._keeper, self._commits
+        self._latest, self._due = None, False
+        if record is None or keeper is None or commits is None:
+            return
+        snapshots, order = self._snapshots, self._unit_order()
+        wish = 0 if isinstance(self._every, int) else self._policy.wish(self._interval)
+
+        def begin() -> None:
+            snapshot = snapshots.begin(order)
+            commits.submit(lambda: keeper.commit(record, snapshot, wish))
+
+        self._num_launched += 1
+        self._last_step = record.step
+        self._updates.submit(begin)
+
+    def forget_broken_off(self) -> None:
+        """The script ended between `step` and `commit`; the generation before has what a resume needs."""
+        if self.completes and self._latest is not None and self._latest.rng is None:
+            self._latest = None
+
+    def drain(self) -> None:
+        """Wait for updates, and for commits. Raises the first error."""
+        self._updates.drain()
+        if self._commits is not None:
+            self._commits.drain()
+
+    def shutdown(self) -> None:
+        """Both threads end with what was submitted."""
+        self._updates.shutdown()
+        if self._commits is not None:
+            self._commits.shutdown()

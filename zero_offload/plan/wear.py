@@ -1,0 +1,53 @@
+"""What training writes to a drive, and how long one lasts: drives are sold for a number of bytes written (TBW).
+
+Pure arithmetic on what `memory` counts: states that rest on NVMe are written in every step, and a commit writes no more
+of them; those that rest in memory are written for every generation. Left out are manifests (kilobytes), activations,
+whose bytes depend on the batch, and what is written once: the states at the start, frozen parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TB = 10**12
+"""As drives are sold."""
+TBW_USUAL = 600.0
+"""The rating of many consumer drives of 1 TB."""
+_DAY_S = 86400
+
+
+@dataclass(frozen=True)
+class Wear:
+    """Bytes written to NVMe."""
+
+    states_bytes: float
+    """In every step."""
+    commit_bytes: float
+    """For every generation, beside that."""
+    commit_every: int | str
+    """Steps from one generation to the next; with "auto" every step is counted: it may be less."""
+
+    @property
+    def commit_bytes_per_step(self) -> float:
+        return self.commit_bytes / (self.commit_every if isinstance(self.commit_every, int) else 1)
+
+    @property
+    def bytes_per_step(self) -> float:
+        return self.states_bytes + self.commit_bytes_per_step
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it may be less."""
+        return self.commit_bytes > 0 and not isinstance(self.commit_every, int)
+
+    def of_one_drive(self, num_ranks: int, num_drives: int) -> Wear:
+        """Of one rank's: what each drive gets when so many ranks stripe over so many."""
+        share = num_ranks / num_drives
+        return replace(self, states_bytes=self.states_bytes * share, commit_bytes=self.commit_bytes * share)
+
+    def tb_per_day(self, step_s: float) -> float:
+        return self.bytes_per_step * _DAY_S / step_s / TB
+
+    def steps_to(self, tbw: float) -> int:
+        """Whole steps until a drive has written `tbw` terabytes. Something must be written."""
+        return int(tbw * TB / self.bytes_per_step)

@@ -1,0 +1,175 @@
+"""The states of one step on their way into a generation, while the next step runs.
+
+Owns what an update must wait for: chunks in memory that a commit has not written yet, and slots that are not free
+before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is written
+from there, without a copy, in the order in which the next update comes to it, a few chunks at a time. An update that
+comes to a chunk which is not launched launches it, and waits for that one alone. The calls: `begin` when an update is
+complete, on its thread; `write` and, when the generation is named, `end` on the commit's thread; meanwhile `ask` before
+a chunk in memory changes, and `wait_for_slots` before a slot is written, on the next update's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
+from zero_offload.shards.disk import DiskArrays
+from zero_offload.shards.shard import Shard, component_dtype, components_of
+from zero_offload.storage.swap_file import Transfer
+from zero_offload.telemetry.events import Counters
+
+
+@dataclass
+class ChunkCopy:
+    """A chunk in memory and the slot it goes to; None until it is launched."""
+
+    shard: Shard
+    row: int
+    slot: int
+    writes: list[Transfer] | None = None
+
+    def launch(self, disk: DiskArrays) -> None:
+        if self.writes is not None:
+            return
+        begin, _ = self.shard.layout.chunks()[self.row]
+        rows, writes = slice(self.row, self.row + 1), []
+        for component in components_of(self.shard.layout):
+            itemsize = component_dtype(self.shard.layout, component).itemsize
+            address = self.shard.memory[component].data_ptr() + begin * itemsize
+            writes.append(disk.launch_write(self.shard.slots[self.slot][component], rows, address))
+        self.writes = writes
+
+    def wait(self) -> None:
+        for write in self.writes or ():
+            write.wait()
+
+    def done(self) -> bool:
+        return all(write.done() for write in self.writes or ())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one generation is made of."""
+
+    slots: tuple[int, ...]
+    """Of each shard: the one that has the states when `write` is over."""
+    copies: list[ChunkCopy] = field(default_factory=list)
+
+
+class Snapshots:
+    """One snapshot at a time, of all shards of a store."""
+
+    def __init__(self, shards: Sequence[Shard], disk: DiskArrays, counters: Counters) -> None:
+        self._shards = shards
+        self._disk = disk
+        self._counters = counters
+        self._copies: dict[tuple[int, int], ChunkCopy] = {}
+        """Of the snapshot under way, by section and chunk."""
+        self._changed = threading.Condition()
+        """Also held to launch a copy, which two threads may want to."""
+        self._active = False
+        self._num_ended = 0
+        self._error: BaseException | None = None
+
+    # The thread of the commit
+
+    def begin(self, unit_order: Sequence[int] = ()) -> Snapshot:
+        """The states as they are now; waits until the snapshot before has ended.
+
+        `unit_order` is that of the next update. No other update may run before this returns.
+        """
+        for shard in self._shards:
+            shard.settle()
+            shard.writes.clear()
+        with self._changed:
+            self._wait_until(lambda: not self._active)
+            self._active = True
+        place = {unit: number for number, unit in enumerate(unit_order)}
+        copies = [
+            copy
+            for shard in sorted(self._shards, key=lambda each: place.get(each.layout.unit, len(place)))
+            for copy in _copies_of(shard)
+        ]
+        self._copies = {(copy.shard.layout.index, copy.row): copy for copy in copies}
+        return Snapshot(tuple(shard.current for shard in self._shards), copies)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Bring everything into its slot. Raises StorageError."""
+        in_flight: deque[ChunkCopy] = deque()
+        for copy in snapshot.copies:
+            if len(in_flight) == SNAPSHOT_CHUNKS_IN_FLIGHT:
+                in_flight.popleft().wait()
+            self._launch(copy)
+            in_flight.append(copy)
+        for copy in in_flight:
+            copy.wait()
+
+    def end(self) -> None:
+        """The generation is complete: memory may change, and slots that it does not name may be written."""
+        with self._changed:
+            self._active, self._copies = False, {}
+            self._num_ended += 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """No commit comes to its end any more: every wait raises this."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    # Threads that would change what is being written
+
+    def ask(self, shard: Shard, row: int) -> Callable[[], None] | None:
+        """An update comes to a chunk in memory: the wait that comes before its first change, if there is one."""
+        copy = self._copies.get((shard.layout.index, row))
+        if copy is None:
+            return None
+        self._launch(copy)
+        return functools.partial(self._wait_for, copy)
+
+    def wait_for_slots(self) -> None:
+        """Return when no commit is under way, so that `Shard.writable_slot` is no slot that a generation needs."""
+        with self._changed:
+            self._wait_until(lambda: not self._active)
+
+    @property
+    def num_ended(self) -> int:
+        """Snapshots whose commit is complete."""
+        return self._num_ended
+
+    def wait_for_end(self, number: int) -> None:
+        """Return when so many snapshots have ended."""
+        with self._changed:
+            self._wait_until(lambda: self._num_ended >= number)
+
+    def _launch(self, copy: ChunkCopy) -> None:
+        with self._changed:
+            copy.launch(self._disk)
+
+    def _wait_for(self, copy: ChunkCopy) -> None:
+        if not copy.done():
+            with self._counters.timed("commit_wait_s"):
+                copy.wait()
+        copy.wait()  # of what is done: its error
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        if self._error is None and not is_so():
+            with self._counters.timed("commit_wait_s"):
+                self._changed.wait_for(lambda: self._error is not None or is_so())
+        if self._error is not None:
+            raise self._error
+
+
+def _copies_of(shard: Shard) -> list[ChunkCopy]:
+    """A shard's chunks, if they changed in memory since they were last written; its newest slot is theirs from now."""
+    if not shard.dirty:
+        return []
+    shard.dirty = False
+    if shard.on_disk:
+        return []
+    shard.current = shard.writable_slot()
+    return [ChunkCopy(shard, row, shard.current) for row in range(len(shard.layout.chunks()))]
