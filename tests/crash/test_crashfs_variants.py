@@ -180,7 +180,7 @@ VARIANTS = {
     "one slot, written in place": Variant(
         THIRD, POWER, lambda: mock.patch.object(Shard, "writable_slot", lambda shard: 0), frozenset({LOST})
     ),
-    "writes not waited for": Variant(PROCESS, KILL, _runs_as(_CarelessRun), frozenset({LOST})),
+    "writes not waited for": Variant(PROCESS, KILL, _runs_as(_CarelessRun), frozenset({WRONG})),
     "manifests written in place": Variant(PROCESS, KILL, _manifests_in_place, frozenset({LOST})),
     "global manifest before the other rank's": Variant(RANKS, POWER, LONELY, frozenset({LOST}), _unchecked),
     "ranks commit alone, each its own manifest": Variant(RANKS, POWER, LONELY, frozenset({WRONG}), _newest),
