@@ -156,8 +156,7 @@ class Run:
         shard.writes.clear()
         region = self._staging.region
         chunk = self.store.open_chunk(shard, 0, region.address)
-        for read in chunk.reads:
-            read.wait()
+        chunk.wait()
         for i, component in enumerate(components_of(shard.layout)):
             values = shard.memory.get(component)
             if values is None:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
+    GENERATION_NAMES,
     Generation,
     StepRecord,
     check_fingerprint,
@@ -282,8 +283,9 @@ class GenerationKeeper:
             return
         assert self.found is not None
         swap.sync()
-        number = self.found.number
-        self._home.sync([rank_manifest_name(self._ranks.rank, number), generation_name(number)])
+        # The older one's too: torn, it would be in doubt which of the two is the newest.
+        own = {rank_manifest_name(self._ranks.rank, number) for number in (0, 1)} | set(GENERATION_NAMES)
+        self._home.sync([name for name in self._home.names() if name in own])
         self.files.flush_names()
         self.files.flush_paths()
 
