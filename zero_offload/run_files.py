@@ -7,14 +7,18 @@ has planned its extents.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import warnings
 import zlib
 
 from zero_offload.checkpoint.format import swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.probe import file_system_problem
 from zero_offload.shards.shard import component_dtype, components_of
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
@@ -46,6 +50,8 @@ class RunFiles:
         if not config.nvme_dirs:
             return files
         directories = _open_directories(config, ranks, cleanup)
+        if ranks.rank == 0:
+            _warn_of_file_systems(directories)
         durability = config.effective_durability
         keeper = GenerationKeeper(directories, layout, ranks, durability)
         if durability is not Durability.SCRATCH:
@@ -61,13 +67,14 @@ class RunFiles:
         engine = open_engine(tuned.settings, len(directories))
         keeper.weights = keeper.weights or tuned.weights
         seed = zlib.crc32(keeper.run_id.encode())
+        # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
+        # under way, and the number of a closed descriptor soon stands for another file.
         if Tier.NVME in config.activation_fractions:
             files.scratch = SwapFile(directories, "activations", engine, seed, keeper.weights)
-            # Closed after the engine, which waits: a forward without a backward leaves writes under way.
             cleanup.callback(files.scratch.close)
-        cleanup.callback(engine.close)
         files.swap = SwapFile(directories, swap_file_name(ranks.rank), engine, seed, keeper.weights)
         cleanup.callback(files.swap.close)
+        cleanup.callback(engine.close)
         return files
 
     @property
@@ -118,4 +125,24 @@ def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.E
             for path in config.nvme_dirs if is_turn else ():
                 directories.append(take(path))
                 cleanup.callback(directories[-1].close)
+    _check_same(directories, ranks)
     return directories
+
+
+def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
+    """They are used all the same: checksums, locks and the order of commits are kept there too."""
+    for directory in directories:
+        if problem := file_system_problem(directory.path):
+            warnings.warn(f"{directory.path}: {'; '.join(problem)}", stacklevel=4)
+
+
+def _check_same(directories: list[RunDirectory], ranks: Ranks) -> None:
+    """Raise on all ranks when one has joined another run, or other directories of this one."""
+    mine = [directory.holder for directory in directories]
+    first = json.loads(ranks.exchange.agree(json.dumps([[str(each.path) for each in directories], mine])))
+    with ranks.exchange.together():
+        if mine != first[1]:
+            raise ConfigError(
+                f"nvme={[str(each.path) for each in directories]} are not the directories of rank 0, which has "
+                f"{first[0]}; give all ranks the same ones in the same order"
+            )

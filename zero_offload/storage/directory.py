@@ -18,6 +18,7 @@ import re
 import socket
 import stat
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ from functools import partial
 from pathlib import Path
 
 from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
+from zero_offload.storage.failures import remedy_of
 from zero_offload.types import format_bytes
 
 LOCK_NAME = "LOCK"
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
@@ -49,8 +51,7 @@ def naming_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot {action} {path}: {error.strerror} (errno {error.errno}); "
-            "check the disk and its permissions, or choose another directory with nvme="
+            f"cannot {action} {path}: {error.strerror} (errno {error.errno}). {remedy_of(error.errno or 0)}"
         ) from error
 
 
@@ -83,6 +84,9 @@ class DataFile:
             os.ftruncate(self.fd, self.nbytes)
             if error.errno in _NO_SPACE:
                 raise self._no_space(missing_bytes, free_bytes) from error
+            if error.errno == errno.EFBIG:
+                needed = f"{self.path} needs {format_bytes(nbytes)}: {error.strerror}"
+                raise CapacityError(f"{needed}. {remedy_of(error.errno)}") from error
             raise
         self.nbytes = nbytes
 
@@ -153,6 +157,11 @@ class RunDirectory:
         if self._dir_fd < 0:
             raise StorageError(f"{self.path} is closed in process {os.getpid()}; open it again")
         return self._dir_fd
+
+    @property
+    def holder(self) -> str:
+        """What the run that holds the lock has written into it; no two runs write the same."""
+        return os.pread(self._lock_fd, 4096, 0).decode()
 
     @property
     def free_bytes(self) -> int:
@@ -331,10 +340,11 @@ def _take_lock(path: Path, fd: int) -> None:
         raise LockError(_describe_holder(path, fd))
     if os.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
         raise LockError(f"{path} was being deleted; try again")
+    _check_ours(path / LOCK_NAME, os.fstat(fd))  # a planted link would be overwritten
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
+    run = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "id": uuid.uuid4().hex}
     os.ftruncate(fd, 0)
-    os.pwrite(fd, holder.encode() + b"\n", 0)
+    os.pwrite(fd, json.dumps(run).encode() + b"\n", 0)
     # Held shared from here on, so that other ranks can join; a new run asks for it alone.
     _hold_shared(path, fd)
 

@@ -138,7 +138,10 @@ def _refuse_constant(text: str) -> None:
 
 
 def _write_file(directory: RunDirectory, name: str, content: bytes, durability: Durability) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    # Made anew: what a crash has left under the name goes, and a link that somebody has planted is not followed.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=directory.dir_fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = os.open(name, flags, 0o600, dir_fd=directory.dir_fd)
     with open(fd, "wb") as file:
         file.write(content)
