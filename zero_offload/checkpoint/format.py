@@ -8,7 +8,8 @@ in these files is ever executed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,22 @@ class Generation:
             if type(payload.get(name)) is not kind:
                 raise IntegrityError(f"{GENERATION_NAME} has no valid {name}; load a checkpoint instead")
             values[name] = payload[name]
+        steps = payload.get("param_steps")
+        if not isinstance(steps, dict) or not all(type(step) is int and step >= 0 for step in steps.values()):
+            raise IntegrityError(f"{GENERATION_NAME} has no valid param_steps; load a checkpoint instead")
         return cls(**values, payload=payload)
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Inside, values of a manifest are used: what is missing or of another type there is damage, not a bug of ours."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise IntegrityError(
+            f"{where} has a manifest with values that this version does not write ({type(error).__name__}: {error}); "
+            "load a checkpoint, or start over with existing='discard'"
+        ) from error
 
 
 _KINDS = ("shape", "dtype", "trainable")

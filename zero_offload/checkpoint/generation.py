@@ -26,6 +26,7 @@ from zero_offload.checkpoint.format import (
     check_fingerprint,
     fingerprint,
     rank_manifest_name,
+    reading,
 )
 from zero_offload.config import Durability, Existing
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError, ZeroOffloadError
@@ -124,7 +125,8 @@ class GenerationKeeper:
                 f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
-        self._check(found)
+        with reading(str(self._home.path)):
+            self._check(found)
         self.found, self.run_id = found, found.run_id
         self.weights = self._weights_of(found)
 
@@ -181,8 +183,9 @@ class GenerationKeeper:
         ranks = self.found.payload.get("ranks")
         if not isinstance(ranks, list) or len(ranks) != self._ranks.world_size:
             raise IntegrityError(f"{GENERATION_NAME} in {self._home.path} names no manifest per rank")
-        entry = ranks[self._ranks.rank]
-        payload = read_manifest(self._home, str(entry["manifest"]), str(entry["digest"]))
+        with reading(str(self._home.path)):
+            entry = ranks[self._ranks.rank]
+            payload = read_manifest(self._home, str(entry["manifest"]), str(entry["digest"]))
         if payload is None:
             raise IntegrityError(f"{self._home.path} lacks {entry['manifest']}, which its generation names")
         return dict(payload)
@@ -195,10 +198,11 @@ class GenerationKeeper:
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
         slots = []
         for shard, entry in zip(self._store.shards, sections, strict=True):
-            slot = entry["slot"]
-            self._store.ensure_slot(shard, slot)
-            for component in components_of(shard.layout):
-                self._swap.restore(shard.slots[slot][component], entry["components"][component.value])
+            with reading(str(self._home.path)):
+                slot = entry["slot"]
+                self._store.ensure_slot(shard, slot)
+                for component in components_of(shard.layout):
+                    self._swap.restore(shard.slots[slot][component], entry["components"][component.value])
             shard.current = slot
             slots.append(slot)
         for shard in self._store.shards:

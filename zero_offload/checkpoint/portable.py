@@ -21,6 +21,7 @@ from zero_offload.checkpoint.format import (
     Generation,
     StepRecord,
     check_fingerprint,
+    reading,
     swap_file_name,
 )
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
@@ -107,7 +108,8 @@ class SavedCheckpoint:
                 "zo.save_checkpoint has written"
             )
         self.generation = Generation.parse(payload)
-        self.ranks = [self._rank_payload(entry) for entry in payload["ranks"]]
+        with reading(str(directory.path)):
+            self.ranks = [self._rank_payload(entry) for entry in payload["ranks"]]
         self._first = ranks.first_of_column(self.generation.world_size)
         """The rank that wrote shard 0 of our part of the model."""
         self._swaps: list[SwapFile] = []
@@ -127,8 +129,9 @@ class SavedCheckpoint:
             cleanup.callback(engine.close)
             saved = cls(directory, engine, ranks)
             cleanup.callback(saved._close)
-            check_fingerprint(saved.generation.payload.get("params"), layout, str(path))
-            saved._open_files(layout)
+            with reading(str(path)):
+                check_fingerprint(saved.generation.payload.get("params"), layout, str(path))
+                saved._open_files(layout)
             yield saved
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
