@@ -138,7 +138,7 @@ def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
 
 def _check_same(directories: list[RunDirectory], ranks: Ranks) -> None:
     """Raise on all ranks when one has joined another run, or other directories of this one."""
-    mine = [directory.holder for directory in directories]
+    mine = [directory.holder.decode(errors="replace") for directory in directories]
     first = json.loads(ranks.exchange.agree(json.dumps([[str(each.path) for each in directories], mine])))
     with ranks.exchange.together():
         if mine != first[1]:

@@ -115,6 +115,8 @@ class RunDirectory:
         self.path = path
         self._dir_fd = dir_fd
         self._lock_fd = lock_fd
+        self.holder = os.pread(lock_fd, 4096, 0) if lock_fd >= 0 else b""
+        """What the run that holds the lock has written into it; no two runs write the same."""
         os.register_at_fork(after_in_child=_closer_in_child(weakref.ref(self)))
 
     @classmethod
@@ -157,11 +159,6 @@ class RunDirectory:
         if self._dir_fd < 0:
             raise StorageError(f"{self.path} is closed in process {os.getpid()}; open it again")
         return self._dir_fd
-
-    @property
-    def holder(self) -> str:
-        """What the run that holds the lock has written into it; no two runs write the same."""
-        return os.pread(self._lock_fd, 4096, 0).decode()
 
     @property
     def free_bytes(self) -> int:
