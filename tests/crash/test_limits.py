@@ -14,6 +14,7 @@ from tests.helpers.child import run_in_child
 from tests.helpers.disk import assert_finishes, drain, engine_of, open_model, reference, train
 from tests.helpers.models import WIDE, TinyLM, build
 from tests.helpers.seccomp import forbid_io_uring
+from zero_offload import native
 from zero_offload.probe import memory_limits
 
 STEPS = 5
@@ -173,3 +174,20 @@ def test_without_io_uring_threads_serve_and_it_is_said(nvme: Path, tmp_path: Pat
     asked = run_in_child(_train_in_a_sandbox, str(tmp_path / "asked"), "io_uring")
     assert (asked.error, asked.exit_code) == ("ConfigError", 2)
     assert "io_engine='auto'" in asked.message
+
+
+# No native library
+
+
+def test_without_the_native_library_nothing_is_begun(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no other kernels: one error that says how to build it, and the model is as it was."""
+    monkeypatch.setattr(native, "LIBRARY_PATH", nvme / "_native.so")
+    monkeypatch.setattr(native, "lib", native.functools.cache(native.lib.__wrapped__))
+    model = build(TinyLM)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with pytest.raises(zo.CapacityError, match=r"does not load.*pip install -e \.") as caught:
+        open_model(nvme, model)
+    assert caught.value.exit_code == 3
+    assert all(param.equal(before[name]) for name, param in model.named_parameters())
+    monkeypatch.undo()
+    assert assert_finishes(nvme, STEPS) == 0

@@ -22,7 +22,7 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import engine_of
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
-from tests.helpers.trainer import fork_server
+from tests.helpers.trainer import arm, fork_server
 from zero_offload.abi import Fault
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
@@ -271,3 +271,26 @@ def test_nan_on_one_rank_is_a_step_less_on_all(pool: RankPool) -> None:
     for (skipped, params), (_, without) in zip(poisoned, expected, strict=True):
         assert skipped == 1
         assert all(torch.equal(params[name], without[name]) for name in without)
+
+
+# A checkpoint of two ranks is loaded on one
+
+
+def load_and_die(case: Case, path: str, count: int) -> None:
+    arm("write", count)
+    ranks.load(0, 1, case, path)
+
+
+@pytest.mark.parametrize("count", [1, 15])
+def test_death_while_a_checkpoint_is_loaded_on_another_number_of_ranks(
+    count: int, pool: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved")
+    pool.succeed(ranks.save, Case({"precision": "bf16"}, num_steps=2), path)
+    case = Case(ON_DISK | {"precision": "bf16", "nvme": tmp_path / "run"}, num_steps=2)
+    process = fork_server().Process(target=load_and_die, args=(case, path, count))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    expected = ranks.load(0, 1, replace(case, settings=case.settings | {"nvme": tmp_path / "other"}), path)
+    assert ranks.load(0, 1, case, path) == expected

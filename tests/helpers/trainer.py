@@ -49,7 +49,7 @@ class Spec:
     durability: str = "process"
     existing: str = "resume"
     die_at: str = ""
-    """Where the run kills itself: "before rename", "after rename" or "write"."""
+    """Where the run kills itself: "before rename", "after rename", "read" or "write"."""
     die_count: int = 0
     """At which of them."""
 
@@ -89,7 +89,7 @@ def train(spec: Spec) -> None:
     """Train to the end, from wherever the directory's generation stands."""
     torch.set_num_threads(1)
     if spec.die_at:
-        _arm(spec.die_at, spec.die_count)
+        arm(spec.die_at, spec.die_count)
     model = build(NoisyLM)
     config = zo.OffloadConfig(
         params=spec.params,
@@ -156,8 +156,8 @@ def _digest(values: Tensor) -> str:
 # Death
 
 
-def _arm(place: str, count: int) -> None:
-    """Kill this process at the `count`th rename of a manifest or launched write."""
+def arm(place: str, count: int) -> None:
+    """Kill this process at the `count`th rename of a manifest or launched read or write."""
     from zero_offload.storage.swap_file import SwapFile
 
     left = iter(range(count - 1, -1, -1))
@@ -166,7 +166,7 @@ def _arm(place: str, count: int) -> None:
         if next(left, None) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    owner, name = (SwapFile, "write") if place == "write" else (os, "replace")
+    owner, name = (SwapFile, place) if place in ("read", "write") else (os, "replace")
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)
