@@ -345,8 +345,9 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
         model = build(lambda: TinyLM(WIDE))
         with pytest.raises(zo.CapacityError) as caught:
             open_model(disk / "run", model)
-        for words in ("nvme", "needs", "available", "would fit"):
+        for words in ("nvme tier: needs", "available", f"the nvme tier is {disk / 'run'}", "would fit"):
             assert words in str(caught.value)
+        assert caught.value.exit_code == 3
         model(tokens_of(0)).backward()
 
 
