@@ -97,7 +97,7 @@ def _train_with_few_files(nvme: str, spare: int, engine: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+@pytest.mark.parametrize("engine", ["threads", pytest.param("io_uring", marks=pytest.mark.full)])
 def test_however_few_files_may_be_open(engine: str, tmp_path: Path) -> None:
     """It works, or says which limit it is; one more each time."""
     refusals, spare = 0, 0
