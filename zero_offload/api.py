@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.checkpoint.format import Generation
+from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
@@ -170,11 +170,23 @@ def load_checkpoint(
     """
     owner = _need_runtime(model, "zo.load_checkpoint")
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
-    restore_groups(optimizer, _groups(generation), str(path))
-    _restore_scaler(generation, scaler, str(path))
-    if rng is not None:
-        restore_rng(rng)
+    _restore(generation, (optimizer, scaler), rng, str(path))
     return _resumed(generation)
+
+
+def _restore(
+    found: Generation,
+    into: tuple[torch.optim.Optimizer, GradScaler | None],
+    rng: dict[str, Any] | None,
+    where: str,
+) -> None:
+    """All that a generation has beside tensors."""
+    optimizer, scaler = into
+    with reading(where):
+        restore_groups(optimizer, _groups(found), where)
+        _restore_scaler(found, scaler, where)
+        if rng is not None:
+            restore_rng(rng)
 
 
 def _groups(generation: Generation) -> list[dict[str, Any]]:
@@ -187,7 +199,7 @@ def _restore_scaler(generation: Generation, scaler: GradScaler | None, where: st
     if state is None:
         return
     if scaler is None:
-        warnings.warn(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=", stacklevel=3)
+        warnings.warn(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=", stacklevel=4)
     else:
         scaler.load_state_dict(state)
 
@@ -206,11 +218,8 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     found = keeper.found
     owner.resume_pending = False
     where = f"the generation of step {found.step}"
-    restore_groups(optimizer, _groups(found), where)
-    _restore_scaler(found, scaler, where)
-    if keeper.rng is not None:
-        restore_rng(keeper.rng)
-    elif found.world_size != owner.parts.ranks.world_size and owner.parts.ranks.rank == 0:
+    _restore(found, (optimizer, scaler), keeper.rng, where)
+    if keeper.rng is None and found.world_size != owner.parts.ranks.world_size and owner.parts.ranks.rank == 0:
         warnings.warn(
             f"{where} has the random number generators of {found.world_size} ranks, this run has "
             f"{owner.parts.ranks.world_size}: they are not restored. Parameters, optimizer states and "

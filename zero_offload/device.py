@@ -8,12 +8,13 @@ the GPU's place (same calls, copies as late as the waits permit, targets poisone
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zero_offload.errors import CapacityError
 from zero_offload.types import format_bytes
 
 _REGISTER_PORTABLE = 1
@@ -65,7 +66,7 @@ class Device(Protocol):
         """Copy `source` (device) to `target` (pinned host), after compute launched so far."""
 
     def pin(self, address: int, nbytes: int) -> None:
-        """Register host memory, exactly this much, for asynchronous copies."""
+        """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
 
     def unpin(self, address: int) -> None: ...
 
@@ -117,6 +118,8 @@ class CudaDevice:
         # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
         self._uploads = torch.cuda.Stream()
         self._downloads = torch.cuda.Stream()
+        self._pinned: set[int] = set()
+        self._pins_all = True
         self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
@@ -140,14 +143,25 @@ class CudaDevice:
     def pin(self, address: int, nbytes: int) -> None:
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
         status = int(_cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
-        if status != 0:
-            raise CapacityError(
-                f"pinning {format_bytes(nbytes)} of CPU memory failed (CUDA error {status}). Raise the limit "
-                "with 'ulimit -l unlimited', or place fewer states on the cpu tier"
+        if status == 0:
+            self._pinned.add(address)
+            return
+        _forget_failure()
+        # Copies from and to pageable memory pass through CUDA's own staging, and a launch returns when the host's
+        # memory is done with: slower, and nothing runs beside it, but every Handoff is valid.
+        if self._pins_all:
+            warnings.warn(
+                f"pinning {format_bytes(nbytes)} of CPU memory failed (CUDA error {status}): copies to and from the "
+                "GPU go through pageable memory, slower and not beside compute. Raise the limit with 'ulimit -l "
+                "unlimited' (in a container: --ulimit memlock=-1), or place fewer states on the cpu tier",
+                stacklevel=2,
             )
+        self._pins_all = False
 
     def unpin(self, address: int) -> None:
-        _cudart().cudaHostUnregister(address)
+        if address in self._pinned:
+            self._pinned.remove(address)
+            _cudart().cudaHostUnregister(address)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0]
@@ -165,6 +179,12 @@ def _numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) ->
 
 def _cudart() -> Any:
     return torch.cuda.cudart()
+
+
+def _forget_failure() -> None:
+    """CUDA keeps a failed call's error, and the next kernel launch of whoever comes would report it as its own."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def compute_device() -> Device:

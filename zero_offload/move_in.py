@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_offload.checkpoint.values import ComponentSource, fill_from_readers
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
 from zero_offload.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.deferred.recorder import DeferredTensor
 from zero_offload.device import Device
+from zero_offload.errors import ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.memory.pages import trim_heap
 from zero_offload.plan.layout import ParamSlice
@@ -54,10 +56,18 @@ def lacks_values(model: nn.Module) -> bool:
     return any(recipe is not None and recipe.is_skipped for recipe in recipes)
 
 
-def move_in(model: nn.Module, units: Sequence[Unit], store: ShardStore, device: Device, values_of: int | None) -> None:
+def move_in(
+    model: nn.Module,
+    units: Sequence[Unit],
+    store: ShardStore,
+    device: Device,
+    values_of: int | None,
+    undo: contextlib.ExitStack,
+) -> None:
     """Make every parameter a view of its section.
 
-    The values of shard number `values_of` are taken along; None where the shards have theirs.
+    The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
+    every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -69,6 +79,7 @@ def move_in(model: nn.Module, units: Sequence[Unit], store: ShardStore, device: 
             members = {piece: params[piece.spec.name] for piece in section.layout.params}
             if values_of is not None:
                 _write_values(section, store, values_of, members)
+            undo.callback(_move_out, section, store, [(*member, member[1].dtype) for member in members.items()])
             with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
                 for piece, param in members.items():
                     view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
@@ -77,7 +88,32 @@ def move_in(model: nn.Module, units: Sequence[Unit], store: ShardStore, device: 
     for module in model.modules():
         for name, registered in list(module._parameters.items()):
             if registered is not None and views[registered] is not registered:
+                undo.callback(module._parameters.__setitem__, name, registered)
                 setattr(module, name, views[registered])
+
+
+def _move_out(
+    section: Section, store: ShardStore, moved: Sequence[tuple[ParamSlice, nn.Parameter, torch.dtype]]
+) -> None:
+    """After an error elsewhere: what became a view is a tensor of its own again, since the buffer's pages will go."""
+    values = None
+    if section.layout.num_shards == 1:
+        with contextlib.suppress(ZeroOffloadError, RuntimeError):
+            values = read_master(store, section.shard)
+    for piece, param, dtype in moved:
+        if recipe_of(param) is not None:
+            continue  # the deferred parameter is still in its place
+        if values is None:
+            old = torch.tensor(torch.nan).to(dtype).expand(piece.spec.shape)
+        else:
+            old = values[piece.begin : piece.end].view(piece.spec.shape).to(dtype, copy=True)
+        move_to(param, old)
+    if values is None:
+        warnings.warn(
+            f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "
+            "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
+            stacklevel=2,
+        )
 
 
 def _write_values(

@@ -11,7 +11,9 @@ lock while a call runs.
 from __future__ import annotations
 
 import ctypes as C
+import errno
 import functools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -93,6 +95,8 @@ def lib() -> C.CDLL:
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
     except (OSError, AttributeError) as error:
+        if os.strerror(errno.EMFILE) in str(error):
+            raise CapacityError(f"the native library does not load: {error}. See 'ulimit -n', and raise it") from error
         raise CapacityError(
             f"the native library does not load: {error}. Build it with 'pip install -e .' or 'make native' "
             "in the source tree (needs a C++17 compiler, for example g++)"

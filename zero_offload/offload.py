@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -58,6 +59,7 @@ from zero_offload.shards.registry import owner_of, register
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.storage.system import naming_errors
 from zero_offload.types import HardwareProfile, StateKind, Tier
 
 UNLIMITED_FRAMES = 1 << 40
@@ -75,7 +77,8 @@ def offload(
     With a generation in the directory and existing="resume", parameters and states are the generation's.
 
     Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
-    CheckpointError; the model is then as it was, unless reading a generation back failed half-way.
+    CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
+    ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
     """
     device = compute_device()
     _check_model(model, config, mesh, device)
@@ -88,17 +91,19 @@ def offload(
     exchange = CommitGroup(group)
     hardware = _agree(_hardware(config, device), exchange)
     placement = place(_unit_bytes(layout, config, collectives.partition), config, hardware, collectives.partition)
-    cleanup = contextlib.ExitStack()
+    cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()
     try:
-        build = Build(config, layout, placement, collectives, device, cleanup)
+        build = Build(config, layout, placement, collectives, device, cleanup, undo)
         ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
         files = RunFiles.open(config, layout, ranks, cleanup)
         with exchange.together():
             parts = _build(model, build, ranks, files)
         files.settle(ranks)
     except BaseException:
+        undo.close()
         cleanup.close()
         raise
+    undo.pop_all()
     owner = OffloadedModel(parts)
     # From here on the files live as long as the model.
     weakref.finalize(owner, cleanup.close)
@@ -121,7 +126,11 @@ def offload(
 def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
     free_bytes = device.free_bytes()
     name = "cpu" if free_bytes is None else str(device.torch_device)
-    found = probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
+    for directory in config.nvme_dirs:
+        with naming_errors("reach", directory):
+            directory.exists()
+    with naming_errors("read", Path("/proc")):
+        found = probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
     if config.existing == Existing.REFUSE.value:
         return found
     return replace(found, nvme_free_bytes=found.nvme_free_bytes + reusable_bytes(config.nvme_dirs))
@@ -171,7 +180,7 @@ def _unit_bytes(layout: ShardLayout, config: OffloadConfig, partition: Partition
 
 @dataclass(frozen=True)
 class Build:
-    """What has been decided, and where what is taken gets undone."""
+    """What has been decided, and how what is taken is given back: at the model's end, or after an error only."""
 
     config: OffloadConfig
     layout: ShardLayout
@@ -179,6 +188,7 @@ class Build:
     collectives: Collectives
     device: Device
     cleanup: contextlib.ExitStack
+    undo: contextlib.ExitStack
 
 
 def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Parts:
@@ -194,7 +204,8 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         files.keeper.adopt(store, files.swap)
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
     files.fill(store, collectives.shard_index)
-    move_in(model, units, store, device, values_of=None if files.found is not None else collectives.shard_index)
+    values_of = None if files.found is not None else collectives.shard_index
+    move_in(model, units, store, device, values_of, build.undo)
     store.staging.drop()
     collectives.counters = store.counters
     board = UpdateBoard(len(units))

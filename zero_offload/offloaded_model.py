@@ -154,12 +154,13 @@ class OffloadedModel:
 
     def _skip(self, params: Collection[nn.Parameter] | None) -> None:
         self.skipped_steps += 1
+        names = self.grads.ledger.non_finite(params)
         self.grads.ledger.drop(params)
         # With a scaler overflows are how it finds the scale.
         if self.skipped_steps == 1 and self._scaler is None:
             warnings.warn(
-                f"step {self.step_count}: a gradient is NaN or infinite; the step is skipped and the states "
-                "stay as they are. zo.stats(model).skipped_steps counts such steps",
+                f"step {self.step_count}: a gradient is NaN or infinite ({_some(names) or 'on another rank'}); "
+                "the step is skipped and the states stay as they are. zo.stats(model).skipped_steps counts such steps",
                 stacklevel=4,
             )
 
@@ -289,6 +290,10 @@ class OffloadedModel:
             # When one rank returns, none holds the directory's lock: it can be opened again at once.
             with self.parts.ranks.exchange.together() if together else nullcontext():
                 self.parts.close_files()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
 
 
 def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:

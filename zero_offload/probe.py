@@ -6,6 +6,7 @@ has no name. The calls: `probe_hardware` once at start; the other functions serv
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import os
@@ -25,6 +26,8 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _COMPILERS = ("g++", "clang++", "c++")
 _SECTOR_BYTES = 4096
+_IN_MEMORY = ("tmpfs", "ramfs")
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "ceph", "glusterfs", "lustre", "beegfs", "fuse", "fuse.sshfs")
 
 
 class MemoryLimit(NamedTuple):
@@ -89,8 +92,9 @@ def nvme_free_bytes(directories: Sequence[Path]) -> int:
             free_bytes += usage.f_bavail * usage.f_frsize
         seen.add(device)
         if existing == directory:
-            files = (entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
-            free_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in files)
+            with contextlib.suppress(NotADirectoryError, PermissionError):  # opening it for the run says what is wrong
+                files = (entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
+                free_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in files)
     return free_bytes
 
 
@@ -113,9 +117,30 @@ def supports_direct_io(directory: Path) -> bool:
 def file_system_type(path: Path) -> str:
     """The type of the mount that holds `path`, such as "ext4"; "unknown" when none is listed."""
     resolved = _existing_parent(path).resolve()
-    mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    try:
+        mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    except OSError:
+        return "unknown"
     holding = [place for place in (resolved, *resolved.parents) if place in mounts]
     return mounts[holding[0]] if holding else "unknown"
+
+
+def file_system_problem(path: Path) -> tuple[str, str] | None:
+    """Why the file system of `path` is no good place for states, and what to do; None where nothing is known of it."""
+    kind = file_system_type(path)
+    if kind in _IN_MEMORY:
+        return (
+            f"{kind} is memory, not a disk: files fill what they are meant to relieve, and a reboot takes them",
+            "choose a directory on a disk",
+        )
+    if kind in _REMOTE:
+        return (
+            f"{kind} is remote: locks, flushes and speed are the server's, and nothing here can vouch for them",
+            "choose a directory on a local NVMe disk",
+        )
+    if kind == "overlay":
+        return f"{kind} is a container's own layer, which goes with the container", "mount a volume and name it"
+    return None
 
 
 def memlock_limit_bytes() -> int | None:

@@ -8,7 +8,9 @@ was cut anew the newest generation and deletes what it replaces.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +21,10 @@ from zero_offload.checkpoint.portable import SavedCheckpoint
 from zero_offload.checkpoint.saved import SavedGeneration, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.config import Durability, Existing, OffloadConfig
-from zero_offload.errors import CheckpointError
+from zero_offload.errors import CheckpointError, ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.probe import file_system_problem
 from zero_offload.shards.shard import component_dtype, components_of
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
@@ -41,8 +44,10 @@ class RunFiles:
         self.swap: SwapFile | None = None
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
+        self._saved: SavedGeneration | None = None
+        """The generation found, opened to be read."""
         self._earlier: SavedCheckpoint | None = None
-        """The generation found, where it was cut otherwise."""
+        """The same, where it was cut otherwise."""
         self._others: list[RunDirectory] = []
         """Directories of the earlier run that are none of this one's."""
 
@@ -58,10 +63,13 @@ class RunFiles:
         if not config.nvme_dirs:
             return files
         directories = _open_directories(config, ranks, cleanup)
+        if ranks.rank == 0:
+            _warn_of_file_systems(directories)
         durability = config.effective_durability
         keeper = GenerationKeeper(directories, layout, ranks, durability)
-        # Closed after the engine, which waits: a forward without a backward leaves writes under way.
-        cleanup.callback(files._close_scratch)
+        # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
+        # under way, and the number of a closed descriptor soon stands for another file.
+        cleanup.callback(files._close)
         tuned = _tune(config, directories, _state_bytes(layout), ranks)
         engine = open_engine(tuned.settings, len(directories))
         cleanup.callback(engine.close)
@@ -83,7 +91,6 @@ class RunFiles:
         name = swap_file_name(ranks.rank, keeper.edition)
         files.swap = SwapFile(directories, name, engine, seed, keeper.weights)
         files.swap.on_error = keeper.explain
-        cleanup.callback(files.swap.close)
         return files
 
     def _meet(
@@ -103,7 +110,7 @@ class RunFiles:
         with ranks.exchange.together():
             places = _places_of(found, directories, self._others) if keeper.recuts else directories
             saved = SavedGeneration(found, places, engine, keeper.explain)
-            cleanup.callback(saved.close)
+            self._saved = saved
             if keeper.goes_back:
                 # Its slots are those that the newer generation's updates have not written over; or have.
                 require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
@@ -152,6 +159,9 @@ class RunFiles:
             with ranks.exchange.together():
                 keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
             keeper.commit(StepRecord.of(found, keeper.rng))
+        if self._saved is not None:
+            self._saved.close()  # or the disk space of what is deleted now would not be free
+            self._saved = self._earlier = None
         with ranks.exchange.together():
             if ranks.rank == 0:
                 keeper.tidy(self._others)
@@ -167,9 +177,10 @@ class RunFiles:
 
         return on_error
 
-    def _close_scratch(self) -> None:
-        if self.scratch is not None:
-            self.scratch.close()
+    def _close(self) -> None:
+        for files in (self._saved, self.scratch, self.swap):
+            if files is not None:
+                files.close()
 
 
 def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirectory]) -> list[RunDirectory]:
@@ -216,4 +227,24 @@ def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.E
             for path in config.nvme_dirs if is_turn else ():
                 directories.append(take(path))
                 cleanup.callback(directories[-1].close)
+    _check_same(directories, ranks)
     return directories
+
+
+def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
+    """They are used all the same: checksums, locks and the order of commits are kept there too."""
+    for directory in directories:
+        if problem := file_system_problem(directory.path):
+            warnings.warn(f"{directory.path}: {'; '.join(problem)}", stacklevel=4)
+
+
+def _check_same(directories: list[RunDirectory], ranks: Ranks) -> None:
+    """Raise on all ranks when one has joined another run, or other directories of this one."""
+    mine = [directory.holder.decode(errors="replace") for directory in directories]
+    first = json.loads(ranks.exchange.agree(json.dumps([[str(each.path) for each in directories], mine])))
+    with ranks.exchange.together():
+        if mine != first[1]:
+            raise ConfigError(
+                f"nvme={[str(each.path) for each in directories]} are not the directories of rank 0, which has "
+                f"{first[0]}; give all ranks the same ones in the same order"
+            )

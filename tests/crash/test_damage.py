@@ -165,11 +165,26 @@ def _frozen() -> nn.Module:
     return model
 
 
+def _untied() -> nn.Module:
+    model = build(TinyLM)
+    head = model.get_submodule("head")
+    head.weight = nn.Parameter(head.weight.detach().clone())  # type: ignore[assignment]
+    return model
+
+
+def _with_one_more() -> nn.Module:
+    model = build(TinyLM)
+    model.register_parameter("temperature", nn.Parameter(torch.ones(1)))
+    return model
+
+
 OTHERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "renamed": (_renamed, {}, "name='norm.weight'"),
     "wider": (lambda: build(lambda: TinyLM(64)), {}, r"embedding.weight.*shape=\[61, 32\].*shape=\[61, 64\]"),
     "deeper": (lambda: build(lambda: TinyLM(num_blocks=4)), {}, "blocks.3"),
     "in fp32": (lambda: build(TinyLM), {"precision": "fp32"}, "dtype='bfloat16'.*dtype='float32'"),
+    "untied": (_untied, {}, "head.weight"),
+    "with a parameter more": (_with_one_more, {}, "temperature"),
     "partly frozen": (_frozen, {}, "embedding.weight.*trainable=True.*trainable=False"),
 }
 

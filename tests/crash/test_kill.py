@@ -143,6 +143,21 @@ def test_death_at_every_operation(
     assert count > 2 * SHORT
 
 
+@pytest.mark.parametrize(("optimizer", "count"), [("cpu", 1), ("cpu", 9), ("nvme", 3)])
+def test_death_while_resuming(
+    optimizer: str, count: int, tmp_path: Path, uninterrupted: Callable[[int], Outcome]
+) -> None:
+    """Nothing is changed before it trains: the next start finds what this one found."""
+    spec = _spec(tmp_path, num_steps=SHORT, optimizer=optimizer)
+    finish(replace(spec, num_steps=3))
+    before = rows(spec)
+    assert Run(replace(spec, die_at="read", die_count=count)).wait() == -signal.SIGKILL
+    assert rows(spec) == before
+    finish(spec)
+    assert outcome(spec) == uninterrupted(SHORT)
+    assert _never_went_back(spec)
+
+
 def test_ctrl_c_and_the_same_command_again(tmp_path: Path, uninterrupted: Callable[[int], Outcome]) -> None:
     spec = _spec(tmp_path, num_steps=LONG, commit_every=1)
     command = [sys.executable, "-m", "tests.helpers.trainer", as_argument(spec)]

@@ -7,8 +7,9 @@ import json
 import os
 import re
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,13 @@ import torch.distributed as dist
 
 import zero_offload as zo
 from tests.helpers import ranks
-from tests.helpers.ranks import Case, Outcome
-from tests.helpers.trainer import fork_server
+from tests.helpers.disk import engine_of
+from tests.helpers.ranks import Case, Failure, Outcome, RankPool
+from tests.helpers.trainer import arm, fork_server
+from zero_offload.abi import Fault
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
+from zero_offload.storage.directory import RunDirectory
 
 WORLD, VICTIM, STEPS, STRIKE = 3, 1, 5, 3
 TIME_LIMIT_S = 4
@@ -48,8 +52,12 @@ def _at(place: str, act: Callable[[], None], model: torch.nn.Module, step: int) 
     elif place == "update":
         _before(Collectives, "sum_over_shards", act)
     elif place == "commit":
-        # Between this rank's manifest and the generation that all ranks make.
         _before(GenerationKeeper, "_rank_payload", act)
+    elif place == "digest":
+        # Between this rank's manifest and the generation that all ranks make.
+        _before(CommitGroup, "gather_digests", act)
+    elif place == "drive":
+        engine_of(model).inject_fault(Fault.WRITE_ENOSPC, 2)
 
 
 def _before(owner: type, name: str, act: Callable[[], None]) -> None:
@@ -134,13 +142,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Any]:
 SAYS = {
     "kill": f"^{NAME}.*died without a last word",
     "stop": f"^{NAME}.*did not come to .* \\(stopped\\)",
+    "fill": f"^{NAME}.*has failed: StorageError: write of .* of /.*/rank{VICTIM}.swap .*ENOSPC.*This is the cause",
     "raise": f"^{NAME}.*has failed: StorageError: the drive is on fire. This is the cause",
 }
 STRIKES = [
     ("kill", "forward"),
     ("kill", "backward"),
     pytest.param("kill", "update", marks=pytest.mark.full),
-    ("kill", "commit"),
+    pytest.param("kill", "commit", marks=pytest.mark.full),
+    ("kill", "digest"),
+    ("fill", "drive"),
     ("raise", "forward"),
     pytest.param("raise", "backward", marks=pytest.mark.full),
     ("stop", "forward"),
@@ -160,10 +171,13 @@ def test_all_ranks_end_and_name_the_culprit(how: str, place: str, tmp_path: Path
         assert ended[rank]["wait_s"] < 2 * TIME_LIMIT_S + 10
     if how == "raise":
         assert ended[VICTIM]["error"] == ["StorageError", "the drive is on fire"]
+    if how == "fill":
+        kind, text = ended[VICTIM]["error"]
+        assert kind == "StorageError" and f"/rank{VICTIM}.swap " in text and "No space left" in text
     resumed = _run(case, tmp_path)
     losses, params = whole
     # A commit runs beside the next step: it may not have been complete.
-    assert len({each["first"] for each in resumed}) == 1 and resumed[0]["first"] >= STRIKE - 1
+    assert len({each["first"] for each in resumed}) == 1 and resumed[0]["first"] in (STRIKE - 1, STRIKE)
     for rank, each in enumerate(resumed):
         assert each["losses"] == losses[rank][each["first"] :]
     found = torch.load(tmp_path / "params0.pt")
@@ -177,3 +191,106 @@ def test_one_rank_closes_after_an_exception(tmp_path: Path) -> None:
     ended = _run(case, tmp_path, "raise and close", "forward")
     assert ended[VICTIM]["error"] == ["StorageError", "the drive is on fire"]
     assert all(re.search(SAYS["raise"], ended[rank]["error"][1]) for rank in (0, 2)), ended
+
+
+# Ranks that see different things
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+ON_DISK = {"params": "nvme", "optimizer": "nvme", "precision": "fp32", "existing": "resume"}
+
+
+def train_in_places(rank: int, world_size: int, places: list[Any]) -> Outcome:
+    return ranks.train(rank, world_size, Case(ON_DISK | {"nvme": places[rank]}, num_steps=2))
+
+
+def test_ranks_that_name_different_directories(pool: RankPool, tmp_path: Path) -> None:
+    """Before the first step, on all ranks; a run that is met by mistake is unharmed."""
+    a, b, missing = (str(tmp_path / name) for name in ("a", "b", "missing"))
+    with RunDirectory.open(b) as other:
+        before = other.names()
+        wrong = pool.call(train_in_places, [a, b])
+        assert other.names() == before
+    unheld = pool.call(train_in_places, [a, b])
+    absent = pool.call(train_in_places, [a, missing])
+    swapped = pool.call(train_in_places, [[a, b], [b, a]])
+    for results, kind, words in (
+        (wrong, "ConfigError", "not the directories of rank 0"),
+        (unheld, "StorageError", "is held by no run"),
+        (absent, "StorageError", "cannot open"),
+        (swapped, "ConfigError", "the same ones in the same order"),
+    ):
+        for rank, result in enumerate(results):
+            assert isinstance(result, Failure) and result.kind == kind and words in result.message, results
+            assert rank == 1 or result.message.startswith("rank 1: ")
+    first, second = pool.succeed(train_in_places, [a, a])
+    assert first.params and not isinstance(second, Failure)
+
+
+def train_under_another_name(rank: int, world_size: int, place: str, odd_rank: int) -> Outcome:
+    """Its clock is a year behind, and its host has another name."""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == odd_rank:
+            now, strftime = time.time, time.strftime
+            patch.setattr(socket, "gethostname", lambda: "elsewhere")
+            patch.setattr(time, "time", lambda: now() - 365 * 86400)
+            patch.setattr(time, "strftime", lambda form, *_: strftime(form, time.gmtime(0)))
+        return train_in_places(rank, world_size, [place, place])
+
+
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_clocks_and_host_names_have_no_say(odd_rank: int, pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.succeed(train_in_places, [str(tmp_path / "usual")] * 2)
+    assert pool.succeed(train_under_another_name, str(tmp_path / "odd"), odd_rank) == expected
+
+
+def train_batches(rank: int, world_size: int, numbers: list[int], poisoned: int) -> tuple[int, Any]:
+    """On one rank the loss of one batch is no number."""
+    model, optimizer = ranks.start(Case({"stage": 3, "precision": "bf16"}))
+    for number in numbers:
+        loss = model(ranks.rows_of(number, rank, world_size))
+        (loss * float("nan") if (rank, number) == (1, poisoned) else loss).backward()
+        zo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    skipped = zo.stats(model).skipped_steps
+    params = ranks.read_params(model)
+    zo.close(model)
+    return skipped, params
+
+
+def test_nan_on_one_rank_is_a_step_less_on_all(pool: RankPool) -> None:
+    poisoned = pool.succeed(train_batches, [0, 1, 2, 3], 2)
+    expected = pool.succeed(train_batches, [0, 1, 3], 2)
+    for (skipped, params), (_, without) in zip(poisoned, expected, strict=True):
+        assert skipped == 1
+        assert all(torch.equal(params[name], without[name]) for name in without)
+
+
+# A checkpoint of two ranks is loaded on one
+
+
+def load_and_die(case: Case, path: str, count: int) -> None:
+    arm("write", count)
+    ranks.load(0, 1, case, path)
+
+
+@pytest.mark.parametrize("count", [1, 15])
+def test_death_while_a_checkpoint_is_loaded_on_another_number_of_ranks(
+    count: int, pool: RankPool, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "saved")
+    pool.succeed(ranks.save, Case({"precision": "bf16"}, num_steps=2), path)
+    case = Case(ON_DISK | {"precision": "bf16", "nvme": tmp_path / "run"}, num_steps=2)
+    process = fork_server().Process(target=load_and_die, args=(case, path, count))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    expected = ranks.load(0, 1, replace(case, settings=case.settings | {"nvme": tmp_path / "other"}), path)
+    assert ranks.load(0, 1, case, path) == expected

@@ -17,6 +17,7 @@ class CrashEngine:
 
     def __init__(self, fs: CrashFS, seed: int) -> None:
         self._fs = fs
+        self.is_stuck = False
         self._rng = random.Random(seed)
         self._late: dict[int, Callable[[], None]] = {}
         self._failed: dict[int, Exception] = {}

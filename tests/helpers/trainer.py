@@ -52,7 +52,7 @@ class Spec:
     second: str = ""
     """A further directory, over which the files are striped."""
     die_at: str = ""
-    """Where the run kills itself: before or after a "rename" or an "unlink" of a file of ours, or at a "write"."""
+    """Where the run kills itself: before or after a "rename" or "unlink" of our files, or at a "read" or "write"."""
     die_count: int = 0
     """At which of them."""
 
@@ -92,7 +92,7 @@ def train(spec: Spec) -> None:
     """Train to the end, from wherever the directory's generation stands."""
     torch.set_num_threads(1)
     if spec.die_at:
-        _arm(spec.die_at, spec.die_count)
+        arm(spec.die_at, spec.die_count)
     model = build(NoisyLM)
     config = zo.OffloadConfig(
         params=spec.params,
@@ -160,8 +160,8 @@ def _digest(values: Tensor) -> str:
 # Death
 
 
-def _arm(place: str, count: int) -> None:
-    """Kill this process at the `count`th rename, unlink or launched write."""
+def arm(place: str, count: int) -> None:
+    """Kill this process at the `count`th rename, unlink, or launched read or write."""
     from zero_offload.storage.swap_file import SwapFile
 
     left = iter(range(count - 1, -1, -1))
@@ -171,7 +171,7 @@ def _arm(place: str, count: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     names = {"rename": "replace", "unlink": "unlink"}
-    owner, name = (SwapFile, "write") if place == "write" else (os, names[place.split()[1]])
+    owner, name = (SwapFile, place) if place in ("read", "write") else (os, names[place.split()[1]])
     original: Callable[..., Any] = getattr(owner, name)
 
     @functools.wraps(original)

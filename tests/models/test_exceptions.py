@@ -194,3 +194,18 @@ def test_a_gradient_that_is_not_finite_skips_the_step(fp32_config: zo.OffloadCon
     optimizer.zero_grad()
     assert model(tokens_of(1)).item() == expected
     assert zo.stats(model).skipped_steps == 1
+
+
+def test_the_warning_names_the_parameters(fp32_config: zo.OffloadConfig) -> None:
+    model = build(TinyLM)
+    model.get_parameter("blocks.1.up.weight").register_hook(lambda grad: grad * float("inf"))
+    zo.offload(model, fp32_config)
+    optimizer = zo.AdamW(model.parameters())
+    model(tokens_of(0)).backward()
+    with pytest.warns(UserWarning, match=r"NaN or infinite \(blocks.1.up.weight\); the step is skipped"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"NaN or infinite \(.*, .*, .*, and \d+ more\)"):
+        other = zo.offload(build(TinyLM), zo.OffloadConfig())
+        (other(tokens_of(0)) * float("nan")).backward()
+        zo.AdamW(other.parameters()).step()

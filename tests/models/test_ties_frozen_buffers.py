@@ -143,3 +143,19 @@ def test_a_model_without_gradients_at_all(fp32_config: zo.OffloadConfig) -> None
     expected = build(Model)(tokens_of(0)).item()
     assert model(tokens_of(0)).item() == expected
     assert not model(tokens_of(0)).requires_grad
+
+
+class WithEmptyParams(TinyLM):
+    """Layers that a configuration has shrunk to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDE)
+        self.none = nn.Parameter(torch.empty(0))
+        self.no_columns = nn.Parameter(torch.empty(3, 0))
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(x) + self.none.sum() + self.no_columns.sum()
+
+
+def test_parameters_without_elements(config: zo.OffloadConfig) -> None:
+    assert_same(script, WithEmptyParams, config)

@@ -8,7 +8,8 @@ nothing in these files is ever executed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,7 +118,22 @@ class Generation:
         for field, kind in fields.items():
             if type(given.get(field)) is not kind or (kind is int and given[field] < 0):
                 raise IntegrityError(f"{name} has no valid {field}; load a checkpoint instead")
+        steps = given.get("param_steps")
+        if not isinstance(steps, dict) or not all(type(step) is int and step >= 0 for step in steps.values()):
+            raise IntegrityError(f"{name} has no valid param_steps; load a checkpoint instead")
         return cls(**{field: given[field] for field in fields}, payload=payload)
+
+
+@contextlib.contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Inside, values of a manifest are used: what is missing or of another type there is damage, not a bug of ours."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise IntegrityError(
+            f"{where} has a manifest with values that this version does not write ({type(error).__name__}: {error}); "
+            "load a checkpoint, or start over with existing='discard'"
+        ) from error
 
 
 _KINDS = ("shape", "dtype", "trainable")

@@ -28,6 +28,7 @@ from zero_offload.checkpoint.format import (
     fingerprint,
     generation_name,
     rank_manifest_name,
+    reading,
     swap_file_name,
 )
 from zero_offload.checkpoint.history import History
@@ -72,8 +73,9 @@ class Ranks:
 
 def read_rank_manifest(home: RunDirectory, generation: Generation, rank: int) -> dict[str, Any]:
     """What a rank wrote for a generation, verified."""
-    entry = generation.rank_entries[rank]
-    payload = read_manifest(home, str(entry["manifest"]), str(entry["digest"]))
+    with reading(str(home.path)):
+        entry = generation.rank_entries[rank]
+        payload = read_manifest(home, str(entry["manifest"]), str(entry["digest"]))
     if payload is None:
         raise IntegrityError(f"{home.path} lacks {entry['manifest']}, which {generation} names")
     return dict(payload)
@@ -143,7 +145,8 @@ class GenerationKeeper:
                 f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
-        check_fingerprint(found.payload.get("params"), self._layout, str(self._home.path))
+        with reading(str(self._home.path)):
+            check_fingerprint(found.payload.get("params"), self._layout, str(self._home.path))
         if found.world_size % self._ranks.num_columns:
             raise CheckpointError(
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
@@ -262,10 +265,11 @@ class GenerationKeeper:
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
         slots = []
         for shard, entry in zip(self._store.shards, sections, strict=True):
-            slot = entry["slot"]
-            self._store.ensure_slot(shard, slot)
-            for component in components_of(shard.layout):
-                self._swap.restore(shard.slots[slot][component], entry["components"][component.value])
+            with reading(str(self._home.path)):
+                slot = entry["slot"]
+                self._store.ensure_slot(shard, slot)
+                for component in components_of(shard.layout):
+                    self._swap.restore(shard.slots[slot][component], entry["components"][component.value])
             shard.current = slot
             slots.append(slot)
         for shard in self._store.shards:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zero_offload.checkpoint.clone import can_share, clone_blocks
-from zero_offload.checkpoint.format import Generation, StepRecord, check_fingerprint, swap_file_name
+from zero_offload.checkpoint.format import Generation, StepRecord, check_fingerprint, reading, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation
@@ -142,7 +142,8 @@ class SavedCheckpoint:
             raise CheckpointError(f"{path} is no directory; name one that zo.save_checkpoint has written")
         with contextlib.ExitStack() as cleanup:
             generation, directories = open_generation(path, ranks, cleanup)
-            check_fingerprint(generation.payload.get("params"), layout, str(path))
+            with reading(str(path)):
+                check_fingerprint(generation.payload.get("params"), layout, str(path))
             engine = open_engine(num_drives=len(directories))
             cleanup.callback(engine.close)
             saved = SavedGeneration(generation, directories, engine)

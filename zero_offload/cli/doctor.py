@@ -26,8 +26,6 @@ PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 10)
 MEMORY_MIN_BYTES = 2 * GIB
 DISK_MIN_BYTES = 10 * GIB
-_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "fuse.sshfs")
-_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 class Status(StrEnum):
@@ -182,13 +180,9 @@ def _check_directory(path: Path) -> Iterator[Check]:
 
 
 def _check_file_system(existing: Path) -> Check:
-    kind = probe.file_system_type(existing)
-    if kind in _IN_MEMORY:
-        fix = "choose a directory on a disk; files here fill the memory they are meant to relieve"
-        return Check("file system", Status.WARNING, f"{kind} keeps files in memory", fix)
-    if kind in _REMOTE:
-        return Check("file system", Status.WARNING, f"{kind} is remote", "choose a directory on a local NVMe disk")
-    return Check("file system", Status.OKAY, kind)
+    if problem := probe.file_system_problem(existing):
+        return Check("file system", Status.WARNING, *problem)
+    return Check("file system", Status.OKAY, probe.file_system_type(existing))
 
 
 def _check_direct_io(existing: Path) -> Check:

@@ -43,7 +43,9 @@ def place(
     plan = estimate_memory(units, placement, config, partition)
     if not plan.fits:
         ways = ways_to_fit(units, config, hardware, partition)
-        raise CapacityError("\n".join([*plan.reasons, *ways]))
+        on_disk = plan.used_bytes(Tier.NVME) > budget.of(Tier.NVME)
+        where = [f"the nvme tier is {', '.join(map(str, config.nvme_dirs))}"] if on_disk else []
+        raise CapacityError("\n".join([*plan.reasons, *where, *ways]))
     return placement
 
 

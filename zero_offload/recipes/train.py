@@ -221,7 +221,7 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, progress: Progre
         if non_finite_steps == _NON_FINITE_STEPS_MAX:
             raise NonFiniteError(
                 f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
-                "none of them changed the parameters. "
+                "none of them changed the parameters, and a warning at the first skipped step names gradients. "
                 f"Try a smaller --lr (now {job.config.lr:g}) or --precision fp32"
             )
     if metrics is not None:

@@ -267,7 +267,10 @@ class ShardStore:
         if slot == 1 and len(shard.slots) == 1:
             shard.slots = (*shard.slots, self._slot(shard.layout, 1))
         if not 0 <= slot < len(shard.slots):
-            raise IntegrityError(f"a manifest puts section {shard.layout.index} in slot {slot}")
+            raise IntegrityError(
+                f"a manifest puts section {shard.layout.index} in slot {slot}, which does not exist; "
+                "load a checkpoint, or start over with existing='discard'"
+            )
 
     def load_memory(self, shard: Shard, slot: int) -> None:
         """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""

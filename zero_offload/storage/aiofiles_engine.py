@@ -79,6 +79,7 @@ class AiofilesEngine:
         self._busy_s = {"read": 0.0, "write": 0.0}
         self._owner_pid = os.getpid()
         self._closed = False
+        self.is_stuck = False
         num_threads = settings.num_threads * num_drives
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="zero_offload-io")
         self._preadv: _Vector = async_os.wrap(os.preadv)

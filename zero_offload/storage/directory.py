@@ -23,14 +23,15 @@ from enum import Enum
 from pathlib import Path
 
 from zero_offload.errors import CapacityError, ConfigError, IntegrityError, StorageError
+from zero_offload.storage.failures import remedy_of
 from zero_offload.storage.lock import LOCK_NAME, hold_lock, join_lock, take_lock
-from zero_offload.storage.system import REAL, FileSystem, naming_errors
+from zero_offload.storage.system import REAL, FileSystem, check_ours, naming_errors
 from zero_offload.types import format_bytes
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
@@ -71,6 +72,9 @@ class DataFile:
             self.system.ftruncate(self.fd, self.nbytes)
             if error.errno in _NO_SPACE:
                 raise self._no_space(missing_bytes, free_bytes) from error
+            if error.errno == errno.EFBIG:
+                needed = f"{self.path} needs {format_bytes(nbytes)}: {error.strerror}"
+                raise CapacityError(f"{needed}. {remedy_of(error.errno)}") from error
             raise
         self.nbytes = nbytes
 
@@ -100,6 +104,8 @@ class RunDirectory:
         self.system = system
         self._dir_fd = dir_fd
         self._lock_fd = lock_fd
+        self.holder = system.read_whole(lock_fd) if lock_fd >= 0 else b""
+        """What the run that holds the lock has written into it; no two runs write the same."""
         os.register_at_fork(after_in_child=_closer_in_child(weakref.ref(self)))
 
     @classmethod
@@ -186,7 +192,7 @@ class RunDirectory:
             fd = self.system.open(name, _OPEN_FLAGS, self.dir_fd)
         try:
             info = self.system.fstat(fd)
-            _check_ours(path, info)
+            check_ours(path, info)
             if nbytes is not None and info.st_size != nbytes:
                 raise IntegrityError(
                     f"{path} has {info.st_size} bytes, its manifest says {nbytes}; "
@@ -207,7 +213,7 @@ class RunDirectory:
             path = self.path_of(name)
             with contextlib.suppress(FileNotFoundError):
                 found[name] = self.system.lstat(name, self.dir_fd)
-                _check_ours(path, found[name])
+                check_ours(path, found[name])
         for name in found:
             with naming_errors("delete", self.path / name):
                 self.system.unlink(name, self.dir_fd)
@@ -332,13 +338,6 @@ def check_private(path: Path, info: os.stat_result) -> None:
         # With the sticky bit it is meant for everyone, as /tmp is.
         remedy = f"name a directory in it: {path}/run" if info.st_mode & stat.S_ISVTX else f"type: chmod 700 {path}"
         raise StorageError(f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); {remedy}")
-
-
-def _check_ours(path: Path, info: os.stat_result) -> None:
-    if not stat.S_ISREG(info.st_mode):
-        raise StorageError(f"{path} is not a regular file; it was not made by zero_offload and stays untouched")
-    if info.st_nlink != 1:
-        raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")
 
 
 def _prepare(fd: int, path: Path, nbytes: int, caching: Caching, system: FileSystem) -> DataFile:

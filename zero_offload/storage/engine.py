@@ -94,6 +94,9 @@ class Lasting(Protocol):
 class FileEngine(Protocol):
     """Any thread may call; a child of fork may not."""
 
+    is_stuck: bool
+    """Whether a transfer did not end: it may still reach its descriptor, which must never stand for another file."""
+
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         """Tell the path that errors on this descriptor shall name, and which of the engine's drives holds the file.
 

@@ -1,7 +1,7 @@
 """What went wrong with a transfer, as the one error that its waiter gets: file, offset, block, reason, remedy.
 
 Owns the texts of all file engines; decides nothing. `raise_failure` for a block that failed, `raise_stuck` for a
-transfer that does not end.
+transfer that does not end; `remedy_of` for whoever meets an errno elsewhere.
 """
 
 from __future__ import annotations
@@ -18,14 +18,18 @@ from zero_offload.storage.engine import Ticket
 from zero_offload.types import format_bytes
 
 _REMEDIES = {
-    errno.ENOSPC: "Free space there or name another directory in nvme=; the last commit is intact",
-    errno.EDQUOT: "Raise the quota or name another directory in nvme=; the last commit is intact",
-    errno.EFBIG: "The file may not grow that far: see 'ulimit -f'; the last commit is intact",
-    errno.EIO: "The drive reports a fault: see 'dmesg' and its SMART data; the last commit is intact",
-    errno.EROFS: "The file system became read-only: see 'dmesg'; the last commit is intact",
+    errno.ENOSPC: "Free space there (or inodes: see 'df -i') or name another directory in nvme=",
+    errno.EDQUOT: "Raise the quota or name another directory in nvme=",
+    errno.EFBIG: "Files may not grow that far: see 'ulimit -f', and type 'ulimit -f unlimited'",
+    errno.EMFILE: "Too many files are open in this process: see 'ulimit -n', and type 'ulimit -n 4096'",
+    errno.ENFILE: "Too many files are open on this machine: see /proc/sys/fs/file-max",
+    errno.EIO: "The drive reports a fault: see 'dmesg' and its SMART data",
+    errno.EROFS: "The file system is read-only: see 'dmesg' and 'mount', or name another directory in nvme=",
+    errno.ENAMETOOLONG: "Name a directory with a shorter path in nvme=",
     errno.EBADF: "The file was closed while it was in use",
     errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
 }
+_COMMIT_STAYS = "The last commit is intact"
 
 
 class Cause(Enum):
@@ -49,13 +53,18 @@ class BlockFailure:
     actual_crc: int = 0
 
 
+def remedy_of(code: int) -> str:
+    """What to do about an errno of the file system."""
+    return _REMEDIES.get(code, "Check the disk and its permissions, or name another directory in nvme=")
+
+
 def raise_failure(ticket: Ticket, failure: BlockFailure, paths: Mapping[int, str]) -> NoReturn:
     """Raise StorageError or IntegrityError."""
     what = f"{failure.verb} of {_where(ticket, failure.row, paths)}"
     if failure.cause is Cause.SYSTEM:
         code = failure.code
-        remedy = _REMEDIES.get(code, "The last commit is intact")
-        raise StorageError(f"{what} failed: {os.strerror(code)} ({errno.errorcode.get(code, code)}). {remedy}")
+        remedies = ". ".join([*filter(None, [_REMEDIES.get(code)]), _COMMIT_STAYS])
+        raise StorageError(f"{what} failed: {os.strerror(code)} ({errno.errorcode.get(code, code)}). {remedies}")
     if failure.cause is Cause.TRUNCATED:
         raise IntegrityError(
             f"{what}: the file ends inside the block. It was truncated by something else; "

@@ -12,11 +12,12 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
 from zero_offload.errors import LockError, StorageError
-from zero_offload.storage.system import FileSystem, naming_errors
+from zero_offload.storage.system import FileSystem, check_ours, naming_errors
 
 LOCK_NAME = "LOCK"
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -66,10 +67,11 @@ def _take(path: Path, system: FileSystem, fd: int) -> None:
     _take_alone(path, system, fd)
     if system.fstat(fd).st_nlink == 0:  # its last holder deleted the directory between our two calls
         raise LockError(f"{path} was being deleted; try again")
+    check_ours(path / LOCK_NAME, system.fstat(fd))  # a planted link would be overwritten
     started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started})
+    run = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "id": uuid.uuid4().hex}
     system.ftruncate(fd, 0)
-    system.write_whole(fd, holder.encode() + b"\n")
+    system.write_whole(fd, json.dumps(run).encode() + b"\n")
     # Held shared from here on, so that other ranks can join; a new run asks for it alone.
     _hold_shared(path, system, fd)
 

@@ -141,7 +141,10 @@ def _refuse_constant(text: str) -> None:
 
 
 def _write_file(directory: RunDirectory, name: str, content: bytes, durability: Durability) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    # Made anew: what a crash has left under the name goes, and a link that somebody has planted is not followed.
+    with contextlib.suppress(FileNotFoundError):
+        directory.system.unlink(name, directory.dir_fd)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     fd = directory.system.open(name, flags, directory.dir_fd)
     try:
         directory.system.write_whole(fd, content)

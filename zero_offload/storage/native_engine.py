@@ -54,7 +54,7 @@ class NativeEngine:
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
         self._in_flight: dict[int, Ticket] = {}
         self._lasting: list[Lasting] = []
-        self._is_stuck = False
+        self.is_stuck = False
         os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self)))
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
@@ -89,7 +89,7 @@ class NativeEngine:
             if timeout_s is None and (total := self._total_bytes()) != moved_bytes:
                 moved_bytes, moved_at = total, now
             elif timeout_s is None and now - moved_at > STALL_LIMIT_S:
-                self._is_stuck = True
+                self.is_stuck = True
                 raise_stuck(ticket, result.bytes_done, now - began, self._paths)
         self._in_flight.pop(ticket.number, None)
         if result.status != abi.IoStatus.DONE:
@@ -123,7 +123,7 @@ class NativeEngine:
     def close(self) -> None:
         if self._handle and os.getpid() == self._owner_pid:
             handle, self._handle = self._handle, 0
-            if self._is_stuck:
+            if self.is_stuck:
                 return  # its threads wait for a drive that does not answer; so would we
             native.io_close(handle)
             self._in_flight.clear()

@@ -196,7 +196,8 @@ class SwapFile:
             file.sync()
 
     def close(self) -> None:
-        for file in self._files:
+        """Close the files; the engine first. One that is stuck keeps them open."""
+        for file in () if self._engine.is_stuck else self._files:
             file.close()
         self._files = []
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from zero_offload.errors import StorageError
+from zero_offload.storage.failures import remedy_of
 
 
 class FileSystem:
@@ -93,6 +95,12 @@ def naming_errors(action: str, path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"cannot {action} {path}: {error.strerror} (errno {error.errno}); "
-            "check the disk and its permissions, or choose another directory with nvme="
+            f"cannot {action} {path}: {error.strerror} (errno {error.errno}). {remedy_of(error.errno or 0)}"
         ) from error
+
+
+def check_ours(path: Path, info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise StorageError(f"{path} is not a regular file; it was not made by zero_offload and stays untouched")
+    if info.st_nlink != 1:
+        raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")

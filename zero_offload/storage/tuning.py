@@ -8,7 +8,9 @@ and `choose` for whoever prints what was found.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +32,7 @@ from zero_offload.storage.engine import (
     FileEngine,
     open_engine,
 )
+from zero_offload.storage.failures import remedy_of
 from zero_offload.types import GIB, MIB, EngineKind, format_bytes
 
 AIOFILES = EngineSettings(EngineKind.AIOFILES, num_threads=4, depth=1, request_bytes=4 * MIB)
@@ -137,7 +140,8 @@ def io_uring_problem() -> str | None:
     try:
         open_engine(IO_URING).close()
     except ConfigError as error:
-        return str(error)
+        too_many = os.strerror(errno.EMFILE) in str(error)
+        return f"{error}. {remedy_of(errno.EMFILE)}" if too_many else str(error)
     return None
 
 

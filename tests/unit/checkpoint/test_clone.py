@@ -20,6 +20,7 @@ from tests.helpers.disk import (
     SWAP,
     abandon,
     committed_blocks,
+    drain,
     flip_bit,
     open_model,
     runtime,
@@ -131,7 +132,7 @@ def test_trouble_makes_no_checkpoint(trouble: int, tmp_path: Path, monkeypatch: 
 def test_damage_is_shared_and_noticed_when_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = open_model(tmp_path / "run", _partly_frozen())
     train(model, optimizer, 0, 2)
-    runtime(model).worker.drain()
+    drain(model)
     flip_bit(tmp_path / "run" / SWAP, committed_blocks(tmp_path / "run")[0][0])
     monkeypatch.setattr(fcntl, "ioctl", Ioctl())
     zo.save_checkpoint(model, optimizer, tmp_path / "saved")
@@ -155,7 +156,7 @@ def test_a_file_system_that_shares_blocks(kind: str, tmp_path: Path, reads: list
     with sharing_disk(tmp_path / kind, kind) as disk:
         model, optimizer = open_model(disk / "run", build(lambda: TinyLM(512)))
         train(model, optimizer, 0, 2)
-        runtime(model).worker.drain()
+        drain(model)
         reads.clear()
         swap_bytes = (disk / "run" / SWAP).stat().st_size // 2
         if kind == "xfs":  # btrfs cannot say how much is free of what it has not divided yet

@@ -32,14 +32,14 @@ def _layout(model: nn.Module | None = None, num_shards: int = 1, dtype: torch.dt
 
 
 def test_a_generation_is_read_back() -> None:
-    found = Generation.parse(PAYLOAD, "generation-1.json")
+    found = Generation.parse(PAYLOAD | {"param_steps": {"weight": 7}}, "generation-1.json")
     assert {name: getattr(found, name) for name in PAYLOAD} == PAYLOAD
 
 
 @pytest.mark.parametrize("name", PAYLOAD)
 @pytest.mark.parametrize("value", [None, 1.5, [], True, "absent"], ids=repr)
 def test_a_field_of_another_type_is_damage(name: str, value: object) -> None:
-    payload = PAYLOAD | {name: value}
+    payload = PAYLOAD | {"param_steps": {}, name: value}
     if value == "absent":
         del payload[name]
     with pytest.raises(IntegrityError, match=name):

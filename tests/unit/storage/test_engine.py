@@ -77,7 +77,7 @@ KINDS = {
 }
 NATIVE = [name for name in KINDS if name != "aiofiles"]
 """Those in which faults can be injected."""
-ALONE = [replace(THREADS, num_threads=1), replace(IO_URING, depth=1, request_bytes=1 << 30)]
+ALONE = [replace(THREADS, num_threads=1), replace(IO_URING, num_threads=1, depth=1, request_bytes=1 << 30)]
 """One block at a time."""
 
 

@@ -116,6 +116,15 @@ class GradLedger:
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
 
+    def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
+        """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
+        return [
+            grads.layout.params[index].spec.name
+            for grads, indices in self._chosen(params)
+            for index in indices
+            if not grads.sums[index].finite
+        ]
+
     def factor(self, grads: SectionGrads, index: int) -> float:
         """What a gradient held now is to be multiplied by."""
         return grads.factors.get(index, 1.0) / self.loss_scale
