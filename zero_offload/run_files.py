@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -168,11 +169,12 @@ class RunFiles:
 
     def telling(self, tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
         """Who is told of a transfer that failed, once the error says what to type."""
-        keeper = self.keeper
+        # Weak: the keeper holds the swap file, and a cycle would outlive a dropped model.
+        explain = None if self.keeper is None else weakref.WeakMethod(self.keeper.explain)
 
         def on_error(error: Exception) -> None:
-            if keeper is not None:
-                keeper.explain(error)
+            if explain is not None and (say := explain()) is not None:
+                say(error)
             tell(error)
 
         return on_error

@@ -127,6 +127,7 @@ class NativeEngine:
                 return  # its threads wait for a drive that does not answer; so would we
             native.io_close(handle)
             self._in_flight.clear()
+            self._lasting.clear()
 
     def _total_bytes(self) -> int:
         stats = self.stats()

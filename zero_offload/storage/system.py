@@ -48,11 +48,13 @@ class FileSystem:
     def read_whole(self, fd: int) -> bytes:
         """The bytes of a file from its start to its end."""
         with open(fd, "rb", closefd=False) as file:
+            file.seek(0)
             return file.read()
 
     def write_whole(self, fd: int, content: bytes) -> None:
         """Write all of `content` from the start of the file."""
         with open(fd, "wb", closefd=False) as file:
+            file.seek(0)
             file.write(content)
 
     def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
