@@ -36,7 +36,7 @@ from zero_offload.storage.checksum import crc32c
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, FileEngine, open_engine
 from zero_offload.storage.swap_file import SwapFile
-from zero_offload.storage.tuning import CANDIDATES, PROBE_BYTES, WORTH_BYTES, Scratch, choose, measure, tune
+from zero_offload.storage.tuning import CANDIDATES, PROBE_BYTES, WORTH_BYTES, Load, Scratch, choose, measure, tune
 from zero_offload.types import GIB, MIB
 
 FILE_BYTES = GIB
@@ -195,7 +195,12 @@ def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
         homes = [stack.enter_context(RunDirectory.open(disk / "run")) for disk in disks]
         region = Arena(0).allocate(nbytes)
         ctypes.memset(region.address, 1, nbytes)
-        tuned = tune("auto", homes, WORTH_BYTES, Scratch(region.address, PROBE_BYTES))
+        tuned = tune(
+            "auto",
+            homes,
+            Load(WORTH_BYTES, 2 * WORTH_BYTES, tuple(home.free_bytes for home in homes)),
+            Scratch(region.address, PROBE_BYTES),
+        )
         print(f"shares of the two directories: {', '.join(f'{weight:.3f}' for weight in tuned.weights)}")
         rows = []
         alone = [_swap_seconds([home], None, region, nbytes // 4) for home in homes]

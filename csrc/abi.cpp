@@ -300,6 +300,22 @@ int zo_io_abandon(zo_io *io) {
     });
 }
 
+int zo_io_stop(zo_io *io) {
+    return guarded("zo_io_stop", [&]() -> int {
+        ZO_CHECK(check_io("zo_io_stop", io));
+        io->engine.stop();
+        return ZO_OK;
+    });
+}
+
+int zo_io_give_up(zo_io *io) {
+    return guarded("zo_io_give_up", [&]() -> int {
+        ZO_CHECK(check_io("zo_io_give_up", io));
+        io->engine.give_up();
+        return ZO_OK;
+    });
+}
+
 int zo_io_close(zo_io *io) {
     return guarded("zo_io_close", [&]() -> int {
         ZO_CHECK(check_io("zo_io_close", io));

@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 5
+VERSION = 6
 
 
 class Isa(IntEnum):
@@ -218,7 +218,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_word_wait": (_INT, [_P, _I64, _I64]),
     "zo_peer_read": (_INT, [C.c_int32, _U64, _P, _U64]),
     "zo_io_open": (_INT, [C.POINTER(IoConfigStruct), C.POINTER(_P)]),
+    "zo_io_stop": (_INT, [_P]),
     "zo_io_close": (_INT, [_P]),
+    "zo_io_give_up": (_INT, [_P]),
     "zo_io_add_file": (_INT, [_P, C.c_int32, _U32]),
     "zo_io_add_memory": (_INT, [_P, _P, _U64]),
     "zo_io_abandon": (_INT, [_P]),

@@ -191,8 +191,18 @@ def io_open(config: IoConfig) -> int:
     return handle.value
 
 
+def io_stop(handle: int) -> None:
+    """Wait for everything submitted, then end the threads."""
+    _check(lib().zo_io_stop(handle))
+
+
+def io_give_up(handle: int) -> None:
+    """Start nothing more, and leave the memory of what has started alone."""
+    _check(lib().zo_io_give_up(handle))
+
+
 def io_close(handle: int) -> None:
-    """Wait for everything submitted, then stop the threads; the handle is dead afterwards."""
+    """Stop, and free the engine; no other call may be under way."""
     _check(lib().zo_io_close(handle))
 
 

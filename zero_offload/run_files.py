@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from zero_offload.checkpoint.file_list import FileList
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint
@@ -31,7 +32,7 @@ from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
 from zero_offload.storage.swap_file import SwapFile
-from zero_offload.storage.tuning import PROBE_BYTES, WORTH_BYTES, Scratch, Tuned, tune
+from zero_offload.storage.tuning import PROBE_BYTES, WORTH_BYTES, Load, Scratch, Tuned, tune
 from zero_offload.types import Tier
 
 _log = logging.getLogger("zero_offload")
@@ -45,6 +46,7 @@ class RunFiles:
         self.swap: SwapFile | None = None
         self.scratch: SwapFile | None = None
         """Activations: of no generation, and without a name."""
+        self._reader: FileEngine | None = None
         self._saved: SavedGeneration | None = None
         """The generation found, opened to be read."""
         self._earlier: SavedCheckpoint | None = None
@@ -71,8 +73,9 @@ class RunFiles:
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way, and the number of a closed descriptor soon stands for another file.
         cleanup.callback(files._close)
-        tuned = _tune(config, directories, _state_bytes(layout), ranks)
-        engine = open_engine(tuned.settings, len(directories))
+        tuned = _tune(config, directories, layout, ranks, keeper.files)
+        with ranks.exchange.together():
+            engine = open_engine(tuned.settings, len(directories))
         cleanup.callback(engine.close)
         if durability is not Durability.SCRATCH:
             with ranks.exchange.together():
@@ -80,7 +83,7 @@ class RunFiles:
             keeper.agree()
             files.keeper = keeper
             if keeper.found is not None:
-                files._meet(keeper.found, keeper, (directories, ranks, engine), cleanup)
+                files._meet(keeper.found, keeper, directories, ranks, cleanup)
             else:
                 with ranks.exchange.together():
                     if ranks.rank == 0:
@@ -98,11 +101,11 @@ class RunFiles:
         self,
         found: Generation,
         keeper: GenerationKeeper,
-        means: tuple[list[RunDirectory], Ranks, FileEngine],
+        directories: list[RunDirectory],
+        ranks: Ranks,
         cleanup: contextlib.ExitStack,
     ) -> None:
         """See that the generation found can be read, before anything is changed; announce what replaces it."""
-        directories, ranks, engine = means
         with ranks.exchange.together():
             paths = keeper.files.other_paths(found)
         self._others = take_directories(paths, ranks, cleanup, locks=True)
@@ -110,8 +113,9 @@ class RunFiles:
             return
         with ranks.exchange.together():
             places = _places_of(found, directories, self._others) if keeper.recuts else directories
-            saved = SavedGeneration(found, places, engine, keeper.explain)
-            self._saved = saved
+            # With an engine of its own: io_uring keeps files that it has once known until it ends.
+            self._reader = open_engine(num_drives=len(places))
+            saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain)
             if keeper.goes_back:
                 # Its slots are those that the newer generation's updates have not written over; or have.
                 require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
@@ -160,9 +164,7 @@ class RunFiles:
             with ranks.exchange.together():
                 keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
             keeper.commit(StepRecord.of(found, keeper.rng))
-        if self._saved is not None:
-            self._saved.close()  # or the disk space of what is deleted now would not be free
-            self._saved = self._earlier = None
+        self._close_earlier()  # or the disk space of what is deleted now would not be free
         with ranks.exchange.together():
             if ranks.rank == 0:
                 keeper.tidy(self._others)
@@ -179,8 +181,15 @@ class RunFiles:
 
         return on_error
 
+    def _close_earlier(self) -> None:
+        for part in (self._reader, self._saved):
+            if part is not None:
+                part.close()
+        self._reader = self._saved = self._earlier = None
+
     def _close(self) -> None:
-        for files in (self._saved, self.scratch, self.swap):
+        self._close_earlier()
+        for files in (self.scratch, self.swap):
             if files is not None:
                 files.close()
 
@@ -207,14 +216,20 @@ def _state_bytes(layout: ShardLayout) -> int:
     )
 
 
-def _tune(config: OffloadConfig, directories: list[RunDirectory], moved_bytes: int, ranks: Ranks) -> Tuned:
+def _tune(
+    config: OffloadConfig, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks, files: FileList
+) -> Tuned:
     """Measured by one rank while the others wait: all see the same drives."""
+    moved_bytes = _state_bytes(layout)
     with ranks.exchange.together():
         text = ""
         if ranks.rank == 0:
             region = Arena(0).allocate(PROBE_BYTES) if moved_bytes >= WORTH_BYTES else None
             scratch = None if region is None else Scratch(region.address, region.nbytes)
-            text = tune(config.io_engine, directories, moved_bytes, scratch).to_json()
+            earlier = [] if config.existing == Existing.REFUSE.value else files.announced()
+            room = tuple(each.free_bytes + each.measure(earlier) for each in directories)
+            load = Load(moved_bytes, 2 * moved_bytes * ranks.world_size, room)
+            text = tune(config.io_engine, directories, load, scratch).to_json()
     tuned = Tuned.from_json(ranks.exchange.agree(text))
     if ranks.rank == 0:
         _log.info("%s: %s; %s", directories[0].path, tuned.settings, tuned.settings.reason)

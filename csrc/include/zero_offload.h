@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 5
+#define ZO_ABI_VERSION 6
 
 enum zo_status {
     ZO_OK = 0,
@@ -249,8 +249,14 @@ typedef struct {
 /* ZO_UNSUPPORTED when io_uring is asked for and the kernel, or a sandbox around us, does not offer it. */
 ZO_API int zo_io_open(const zo_io_config *config, zo_io **out);
 
-/* Waits for everything submitted. */
+/* Waits for everything submitted, and ends the threads; who waits for a ticket still gets its result. */
+ZO_API int zo_io_stop(zo_io *io);
+
+/* Stops, and frees the engine: no other call may be under way. */
 ZO_API int zo_io_close(zo_io *io);
+
+/* A drive answers no more: what has not started never will, and what has finds its memory left alone. */
+ZO_API int zo_io_give_up(zo_io *io);
 
 /* Which drive a file is on; again when the descriptor comes to stand for another file. */
 ZO_API int zo_io_add_file(zo_io *io, int32_t fd, uint32_t lane);

@@ -41,6 +41,9 @@ class BlockTransfer {
     // True when nothing is under way or left. A read's checksum is computed here; bad bytes are read once
     // more.
     bool finished();
+    // Instead of `finished`: the memory is not touched again. Once nothing is under way.
+    void abandon(int sys_errno);
+    bool idle() const { return under_way_ == 0; }
     const BlockOutcome &outcome() const { return outcome_; }
 
     int op() const { return op_; }

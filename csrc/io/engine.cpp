@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 
 namespace zo {
@@ -93,7 +94,24 @@ void IoEngine::stop() {
         stalled_ = false;
         wake_all();
     }
-    for (std::thread &thread : threads_) thread.join();
+    for (std::thread &thread : threads_) {
+        if (thread.joinable()) thread.join();
+    }
+}
+
+void IoEngine::give_up() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    given_up_ = true;
+    std::vector<std::shared_ptr<Batch>> all;
+    for (const auto &[ticket, batch] : open_) all.push_back(batch);
+    for (const auto &batch : all) {
+        if (batch->unstarted > 0 && batch->result.status == ZO_IO_DONE) {
+            batch->result.status = ZO_IO_OS_ERROR;
+            batch->result.sys_errno = ETIMEDOUT;
+        }
+        drop_unstarted(batch);
+    }
+    finished_.notify_all();
 }
 
 void IoEngine::wake_all() {

@@ -9,6 +9,7 @@
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -119,12 +120,16 @@ class IoEngine {
     bool is_forked_copy() const;
     void abandon();
 
+    void stop();
+    void give_up();
+
     // For transports.
     bool take(Lane &lane, Job *job);      // blocks; false when the engine closes and nothing is left
     bool try_take(Lane &lane, Job *job);  // never blocks
     void finish(const Job &job, const BlockOutcome &outcome);
     void hold_while_stalled();  // ZO_FAULT_STALL: returns once the next fault call, or close, ends it
     bool stalled();
+    bool given_up() const { return given_up_; }  // then the memory of blocks is not ours to touch any more
     MemorySpan span(int index);
 
   private:
@@ -133,7 +138,6 @@ class IoEngine {
     int span_of(const char *memory, uint64_t nbytes) const;
     void drop_unstarted(const std::shared_ptr<Batch> &batch);
     void wake_all();
-    void stop();
 
     std::mutex mutex_;
     std::condition_variable finished_;
@@ -145,6 +149,7 @@ class IoEngine {
     std::unordered_map<uint64_t, std::shared_ptr<Batch>> open_;
     uint64_t next_ticket_ = 1;
     bool stopping_ = false;
+    std::atomic<bool> given_up_{false};
     bool stalled_ = false;
     int fault_kind_ = ZO_FAULT_NONE;
     int64_t fault_countdown_ = 0;

@@ -97,8 +97,9 @@ void Ring::abandon() {
     fd_ = -1;
 }
 
-void Ring::enable() {
-    if (disabled_) syscall(kSysRegister, fd_, kRegisterEnable, nullptr, 0);
+int Ring::enable() {
+    if (!disabled_) return 0;
+    return syscall(kSysRegister, fd_, kRegisterEnable, nullptr, 0) == 0 ? 0 : errno;
 }
 
 Sqe *Ring::put() {
@@ -109,7 +110,7 @@ Sqe *Ring::put() {
     return &sqes_[index];
 }
 
-void Ring::enter(uint32_t min_results) {
+int Ring::enter(uint32_t min_results) {
     uint32_t to_submit = unsubmitted_;
     __atomic_store_n(sq_tail_, *sq_tail_ + unsubmitted_, __ATOMIC_RELEASE);
     unsubmitted_ = 0;
@@ -118,11 +119,14 @@ void Ring::enter(uint32_t min_results) {
         if (taken >= 0) {
             to_submit -= uint32_t(taken);
         } else if (errno == EINTR && to_submit == 0) {
-            return;
+            return 0;
+        } else if (errno == EAGAIN || errno == EBUSY || errno == ENOMEM) {
+            sched_yield();  // the kernel is short of something for now
         } else if (errno != EINTR) {
-            sched_yield();  // EAGAIN, EBUSY, ENOMEM: the kernel is short of something for now
+            return errno;
         }
     } while (to_submit > 0);
+    return 0;
 }
 
 bool Ring::take(Cqe *result) {

@@ -18,11 +18,13 @@ class Ring {
     Ring(const Ring &) = delete;
     Ring &operator=(const Ring &) = delete;
 
-    void enable();
+    // 0 or an errno, as `enter`.
+    int enable();
     // An empty entry, to be filled before `enter`; there is room for the `num_entries` asked for.
     Sqe *put();
-    // Gives the kernel what was put, and returns once `min_results` can be taken, or at a signal.
-    void enter(uint32_t min_results);
+    // Gives the kernel what was put, and returns once `min_results` can be taken, or at a signal: 0. An errno
+    // when the kernel will never take it.
+    int enter(uint32_t min_results);
     // False when there is none.
     bool take(Cqe *result);
     bool has_unsubmitted() const { return unsubmitted_ > 0; }

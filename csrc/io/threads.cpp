@@ -19,7 +19,13 @@ class ThreadsTransport : public Transport {
         while (engine_->take(*lane_, &job)) {
             if (job.fault == ZO_FAULT_STALL) engine_->hold_while_stalled();
             BlockTransfer transfer = job.transfer();
-            while (!transfer.finished()) move(&transfer);
+            do {
+                move(&transfer);
+                if (engine_->given_up()) {
+                    transfer.abandon(ETIMEDOUT);
+                    break;
+                }
+            } while (!transfer.finished());
             engine_->finish(job, transfer.outcome());
             job.batch.reset();
         }
@@ -28,7 +34,7 @@ class ThreadsTransport : public Transport {
   private:
     void move(BlockTransfer *transfer) const {
         Part part;
-        while (transfer->next(part_bytes_, &part)) {
+        while (!engine_->given_up() && transfer->next(part_bytes_, &part)) {
             const zo_io_block &block = transfer->block();
             const off_t offset = off_t(block.offset + part.begin);
             char *memory = transfer->memory() + part.begin;

@@ -59,10 +59,10 @@ class UringTransport : public Transport {
     }
 
     void run() override {
-        ring_.enable();
+        broken_ = ring_.enable();
         has_file_table_ = ring_.register_files(kFileSlots);
         has_buffer_table_ = ring_.register_buffers(kBufferSlots);
-        for (;;) {
+        while (broken_ == 0) {
             sleeping_ = true;
             fill();
             if (actives_.empty()) {
@@ -74,6 +74,7 @@ class UringTransport : public Transport {
             launch();
             if (!settling_.empty()) settle();
         }
+        fail_everything();
     }
 
     void wake() override {
@@ -108,7 +109,7 @@ class UringTransport : public Transport {
 
     void begin(const Job &job) {
         // The checksum of a write takes its time: what is ready goes first.
-        if (ring_.has_unsubmitted()) ring_.enter(0);
+        if (ring_.has_unsubmitted()) enter(0);
         actives_.push_back(std::make_unique<Active>(Active{job, job.transfer()}));
         Active *active = actives_.back().get();
         if (job.fault == ZO_FAULT_STALL) {
@@ -194,10 +195,31 @@ class UringTransport : public Transport {
             entry->user_data = kWakeUp;
             watches_ = true;
         }
-        ring_.enter(may_sleep ? 1 : 0);
+        enter(may_sleep ? 1 : 0);
         sleeping_ = false;
         Cqe result;
         while (ring_.take(&result)) completed(result);
+    }
+
+    void enter(uint32_t min_results) {
+        if (broken_ == 0) broken_ = ring_.enter(min_results);
+    }
+
+    // The kernel takes nothing from this ring: each block ends with its errno, those to come too.
+    void fail_everything() {
+        for (const auto &active : actives_) end(active.get(), broken_);
+        actives_.clear();
+        Job job;
+        while (engine_->take(*lane_, &job)) {
+            BlockTransfer transfer = job.transfer();
+            transfer.abandon(broken_);
+            engine_->finish(job, transfer.outcome());
+        }
+    }
+
+    void end(Active *active, int sys_errno) {
+        active->transfer.abandon(sys_errno);
+        engine_->finish(active->job, active->transfer.outcome());
     }
 
     void completed(const Cqe &result) {
@@ -225,11 +247,14 @@ class UringTransport : public Transport {
         settling_.pop_front();
         active->settling = false;
         if (active->launchable || active->under_way > 0) return;  // comes back when its parts do
-        if (!active->transfer.finished()) {
+        if (engine_->given_up()) {
+            end(active, ETIMEDOUT);
+        } else if (!active->transfer.finished()) {
             queue(active);
             return;
+        } else {
+            engine_->finish(active->job, active->transfer.outcome());
         }
-        engine_->finish(active->job, active->transfer.outcome());
         for (auto each = actives_.begin(); each != actives_.end(); ++each) {
             if (each->get() == active) {
                 actives_.erase(each);
@@ -257,6 +282,7 @@ class UringTransport : public Transport {
     bool has_file_table_ = false;
     std::vector<bool> buffers_;  // by span: whether it is registered
     bool has_buffer_table_ = false;
+    int broken_ = 0;        // the errno that ended the ring
     bool watches_ = false;  // a poll of event_fd_ is in the ring
     std::atomic<bool> sleeping_{false};
 };

@@ -255,6 +255,15 @@ void test_io(uint32_t kind) {
     stats.size = sizeof(stats);
     EXPECT(zo_io_stats(io, &stats) == ZO_OK && stats.jobs_queued == 0 && stats.bytes_written == 6 * total);
 
+    // A drive that answers no more: what waits for it ends, and its memory is left alone.
+    EXPECT(zo_io_fault(io, ZO_FAULT_STALL, 1) == ZO_OK);
+    EXPECT(zo_io_submit(io, ZO_IO_WRITE, blocks.data(), 5, written.data(), 0, &held) == ZO_OK);
+    EXPECT(zo_io_wait(io, held, 0.01, &result) == ZO_OK && result.status == ZO_IO_TIMEOUT);
+    EXPECT(zo_io_give_up(io) == ZO_OK && zo_io_fault(io, ZO_FAULT_NONE, 0) == ZO_OK);
+    EXPECT(zo_io_wait(io, held, -1, &result) == ZO_OK && result.status == ZO_IO_OS_ERROR);
+    EXPECT(zo_io_stop(io) == ZO_OK && zo_io_stop(io) == ZO_OK && zo_io_close(io) == ZO_OK);
+    if (!open_io(kind, 2, &io)) return;
+
     // Closing waits for what nobody waited for.
     std::vector<std::vector<zo_io_block>> tables(50, blocks);
     uint64_t ticket = 0;

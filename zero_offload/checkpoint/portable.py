@@ -62,6 +62,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
             shares = _create(swap, directory, store)
             cleanup.callback(swap.close)
+            cleanup.callback(engine.close)  # before its files, whose numbers would soon stand for others
             for source, target in zip(store.shards, copy.shards, strict=True):
                 if shares and _cloned(source, target):
                     copy.finish_update(target)
@@ -148,6 +149,7 @@ class SavedCheckpoint:
             cleanup.callback(engine.close)
             saved = SavedGeneration(generation, directories, engine)
             cleanup.callback(saved.close)
+            cleanup.callback(engine.close)  # before its files
             yield cls(saved, ranks.first_of_column(generation.world_size))
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:

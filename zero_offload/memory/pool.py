@@ -24,7 +24,7 @@ class SpanPool:
 
     def fits(self, nbytes: int) -> bool:
         """Whether a lease of so many bytes can be had now."""
-        return any(end - begin >= nbytes for begin, end in self._free)
+        return nbytes == 0 or any(end - begin >= nbytes for begin, end in self._free)
 
     def lease(self, nbytes: int) -> Region:
         """A sector-aligned region; the caller makes sure that it `fits`."""

@@ -80,6 +80,7 @@ class AiofilesEngine:
         self._owner_pid = os.getpid()
         self._closed = False
         self.is_stuck = False
+        self._defect: Exception | None = None
         num_threads = settings.num_threads * num_drives
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="zero_offload-io")
         self._preadv: _Vector = async_os.wrap(os.preadv)
@@ -116,6 +117,8 @@ class AiofilesEngine:
                 raise_stuck(ticket, batch.done_bytes, timeout_s, self._paths)
         self._open.pop(ticket.number, None)
         if batch.failure is not None:
+            if self._defect is not None:
+                raise self._defect
             raise_failure(ticket, batch.failure, self._paths)
 
     def done(self, ticket: Ticket) -> bool:
@@ -199,7 +202,7 @@ class AiofilesEngine:
             batch = job.batch
             if batch.failure is None:  # a failure starts no further block
                 began = time.monotonic()
-                failure = await self._move(job)
+                failure = await self._move_safely(job)
                 self._busy_s[batch.op.verb] += time.monotonic() - began
                 if failure is None:
                     nbytes = int(batch.ticket.blocks[job.row]["nbytes"])
@@ -211,23 +214,35 @@ class AiofilesEngine:
             if batch.left == 0:
                 batch.future.set_result(None)
 
+    async def _move_safely(self, job: _Job) -> BlockFailure | None:
+        """Whatever goes wrong, whoever waits is told."""
+        try:
+            return await self._move(job)
+        except Exception as error:
+            self._defect = error
+            return BlockFailure(job.batch.op.verb, job.row, Cause.SYSTEM, code=errno.EIO)
+
     async def _move(self, job: _Job) -> BlockFailure | None:
         block, op = job.batch.ticket.blocks[job.row], job.batch.op
         nbytes, seed = int(block["nbytes"]), int(block["seed"])
         if op is _Op.WRITE:
-            block["crc"] = await self._checksum(seed, job.address, nbytes)
+            block["crc"] = await _checksum(self._executor, seed, job.address, nbytes)
         actual = 0
         for _ in range(2):  # a second try tells a bad transfer from bad bytes on the drive
             failure = await self._transfer(job)
             if failure is not None or op is not _Op.READ:
                 return failure
-            actual = await self._checksum(seed, job.address, nbytes)
+            actual = await _checksum(self._executor, seed, job.address, nbytes)
             if actual == int(block["crc"]):
                 return None
         return BlockFailure("read", job.row, Cause.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
 
-    async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
-        return await self._loop.run_in_executor(self._executor, crc32c, seed, address, nbytes)
+    async def _vector(self, call: _Vector, fd: int, view: Any, offset: int) -> int:
+        try:
+            return await call(fd, [view], offset, executor=self._executor)
+        except RuntimeError:  # the interpreter is going down
+            direct = os.pwritev if call is self._pwritev else os.preadv
+            return direct(fd, [view], offset)
 
     async def _transfer(self, job: _Job) -> BlockFailure | None:
         """All bytes of a block, however few a call moves."""
@@ -238,7 +253,7 @@ class AiofilesEngine:
         while done < nbytes:
             try:
                 view: Any = memory[done:]
-                moved = await call(fd, [view], int(block["offset"]) + done, executor=self._executor)
+                moved = await self._vector(call, fd, view, int(block["offset"]) + done)
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     continue
@@ -249,3 +264,10 @@ class AiofilesEngine:
                 return BlockFailure(verb, job.row, Cause.TRUNCATED)
             done += moved
         return None
+
+
+async def _checksum(executor: ThreadPoolExecutor, seed: int, address: int, nbytes: int) -> int:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, crc32c, seed, address, nbytes)
+    except RuntimeError:  # the interpreter is going down and gives no threads any more
+        return crc32c(seed, address, nbytes)

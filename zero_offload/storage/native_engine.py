@@ -27,6 +27,8 @@ from zero_offload.types import EngineKind
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
 _WAIT_SLICE_S = 0.25
+_SLICE_S_MAX = 1.0
+"""What a slice of waiting counts for at most."""
 
 STALL_LIMIT_S = 120.0
 """A wait without a time-out of its own ends when the engine has moved nothing for so long."""
@@ -37,6 +39,10 @@ _CAUSES = {
     abi.IoStatus.TRUNCATED: Cause.TRUNCATED,
     abi.IoStatus.CHECKSUM: Cause.CHECKSUM,
 }
+
+
+_STUCK: list[NativeEngine] = []
+"""Engines whose drives answer no more. They are never freed."""
 
 
 class NativeEngine:
@@ -50,6 +56,7 @@ class NativeEngine:
         )
         self._handle = native.io_open(config)
         self._owner_pid = os.getpid()
+        self._free = weakref.finalize(self, _free, self._handle, self._owner_pid)
         self._paths: dict[int, str] = {}
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
         self._in_flight: dict[int, Ticket] = {}
@@ -76,20 +83,22 @@ class NativeEngine:
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
         handle, began = self._open_handle(), time.monotonic()
-        moved_bytes, moved_at = -1, began
+        last, moved_bytes, idle_s = began, -1, 0.0
         while True:
-            now = time.monotonic()
-            left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - now
+            left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - last
             result = native.io_wait(handle, ticket.number, min(max(left_s, 0.0), _WAIT_SLICE_S))
             if result.status != abi.IoStatus.TIMEOUT:
                 break
             now = time.monotonic()
             if timeout_s is not None and now >= began + timeout_s:
                 raise_stuck(ticket, result.bytes_done, timeout_s, self._paths)
-            if timeout_s is None and (total := self._total_bytes()) != moved_bytes:
-                moved_bytes, moved_at = total, now
-            elif timeout_s is None and now - moved_at > STALL_LIMIT_S:
-                self.is_stuck = True
+            # Time in which this process was stopped is not the drive's.
+            idle_s += min(now - last, _SLICE_S_MAX)
+            last = now
+            if timeout_s is None and (total := self._total_bytes(handle)) != moved_bytes:
+                moved_bytes, idle_s = total, 0.0
+            elif timeout_s is None and idle_s > STALL_LIMIT_S:
+                self._give_up(handle)
                 raise_stuck(ticket, result.bytes_done, now - began, self._paths)
         self._in_flight.pop(ticket.number, None)
         if result.status != abi.IoStatus.DONE:
@@ -125,13 +134,22 @@ class NativeEngine:
             handle, self._handle = self._handle, 0
             if self.is_stuck:
                 return  # its threads wait for a drive that does not answer; so would we
-            native.io_close(handle)
+            # It is freed with this object: another thread may be in a wait, and gets its result.
+            native.io_stop(handle)
             self._in_flight.clear()
             self._lasting.clear()
 
-    def _total_bytes(self) -> int:
-        stats = self.stats()
-        return stats.bytes_read + stats.bytes_written
+    def _give_up(self, handle: int) -> None:
+        """What is under way may end at any time, or never: tables and threads stay as long as the process."""
+        self.is_stuck = True
+        self._free.detach()
+        _STUCK.append(self)
+        native.io_give_up(handle)
+
+    @staticmethod
+    def _total_bytes(handle: int) -> int:
+        stats = native.io_stats(handle)
+        return int(stats.bytes_read + stats.bytes_written)
 
     def _open_handle(self) -> int:
         if os.getpid() != self._owner_pid:
@@ -153,6 +171,11 @@ class NativeEngine:
         ticket = Ticket(native.io_submit(self._open_handle(), submission), blocks, address)
         self._in_flight[ticket.number] = ticket
         return ticket
+
+
+def _free(handle: int, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        native.io_close(handle)
 
 
 def _releaser_in_child(reference: weakref.ref[NativeEngine]) -> Callable[[], None]:

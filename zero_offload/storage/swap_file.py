@@ -153,11 +153,20 @@ class SwapFile:
 
     def create(self) -> None:
         """Preallocate the files. Raises CapacityError when a directory is too small."""
-        self._open([d.create_file(self._name, max(size, SECTOR)) for d, size in self._pairs()])
+        self._make(lambda directory, nbytes: directory.create_file(self._name, nbytes))
 
     def create_scratch(self) -> None:
         """The same in files without a name: they vanish with the process."""
-        self._open([d.create_scratch(max(size, SECTOR)) for d, size in self._pairs()])
+        self._make(lambda directory, nbytes: directory.create_scratch(nbytes))
+
+    def _make(self, create: Callable[[RunDirectory, int], DataFile]) -> None:
+        with contextlib.ExitStack() as undo:
+            files = []
+            for directory, size in self._pairs():
+                files.append(create(directory, max(size, SECTOR)))
+                undo.callback(files[-1].close)
+            undo.pop_all()
+        self._open(files)
 
     def open_existing(self) -> None:
         """Open the files of an earlier run. Raises IntegrityError when one is shorter than the plan."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from zero_offload import native
-from zero_offload.errors import ConfigError
+from zero_offload.errors import CapacityError, ConfigError, StorageError
 from zero_offload.storage.directory import DataFile, RunDirectory
 from zero_offload.storage.engine import (
     BLOCK_DTYPE,
@@ -102,23 +102,44 @@ class Scratch:
     nbytes: int
 
 
-def tune(request: str, directories: Sequence[RunDirectory], moved_bytes: int, scratch: Scratch | None) -> Tuned:
-    """The engine for a run that moves so many bytes per step. `scratch` of `PROBE_BYTES` is needed to measure.
+@dataclass(frozen=True)
+class Load:
+    """What a run will ask of its directories."""
+
+    moved_bytes: int
+    """By a rank, each way, in a step."""
+    needed_bytes: int
+    """Of all ranks, in all directories."""
+    room_bytes: tuple[int, ...]
+    """That each directory has, with what the run may delete there."""
+
+
+def tune(request: str, directories: Sequence[RunDirectory], load: Load, scratch: Scratch | None) -> Tuned:
+    """The engine for a run, and the shares of its directories. `scratch` of `PROBE_BYTES` is needed to measure.
 
     `request` is "auto" or a kind. Raises ConfigError when that kind is not to be had here.
     """
-    equal = (1 / len(directories),) * len(directories)
     candidates, reason = _candidates(request)
-    if scratch is None or moved_bytes < WORTH_BYTES or (len(candidates) == 1 and len(directories) == 1):
-        if not reason:
-            reason = f"{format_bytes(moved_bytes)} a step are too few to measure for"
-        return Tuned(dataclasses.replace(candidates[0], reason=reason), equal)
-    measured = [measure(directory, candidates, scratch, PROBE_ROUNDS, PROBE_S) for directory in directories]
+    measurable = scratch is not None and load.moved_bytes >= WORTH_BYTES
+    if not measurable or (len(candidates) == 1 and len(directories) == 1):
+        reason = reason or f"{format_bytes(load.moved_bytes)} a step are too few to measure for"
+        return _unmeasured(candidates[0], reason, load)
+    assert scratch is not None
+    try:
+        measured = [measure(directory, candidates, scratch, PROBE_ROUNDS, PROBE_S) for directory in directories]
+    except (CapacityError, StorageError) as error:
+        # An earlier run's files may fill the drive: to go on from them no room is needed.
+        return _unmeasured(candidates[0], f"nothing could be measured: {error}", load)
     best = choose(measured[0])
     rates = [next(each for each in found if _same(each.settings, best)) for found in measured]
     speeds = [1 / each.seconds_per_byte for each in rates]
-    room = [directory.free_bytes for directory in directories]
-    return Tuned(best, stripe_weights(speeds, room, 2 * moved_bytes))
+    return Tuned(best, stripe_weights(speeds, load.room_bytes, load.needed_bytes))
+
+
+def _unmeasured(settings: EngineSettings, reason: str, load: Load) -> Tuned:
+    """All drives are taken to be equally fast."""
+    weights = stripe_weights([1.0] * len(load.room_bytes), load.room_bytes, load.needed_bytes)
+    return Tuned(dataclasses.replace(settings, reason=reason), weights)
 
 
 def _candidates(request: str) -> tuple[tuple[EngineSettings, ...], str]:
@@ -176,6 +197,7 @@ def measure(
 ) -> list[Rates]:
     """Write and read a file without a name with each candidate, in turns, and keep the median of the rounds."""
     file = directory.create_scratch(scratch.nbytes)
+    trials: list[_Trial] = []
     try:
         trials = [_Trial(settings, file, scratch) for settings in candidates]
         trials[0].run(Pattern.WRITE)  # blocks that were reserved and never written take longer
@@ -188,7 +210,8 @@ def measure(
                     trial.note(pattern, *trial.run(pattern))
         return [trial.rates() for trial in trials]
     finally:
-        file.close()
+        if not any(trial.is_stuck for trial in trials):
+            file.close()
 
 
 class _Trial:
@@ -199,6 +222,7 @@ class _Trial:
         self._file = file
         self._address = scratch.address
         self._blocks = _table(file, scratch.nbytes)
+        self.is_stuck = False
         self._seconds: dict[Pattern, list[float]] = {pattern: [] for pattern in Pattern}
         self._cpu_s: list[float] = []
 
@@ -215,6 +239,7 @@ class _Trial:
             _move(engine, pattern, self._blocks, self._address)
             return time.perf_counter() - began, time.process_time() - cpu
         finally:
+            self.is_stuck = engine.is_stuck
             engine.close()
 
     def note(self, pattern: Pattern, seconds: float, cpu_s: float) -> None:

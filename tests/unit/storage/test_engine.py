@@ -28,6 +28,7 @@ from zero_offload.storage.engine import (
     BlockTable,
     EngineSettings,
     FileEngine,
+    Ticket,
     Urgency,
     open_engine,
 )
@@ -419,7 +420,10 @@ def test_a_drive_that_answers_no_more_ends_the_wait(
         engine.wait(ticket)
     handle = engine._handle
     engine.close()  # does not wait for it
+    memory.bytes[:] = 0
     native.io_fault(handle, Fault.NONE, 1)
+    native.io_stop(handle)
+    native_engine._STUCK.remove(engine)
     native.io_close(handle)
 
 
@@ -567,3 +571,47 @@ def test_the_portable_checksum_is_the_native_one(nbytes: int) -> None:
     memory = Memory(nbytes).fill(nbytes)
     for seed in (0, 5, 2**32 - 1):
         assert crc32c_numba(seed, memory.address, nbytes) == native.crc32c(seed, memory.address, nbytes)
+
+
+def test_a_wait_outlives_close(engine: FileEngine, file: File) -> None:
+    """Another thread is in `wait` when the engine is closed, again and again: it gets its result."""
+    memory, problems = Memory(8 * BLOCK).fill(1), []
+
+    def wait(other: FileEngine, ticket: Ticket) -> None:
+        try:
+            other.wait(ticket)
+        except StorageError as error:
+            if "closed" not in str(error):  # it came too late
+                problems.append(error)
+
+    settings = engine.settings  # type: ignore[attr-defined]
+    for _ in range(40):
+        other = open_engine(settings)
+        ticket = other.write(file.table(8), memory.address)
+        thread = threading.Thread(target=wait, args=(other, ticket))
+        thread.start()
+        other.close()
+        thread.join()
+        del other
+    assert not problems
+
+
+def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
+    """Thread pools take nothing any more then."""
+    code = (
+        "import atexit, ctypes, mmap, os, sys, numpy as np\n"
+        "from zero_offload.storage.engine import BLOCK_DTYPE, open_engine\n"
+        "from zero_offload.storage.tuning import AIOFILES\n"
+        "engine = open_engine(AIOFILES)\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "memory = mmap.mmap(-1, 4096)\n"
+        "address = ctypes.addressof(ctypes.c_char.from_buffer(memory))\n"
+        "blocks = np.zeros(1, BLOCK_DTYPE)\n"
+        "blocks['nbytes'], blocks['fd'] = 4096, fd\n"
+        "def late():\n"
+        "    memory[:] = b'x' * 4096\n"
+        "    engine.wait(engine.write(blocks, address))\n"
+        "atexit.register(late)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True, timeout=60)
+    assert (tmp_path / "file").read_bytes() == b"x" * 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload.errors import ConfigError
+from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.storage import tuning
 from zero_offload.storage.directory import RunDirectory
@@ -16,6 +16,7 @@ from zero_offload.storage.tuning import (
     AIOFILES,
     CANDIDATES,
     WORTH_BYTES,
+    Load,
     Pattern,
     Rates,
     Scratch,
@@ -39,6 +40,11 @@ def scratch() -> Iterator[Scratch]:
     region = Arena(0).allocate(16 * MIB)
     yield Scratch(region.address, region.nbytes)
     assert region.nbytes == 16 * MIB
+
+
+def load(moved_bytes: int, num_directories: int = 2) -> Load:
+    """Of a run that finds all the room it could want."""
+    return Load(moved_bytes, 2 * moved_bytes, (1 << 62,) * num_directories)
 
 
 def rates_of(settings: EngineSettings, read: float, write: float, cpu_s: float) -> Rates:
@@ -78,7 +84,7 @@ def test_stripes_follow_speed_and_room(speeds: list[float], room: list[int], exp
 
 
 def test_little_is_not_measured(directory: RunDirectory) -> None:
-    tuned = tune("auto", [directory, directory], 1000, None)
+    tuned = tune("auto", [directory, directory], load(1000), None)
     assert tuned.settings.kind is EngineKind.THREADS and tuned.weights == (0.5, 0.5)
     assert "too few to measure" in tuned.settings.reason
 
@@ -87,25 +93,25 @@ def test_little_is_not_measured(directory: RunDirectory) -> None:
 def test_what_was_asked_for_is_not_measured(kind: str, directory: RunDirectory) -> None:
     if kind == "io_uring" and tuning.io_uring_problem():
         pytest.skip("io_uring is forbidden here")
-    tuned = tune(kind, [directory], 2 * WORTH_BYTES, None)
+    tuned = tune(kind, [directory], load(2 * WORTH_BYTES, 1), None)
     assert tuned.settings.kind.value == kind and tuned.settings.reason == "asked for"
     assert Tuned.from_json(tuned.to_json()) == tuned
 
 
 def test_a_refusal_of_io_uring_is_the_reason(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "io_uring_problem", lambda: "io_uring is not to be had here: forbidden")
-    tuned = tune("auto", [directory], 2 * WORTH_BYTES, None)
+    tuned = tune("auto", [directory], load(2 * WORTH_BYTES, 1), None)
     assert (tuned.settings.kind, tuned.settings.reason) == (
         EngineKind.THREADS,
         "io_uring is not to be had here: forbidden",
     )
     with pytest.raises(ConfigError, match="io_engine='io_uring': .*forbidden; use io_engine='auto'"):
-        tune("io_uring", [directory], 1, None)
+        tune("io_uring", [directory], load(1, 1), None)
 
 
 def test_without_the_native_library(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning.native, "available", lambda: False)
-    assert tune("auto", [directory], 1, None).settings.kind is EngineKind.AIOFILES
+    assert tune("auto", [directory], load(1, 1), None).settings.kind is EngineKind.AIOFILES
 
 
 def test_measuring_leaves_nothing_behind(directory: RunDirectory, scratch: Scratch) -> None:
@@ -128,6 +134,26 @@ def test_much_is_measured_in_every_directory(
     monkeypatch.setattr(tuning, "measure", measured)
     monkeypatch.setattr(tuning, "io_uring_problem", lambda: None)
     with RunDirectory.open(tmp_path / "other") as other:
-        tuned = tune("auto", [directory, other], 2 * WORTH_BYTES, scratch)
+        tuned = tune("auto", [directory, other], load(2 * WORTH_BYTES), scratch)
         assert dataclasses.replace(tuned.settings, reason="asked for") == CANDIDATES[-1]
         assert tuned.weights == pytest.approx((1 / 3, 2 / 3))
+
+
+def test_a_drive_without_room_to_measure_is_used_all_the_same(
+    directory: RunDirectory, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier run's files fill it, from which this one goes on."""
+
+    def full(*_: object) -> None:
+        raise CapacityError("disk space: needs more")
+
+    monkeypatch.setattr(RunDirectory, "create_scratch", full)
+    monkeypatch.setattr(tuning, "io_uring_problem", lambda: None)
+    tuned = tune("auto", [directory], load(2 * WORTH_BYTES, 1), scratch)
+    assert tuned.settings.kind is EngineKind.THREADS and tuned.weights == (1.0,)
+    assert tuned.settings.reason == "nothing could be measured: disk space: needs more"
+
+
+def test_room_is_counted_for_all_ranks(directory: RunDirectory) -> None:
+    asked = Load(moved_bytes=60, needed_bytes=960, room_bytes=(100, 2000))
+    assert tune("threads", [directory, directory], asked, None).weights == pytest.approx((100 / 960, 860 / 960))

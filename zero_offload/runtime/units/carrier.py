@@ -71,8 +71,10 @@ class HostCarrier:
             replica.fresh = True
 
     def finish(self, unit: Unit) -> None:
-        for transfer in self._transfers.pop(unit.index, []):
+        # Forgotten when it is over: a Ctrl-C may break off the wait, and not the transfer.
+        for transfer in self._transfers.get(unit.index, ()):
             transfer.wait()
+        self._transfers.pop(unit.index, None)
 
     abandon = finish
 
@@ -168,12 +170,13 @@ class DeviceCarrier:
             self._upload(landing)
 
     def finish(self, unit: Unit) -> None:
-        landing = self._flying.pop(unit.index)
+        landing = self._flying[unit.index]
         self._upload(landing)
         for handoff in landing.uploads:
             handoff.take()
         # Without the tensors: whoever holds one of a unit's keeps it here.
         self._landed.append(landing.landed())
+        del self._flying[unit.index]
 
     def keep(self, unit: Unit, section: Section) -> None:
         replica = section.shard.replica
@@ -189,13 +192,14 @@ class DeviceCarrier:
     def abandon(self, unit: Unit) -> None:
         for keeping in self._keeping.pop(unit.index, []):
             self._end_keeping(keeping)
-        landing = self._flying.pop(unit.index, None)
+        landing = self._flying.get(unit.index)
         if landing is None:
             return
         for _, _, transfers in landing.reads:
             for transfer in transfers:
                 transfer.wait()
         self._land(landing.landed())
+        del self._flying[unit.index]
 
     def _end_keeping(self, keeping: _Keeping) -> None:
         keeping.download.take_on_host()
@@ -206,13 +210,14 @@ class DeviceCarrier:
             self._pool.release(keeping.region)
 
     def _upload(self, landing: _Landing) -> None:
-        reads, landing.reads = landing.reads, []
-        for target, offset, transfers in reads:
+        while landing.reads:
+            target, offset, transfers = landing.reads[0]
             for transfer in transfers:
                 transfer.wait()
             assert landing.region is not None
             source = landing.region.tensor(target.dtype, target.numel(), offset)
             landing.uploads.append(self._device.upload(target, source))
+            landing.reads.pop(0)
 
     def _lease(self, nbytes: int) -> Region:
         """A landing region, waiting for the oldest replicas or uploads while too much is in use."""

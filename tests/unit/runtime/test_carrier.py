@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zero_offload.runtime.units.carrier import HostCarrier
+
+
+class Transfer:
+    """Its first wait is broken off."""
+
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("end", ["finish", "abandon"])
+def test_what_ctrl_c_breaks_off_is_waited_for_again(end: str) -> None:
+    """Otherwise the unit would be taken for present while reads are under way, or its pages be given to another."""
+    store: Any = None
+    unit: Any = SimpleNamespace(index=3)
+    carrier, transfers = HostCarrier(store, 0), [Transfer(), Transfer()]
+    carrier._transfers[3] = list(transfers)  # type: ignore[arg-type]
+    for _ in transfers:
+        with pytest.raises(KeyboardInterrupt):
+            getattr(carrier, end)(unit)
+    getattr(carrier, end)(unit)
+    assert [transfer.waits for transfer in transfers] == [3, 2]
+    getattr(carrier, end)(unit)
+    assert [transfer.waits for transfer in transfers] == [3, 2]
