@@ -6,6 +6,7 @@ spares the start of an interpreter each time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -21,6 +22,8 @@ import torch
 
 from tests.helpers.activations import make_small
 from zero_offload.cli.main import main
+from zero_offload.recipes import train as recipe
+from zero_offload.recipes.stop import StopRequest
 
 STEPS = 14
 SIZES = ["--model", "tiny", "--seq", "32", "--batch", "2", "--steps", str(STEPS), "--eval-every", "7"]
@@ -199,6 +202,9 @@ def test_other_settings_in_the_same_place_are_refused_until_discarded(
     assert refused.code == 2
     assert "steps=2, this one has steps=3" in refused.err and "--discard" in refused.err
     assert (out / "metrics.jsonl").read_bytes() == before
+    (out / "run.json").write_text("{")
+    damaged = _here(capsys, *short, "--steps", 3)
+    assert damaged.code == 2 and "start over with --discard" in damaged.err
     discarded = _here(capsys, *short, "--steps", 3, "--discard")
     assert discarded.code == 0, discarded.err
     assert [row["step"] for row in _rows(out)] == [1, 2, 3]
@@ -220,7 +226,11 @@ def test_toml_with_a_flag_on_top(text: Path, tmp_path: Path, capsys: Capture) ->
 
 
 def test_going_back_a_generation_and_on_with_other_tiers(
-    whole_run: tuple[Path, dict[str, Any]], text: Path, tmp_path: Path, capsys: Capture
+    whole_run: tuple[Path, dict[str, Any]],
+    text: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "run"
     shutil.copytree(whole_run[0], out)
@@ -230,6 +240,10 @@ def test_going_back_a_generation_and_on_with_other_tiers(
     refused = _here(capsys, *arguments, "--generation", 3)
     assert refused.code == 2 and f"no generation 3; there is: generation {STEPS} (step {STEPS}," in refused.err
     places = ["--params-tier", "cpu", "--optimizer-tier", "cpu", "--commit-every", 7]
+    with monkeypatch.context() as patches:
+        patches.setattr(recipe, "requested_stop", lambda: contextlib.nullcontext(StopRequest(requested=True)))
+        stopped = _here(capsys, *arguments, *places, "--generation", STEPS - 1)
+    assert stopped.code == 130 and "the same command without --generation continues from there" in stopped.out
     done = _here(capsys, *arguments, *places, "--generation", STEPS - 1)
     assert done.code == 0, done.err
     assert f"resuming from step {STEPS - 1} (generation {STEPS - 1}, committed 20" in done.out

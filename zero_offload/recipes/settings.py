@@ -165,6 +165,9 @@ def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
         yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
     if config.out.exists() and not config.out.is_dir():
         yield f"out={str(config.out)!r} is a file; name a directory"
+    tier = config.offload.nvme_dirs if isinstance(config.offload, OffloadConfig) else ()
+    if config.out.resolve() in [path.resolve() for path in tier]:
+        yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -107,7 +107,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         corpus = load_corpus(config.data, config.seq)
         progress.note(f"data: {corpus.description}")
         progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
-        before = RunDir(config.out).earlier_identity() or {}
+        before = {} if existing is Existing.DISCARD else RunDir(config.out).earlier_identity() or {}
         job, description = _set_up(config, corpus, ranks, existing)
         if ranks.is_first:
             RunDir(config.out).create(description)
@@ -294,7 +294,8 @@ def _finish(job: _Job, last_step: int, progress: Progress) -> TrainResult:
     config, unigram_nats = job.config, job.corpus.unigram_nats
     if last_step < config.steps:
         zo.close(job.model)
-        progress.note(f"stopped after step {last_step}, which is committed; the same command continues from there")
+        command = "the same command" + " without --generation" * (config.offload.generation is not None)
+        progress.note(f"stopped after step {last_step}, which is committed; {command} continues from there")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
     loss = _validation_loss(job)
     job.model.eval()

@@ -67,6 +67,12 @@ def test_out_that_is_a_file_is_refused(tmp_path: Path) -> None:
         TrainConfig.from_tables({"out": str(file)}, {})
 
 
+def test_a_tier_in_the_run_directory_itself_is_refused(tmp_path: Path) -> None:
+    for nvme in (tmp_path, [tmp_path / "other", tmp_path / "other" / ".."]):
+        with pytest.raises(ConfigError, match=r"is the run directory too"):
+            TrainConfig.from_tables({"out": str(tmp_path)}, {"nvme": nvme})
+
+
 @pytest.mark.parametrize("text", ["[train", "[trian]\nsteps = 3", "train = 3"])
 def test_bad_toml_is_one_message_with_the_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.toml"
