@@ -52,7 +52,8 @@ class RunFiles:
         self._earlier: SavedCheckpoint | None = None
         """The same, where it was cut otherwise."""
         self._others: list[RunDirectory] = []
-        """Directories of the earlier run that are none of this one's."""
+        """Directories of the earlier run that are none of this one's; locked until `settle` has done with them."""
+        self._held = contextlib.ExitStack()
 
     @classmethod
     def open(
@@ -108,7 +109,8 @@ class RunFiles:
         """See that the generation found can be read, before anything is changed; announce what replaces it."""
         with ranks.exchange.together():
             paths = keeper.files.other_paths(found)
-        self._others = take_directories(paths, ranks, cleanup, locks=True)
+        cleanup.callback(self._held.close)
+        self._others = take_directories(paths, ranks, self._held, locks=True)
         if not (keeper.recuts or keeper.goes_back):
             return
         with ranks.exchange.together():
@@ -168,6 +170,8 @@ class RunFiles:
         with ranks.exchange.together():
             if ranks.rank == 0:
                 keeper.tidy(self._others)
+        self._others = []
+        self._held.close()
 
     def telling(self, tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
         """Who is told of a transfer that failed, once the error says what to type."""

@@ -1,27 +1,31 @@
 """`run.json`: which files a run may make, written before it makes them, so that deleting goes by that list only.
 
-Owns that manifest and every deletion of a run's files. Never decides which generation is kept. The calls: `announce`
-before files are made; `remove_all` for a run that is discarded; `remove_manifests`, then `keep_only`, for what an
-earlier cut of the run, or a start that broke off, has left.
+Owns that manifest and every deletion of a run's files. Never decides which generation is kept, and never deletes in a
+directory that the run has not recorded as its own. The calls: `check_kind` and `check_strangers` before anything is
+changed; `announce` before files are made; `remove_all` for a run that is discarded; `remove_manifests`, then
+`keep_only`, for what an earlier cut of the run, or a start that broke off, has left.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_offload.checkpoint.format import (
+    CHECKPOINT_KIND,
     GENERATION_NAMES,
     RUN_NAME,
+    SWAP_NAME,
     Generation,
     rank_manifest_name,
     swap_file_name,
 )
 from zero_offload.config import Durability
-from zero_offload.errors import IntegrityError, ZeroOffloadError
-from zero_offload.storage.directory import RunDirectory, sync_path
+from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.storage.directory import RunDirectory, hold_directory, sync_path
+from zero_offload.storage.lock import LOCK_NAME
 from zero_offload.storage.manifest import read_manifest, write_manifest
 
 ALWAYS = frozenset({*GENERATION_NAMES, RUN_NAME})
@@ -52,6 +56,17 @@ def _announced(home: RunDirectory, what: str = "files") -> list[str]:
     return [name for name in run.get(what, []) if isinstance(name, str)]
 
 
+def hold_existing(path: Path) -> RunDirectory:
+    """Open and lock a directory of an earlier run."""
+    # A copy of a run may lack the lock's file: nobody runs there.
+    return hold_directory(path) if (path / LOCK_NAME).is_file() else RunDirectory.look(path)
+
+
+def _is_home(directory: RunDirectory) -> bool:
+    """Whether a run, or a checkpoint, has its manifests here."""
+    return not ALWAYS.isdisjoint(directory.names())
+
+
 class FileList:
     """The list of one run; `directories` are its own, and the first one has the manifests."""
 
@@ -77,27 +92,90 @@ class FileList:
         except IntegrityError:
             return []
 
-    def other_paths(self, found: Generation) -> list[Path]:
-        """Directories of the run that wrote this generation, as far as they exist, that are none of this run's."""
+    def check_kind(self) -> None:
+        """Raise ConfigError when the first directory is a checkpoint."""
+        with contextlib.suppress(IntegrityError):  # a damaged list says nothing, and is needed by those who delete only
+            if (read_manifest(self._home, RUN_NAME) or {}).get("kind") == CHECKPOINT_KIND:
+                raise ConfigError(
+                    f"{self._home.path} holds a checkpoint, and those never change: load it with "
+                    "zo.load_checkpoint(model, optimizer, path) and name another directory in nvme=; "
+                    f"to delete it, type: zero-offload clean {self._home.path}"
+                )
+
+    def check_strangers(self, generations: Iterable[Generation] = ()) -> None:
+        """Raise ConfigError when a directory beside the first has files of another run: what is there is not ours.
+
+        Of a swap file that is so unless `run.json`, or one of these generations, names the directory.
+        """
+        listed = self._recorded(generations)
+        for directory in self._directories[1:]:
+            strange = sorted(ALWAYS.intersection(directory.names()))
+            if directory not in listed:
+                strange += filter(SWAP_NAME.fullmatch, directory.names())
+            if strange:
+                raise ConfigError(
+                    f"{directory.path} holds {strange[0]} of another run than the one in {self._home.path}, and is "
+                    "not written to; name another directory in nvme=, or the directory that has a run's run.json "
+                    f"first; to delete a run that has its run.json there, type: zero-offload clean {directory.path} "
+                    "(a swap file without one is left over: delete it by hand)"
+                )
+
+    def _recorded(self, generations: Iterable[Generation]) -> list[RunDirectory]:
+        """Those of this run's directories that the earlier one recorded as its own; the first has its manifests."""
+        paths = {*map(Path, self.announced("directories"))}.union(
+            *(map(Path, each.directories) for each in generations)
+        )
+        there = [path for path in paths if path.is_dir()]
+
+        def is_recorded(path: Path) -> bool:
+            return path in paths or any(map(path.samefile, there))
+
+        return [each for each in self._directories if each is self._home or is_recorded(each.path)]
+
+    def other_paths(self, found: Generation | None) -> list[Path]:
+        """Directories of the earlier run, and of this generation's, that exist and are none of this run's."""
         own = [directory.path for directory in self._directories]
         paths: list[Path] = []
-        for home, *rest in filter(None, (found.directories, self.announced("directories"))):
+        written = found.directories if found is not None else []
+        for home, *rest in filter(None, (written, self.announced("directories"))):
             # A copy of a run names the directories of its original, which are none of ours.
             if Path(home).is_dir() and own[0].samefile(home):
                 paths += [path for path in map(Path, rest) if path.is_dir()]
         return [path for path in dict.fromkeys(paths) if not any(path.samefile(each) for each in own)]
 
     def remove_all(self) -> None:
-        """Delete the files of an earlier run that its manifest names."""
-        names = _announced(self._home)
-        # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
-        # files goes last: names that nobody knows any more would keep the next run from making its own.
-        self._home.remove(GENERATION_NAMES)
-        self.flush_names()
-        for directory in self._directories:
-            directory.remove(name for name in names if name != RUN_NAME)
-        self.flush_names()
-        self._home.remove([RUN_NAME])
+        """Delete the files of an earlier run that its manifest names, in the directories that it names.
+
+        Raises IntegrityError when it is damaged, and LockError when another run has one of the directories.
+        """
+        names = self._names_to_delete()
+        with contextlib.ExitStack() as held:
+            others = [held.enter_context(hold_existing(path)) for path in self.other_paths(None)]
+            # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
+            # files goes last: names that nobody knows any more would keep the next run from making its own.
+            self._home.remove(GENERATION_NAMES)
+            self.flush_names()
+            self._remove([name for name in names if name != RUN_NAME], [*others, *self._recorded(())])
+            self._home.remove([RUN_NAME])
+
+    def _names_to_delete(self) -> list[str]:
+        try:
+            return _announced(self._home)
+        except IntegrityError as error:
+            reason = str(error).rpartition("; ")[0]
+            raise IntegrityError(
+                f"{reason}; an earlier run is deleted by this list, so existing='discard' cannot be done. Resume once "
+                f"with existing='resume', which writes it anew, or delete {self._home.path} by hand"
+            ) from error
+
+    def _remove(self, names: Sequence[str], directories: Sequence[RunDirectory]) -> None:
+        """Delete these names, for good before `run.json` forgets them. Other runs' homes are passed over."""
+        for directory in directories:
+            if directory is not self._home and _is_home(directory):
+                continue
+            directory.remove(names)
+            if self._durability is Durability.COMMIT:
+                directory.sync()
 
     def remove_manifests(self, names: Sequence[str]) -> None:
         """Delete generations' manifests, for good, before anything that they name is touched."""
@@ -118,8 +196,9 @@ class FileList:
             for directory in self._directories:
                 sync_path(directory)
 
-    def keep_only(self, names: Collection[str], others: Sequence[RunDirectory]) -> None:
-        """Delete what is announced and not among these."""
+    def keep_only(
+        self, names: Collection[str], others: Sequence[RunDirectory], generations: Iterable[Generation]
+    ) -> None:
+        """Delete what is announced and not among these, where `run.json` or one of these generations says."""
         stale = sorted(set(self.announced()) - {*names, *ALWAYS})
-        for directory in (*others, *self._directories):
-            directory.remove(stale)
+        self._remove(stale, [*others, *self._recorded(generations)])

@@ -9,6 +9,7 @@ nothing in these files is ever executed.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 
 RUN_NAME = "run.json"
+CHECKPOINT_KIND = "checkpoint"
+"""What `run.json` says of a directory that never changes: it is read without a lock, by any number of readers."""
 
 
 def generation_name(number: int) -> str:
@@ -38,6 +41,10 @@ def rank_manifest_name(rank: int, generation: int) -> str:
 def swap_file_name(rank: int, edition: int = 0) -> str:
     """Each time a run is cut anew, for other ranks or directories, its files get names of their own."""
     return f"rank{rank}.swap" if edition == 0 else f"rank{rank}.{edition}.swap"
+
+
+SWAP_NAME = re.compile(r"rank\d+(\.\d+)?\.swap")
+"""All that `swap_file_name` makes."""
 
 
 @dataclass(frozen=True)

@@ -134,12 +134,13 @@ class GenerationKeeper:
 
         Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
         """
+        self.files.check_kind()
         if existing is Existing.DISCARD:
-            return  # whatever it holds, damaged or not
+            return self.files.check_strangers()  # else whatever it holds, damaged or not
         self._history = History.read(self._home)
         found = self._history.choose(number)
         if found is None:
-            return
+            return self.files.check_strangers()
         if existing is Existing.REFUSE:
             raise ConfigError(
                 f"{self._home.path} holds a generation: step {found.step}, committed {found.committed_at}. "
@@ -155,6 +156,7 @@ class GenerationKeeper:
         self.found, self.run_id, self.edition, self._number = found, found.run_id, found.edition, found.number
         self.recuts = self._is_cut_otherwise(found)
         if self.recuts:
+            self.files.check_strangers(self._history.generations.values())
             self.edition = 1 + max(each.edition for each in self._history.generations.values())
         else:
             self.weights = stripe_weights_of(found, len(self._directories))
@@ -165,12 +167,14 @@ class GenerationKeeper:
         if len(found.directories) != len(self._directories) or not stripe_weights_of(found, len(self._directories)):
             return True
         # With other paths it may have been moved, or a drive replaced by another: who has the files?
-        own = zip(found.directories, self._directories, strict=True)
-        return any(
-            swap_file_name(0, found.edition) not in directory.names() and Path(path).is_dir()
-            for path, directory in own
-            if Path(path) != directory.path
-        )
+        for place, path in enumerate(map(Path, found.directories)):
+            directory = self._directories[place]
+            if path == directory.path or not path.is_dir():
+                continue
+            in_other_order = any(path.samefile(each.path) for each in self._directories if each is not directory)
+            if in_other_order or swap_file_name(0, found.edition) not in directory.names():
+                return True
+        return False
 
     @property
     def goes_back(self) -> bool:
@@ -180,13 +184,14 @@ class GenerationKeeper:
     def agree(self) -> None:
         """All ranks found the same, and have one run id. Collective."""
         number = None if self.found is None else self.found.number
-        mine = [number, self.edition, self.recuts]
+        mine = [number, self.edition, self.recuts, self.goes_back]
         run_id, *first = json.loads(self._ranks.exchange.agree(json.dumps([self.run_id, *mine])))
         with self._ranks.exchange.together():
             if mine != first:
                 raise CheckpointError(
                     f"{self._home.path}: rank {self._ranks.rank} goes on from generation {number}, rank 0 from "
-                    f"{first[0]}; give all ranks the same generation= and the same directories"
+                    f"{first[0]}; give all ranks the same generation= and the same directories, in which they see "
+                    "the same manifests"
                 )
         self.run_id = run_id
 
@@ -202,7 +207,7 @@ class GenerationKeeper:
         """
         assert self._history is not None
         needed = set().union(*(each.file_names() for each in self._history.generations.values()))
-        self.files.keep_only(needed, others)
+        self.files.keep_only(needed, others, self._history.generations.values())
         self.files.announce(self.run_id, {*self._names, *needed}, others)
 
     def tidy(self, others: Sequence[RunDirectory]) -> None:
@@ -218,7 +223,7 @@ class GenerationKeeper:
         # First the manifests, so that a crash in between leaves none that names what is gone.
         self.files.remove_manifests([name for name in (*generations, *self._history.damaged) if name not in last])
         if others or set(self.files.announced()) != {*self._names, *ALWAYS}:
-            self.files.keep_only(self._names, others)
+            self.files.keep_only(self._names, others, generations.values())
             self.files.announce(self.run_id, self._names)
 
     @property
@@ -315,14 +320,20 @@ class GenerationKeeper:
                 self._swap.sync()
             name = rank_manifest_name(self._ranks.rank, number)
             digest = write_manifest(self._home, name, self._rank_payload(snapshot.slots, record), self._durability)
-        words = exchange.gather_digests(f"{digest}{wish:04x}")
-        digests = [word[: len(digest)] for word in words]
+        words = exchange.gather_digests(f"{digest}{wish:04x}{record.step:016x}")
+        parts = slice(len(digest)), slice(len(digest), -16), slice(-16, None)
+        digests, wishes, steps = ([word[part] for word in words] for part in parts)
+        if len({*steps}) > 1:
+            raise CheckpointError(
+                f"the ranks are about to commit different steps: {[int(step, 16) for step in steps]} (rank 0 first); "
+                "call step() and zo.commit equally often on every rank. The generation before stays"
+            )
         with exchange.together():
             if self._ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
                 write_manifest(self._home, generation_name(number), payload, self._durability)
         self._number = number
-        self.agreed_wish = max(int(word[len(digest) :], 16) for word in words)
+        self.agreed_wish = max(int(each, 16) for each in wishes)
         self._store.mark_committed(snapshot.slots)
 
     def _rank_payload(self, slots: Sequence[int], record: StepRecord) -> dict[str, Any]:

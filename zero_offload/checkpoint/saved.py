@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from zero_offload.checkpoint.file_list import hold_existing
+from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
 from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
 from zero_offload.checkpoint.history import History
@@ -26,15 +28,13 @@ from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Component, component_dtype, components_of
-from zero_offload.storage.directory import RunDirectory, hold_directory
+from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine
 from zero_offload.storage.lock import LOCK_NAME
 from zero_offload.storage.manifest import read_manifest
 from zero_offload.storage.swap_file import Extent, SwapFile
 from zero_offload.telemetry.events import Counters
 
-CHECKPOINT_KIND = "checkpoint"
-"""What `run.json` says of a directory that never changes: it is read without a lock, by any number of readers."""
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 
 
@@ -49,17 +49,12 @@ def take_directories(
 ) -> list[RunDirectory]:
     """Open existing directories to read. With `locks`, no run may have them meanwhile: LockError. Collective."""
     taken: list[RunDirectory] = []
-    for is_turn, take in ((ranks.rank == 0, _hold), (ranks.rank != 0, _join)):
+    for is_turn, take in ((ranks.rank == 0, hold_existing), (ranks.rank != 0, _join)):
         with ranks.exchange.together():
             for path in paths if is_turn else ():
                 taken.append(take(path) if locks else RunDirectory.look(path))
                 cleanup.callback(taken[-1].close)
     return taken
-
-
-def _hold(path: Path) -> RunDirectory:
-    # A copy of a run may lack the lock's file: nobody runs there, and nothing is to be written.
-    return hold_directory(path) if (path / LOCK_NAME).is_file() else RunDirectory.look(path)
 
 
 def _join(path: Path) -> RunDirectory:

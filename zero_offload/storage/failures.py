@@ -20,6 +20,8 @@ from zero_offload.types import format_bytes
 _REMEDIES = {
     errno.ENOSPC: "Free space there (or inodes: see 'df -i') or name another directory in nvme=",
     errno.EDQUOT: "Raise the quota or name another directory in nvme=",
+    errno.EEXIST: "No run.json names it: if it is left over from a run that nobody needs, delete it by hand, "
+    "or name another directory in nvme=",
     errno.EFBIG: "Files may not grow that far: see 'ulimit -f', and type 'ulimit -f unlimited'",
     errno.EMFILE: "Too many files are open in this process: see 'ulimit -n', and type 'ulimit -n 4096'",
     errno.ENFILE: "Too many files are open on this machine: see /proc/sys/fs/file-max",

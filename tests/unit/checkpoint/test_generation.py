@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import SWAP, drain, generation_file, open_model, runtime, train
+from tests.helpers.disk import SWAP, abandon, drain, generation_file, open_model, runtime, train, write_run
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
+from zero_offload.runtime.ranks.collectives import CommitGroup
 
 TIERS: list[dict[str, Any]] = [{}, {"params": "cpu", "optimizer": "cpu"}, {"params": "cpu"}, {"optimizer": "cpu"}]
 
@@ -194,6 +195,35 @@ def test_striped_directories_resume_with_a_changed_frozen_parameter(tmp_path: Pa
     found = read_masters(model)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     zo.close(model)
+
+
+def test_ranks_that_commit_different_steps_make_no_generation(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = open_model(nvme)
+    train(model, optimizer, 0, 1)
+    drain(model)
+    alone = CommitGroup.gather_digests
+    # The step is the end of the word; another rank says 7.
+    monkeypatch.setattr(CommitGroup, "gather_digests", lambda self, word: [*alone(self, word), f"{word[:-1]}7"])
+    with pytest.raises(zo.CheckpointError, match=r"different steps: \[2, 7\]"):
+        train(model, optimizer, 1, 2)
+        drain(model)
+    abandon(model)
+    assert json.loads(generation_file(nvme).read_text())["payload"]["step"] == 1
+
+
+def test_ranks_that_find_other_manifests_do_not_start(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(nvme, 2)
+    alone = CommitGroup.agree
+
+    def agree(self: CommitGroup, text: str) -> str:
+        said = json.loads(alone(self, text))
+        if isinstance(said, list) and said[1:] == [2, 0, False, False]:
+            said[-1] = True  # the first rank goes back, this one does not
+        return json.dumps(said)
+
+    monkeypatch.setattr(CommitGroup, "agree", agree)
+    with pytest.raises(zo.CheckpointError, match="in which they see the same manifests"):
+        open_model(nvme)
 
 
 @pytest.mark.parametrize(
