@@ -3,12 +3,14 @@
 Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
 thread when the update is complete, which fixes what the generation is made of, and goes on on a thread of its own. With
 commit_every="auto" each commit carries this rank's wish for the next interval, and the longest holds for all
-ranks; nobody decides before it is known, so all commit the same steps. Moves no bytes. The calls: `add` per step,
-`complete` where the program has more to say, `launch_due`; `launch_latest`, `drain` and `shutdown` at the end.
+ranks; nobody decides before it is known, so all commit the same steps. Moves no bytes. The calls: `drop` before states
+change, `add` per step, `complete` where the program has more to say, `launch_due`; `set_aside` when the program has
+written states itself; `forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 from zero_offload.checkpoint.format import StepRecord
@@ -37,6 +39,8 @@ class Commits:
         self._every = every
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
+        self._is_aside = False
+        """Whether the states are no longer what `_latest` says."""
         self._due = False
         self.completes = False
         """Whether this run calls `complete`: then a record without its part belongs to a step that broke off."""
@@ -46,12 +50,26 @@ class Commits:
 
     def start_at(self, step: int) -> None:
         """The states are those of `step`, which needs no generation."""
-        self._latest, self._due = None, False
+        self.drop()
+        self._due = False
         self._last_step = step
+
+    def drop(self) -> None:
+        """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
+        self._latest, self._is_aside = None, False
+
+    def set_aside(self) -> None:
+        """The program has written states of its own: the last step is committed only if it says so by `complete`."""
+        self._is_aside = self._latest is not None
+
+    @property
+    def pending_step(self) -> int:
+        """The step that `launch_latest` would make a generation; 0 when there is none."""
+        return 0 if self._latest is None or self._is_aside else self._latest.step
 
     def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
         """A step was taken, of this length, of which commits have cost `wait_s`."""
-        self._latest = record
+        self._latest, self._is_aside = record, False
         if self._keeper is None:
             return
         if not isinstance(self._every, int):
@@ -76,17 +94,19 @@ class Commits:
         """The program is done with the last step: replace its record, and launch its generation if it is due."""
         self.completes = True
         if self._latest is not None:
-            self._latest = record()
+            self._latest, self._is_aside = record(), False
         self.launch_due()
 
     def launch_due(self) -> None:
-        if self._due:
+        # What is set aside is left out, and the next step is due in its place.
+        if self._due and not self._is_aside:
             self.launch_latest()
 
     def launch_latest(self) -> None:
         """Make the last step a generation, unless it is one."""
         record, keeper, commits = self._latest, self._keeper, self._commits
-        self._latest, self._due = None, False
+        self.drop()
+        self._due = False
         if record is None or keeper is None or commits is None:
             return
         snapshots, order = self._snapshots, self._unit_order()
@@ -100,10 +120,21 @@ class Commits:
         self._last_step = record.step
         self._updates.submit(begin)
 
-    def forget_broken_off(self) -> None:
-        """The script ended between `step` and `commit`; the generation before has what a resume needs."""
-        if self.completes and self._latest is not None and self._latest.rng is None:
-            self._latest = None
+    def forget_unfit(self) -> None:
+        """No generation is made of a step whose record does not say what a resume needs; the one before does."""
+        record = self._latest
+        if record is None:
+            return
+        if self._is_aside and self._keeper is not None:
+            warnings.warn(
+                f"step {record.step} is not made a generation: after it load_state_dict or zo.gathered(mode='write') "
+                "has replaced states, and a resume could not tell. To keep them as they are now call zo.commit(model, "
+                "optimizer) before zo.close; to keep the step, zo.close before they are replaced",
+                stacklevel=4,
+            )
+        # The script may also have ended between `step` and `commit`.
+        if self._is_aside or (self.completes and record.rng is None):
+            self.drop()
 
     def drain(self) -> None:
         """Wait for updates, and for commits. Raises the first error."""

@@ -117,9 +117,13 @@ def _one_rank(owner: OffloadedModel, kind: str) -> None:
 
 def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values: Values) -> None:
     """Every unit's copy on the device is made again from what was written."""
-    for section in {id(place.section): place.section for place in places}.values():
-        masters = {p.piece: values[p.name] for p in places if p.section is section}
-        owner.access.write_section(section, masters, {})
+    try:
+        for section in {id(place.section): place.section for place in places}.values():
+            masters = {p.piece: values[p.name] for p in places if p.section is section}
+            owner.access.write_section(section, masters, {})
+    except BaseException:
+        owner.set_aside()  # half of a change is nothing to resume from
+        raise
     for unit in {place.unit.index: place.unit for place in places}.values():
         owner.parts.residency.forget(unit)
     torch.autograd.graph.increment_version(list(places.values()))

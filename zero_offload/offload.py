@@ -114,7 +114,7 @@ def offload(
         guard(unit.params)
     points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
     install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready)
-    install_walk_hooks(model, owner.begin_walk, owner.access.end_walk)
+    install_walk_hooks(model, owner.begin_walk, owner.end_walk)
     trim_heap()  # the parameters' old storages are free, and of no use to anyone
     if parts.keeper is not None and parts.keeper.found is not None:
         owner.adopt_generation(parts.keeper.found)

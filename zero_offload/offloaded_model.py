@@ -176,6 +176,8 @@ class OffloadedModel:
         torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
         self.grads.ledger.forget(hypers)
         threads = torch.get_num_threads()
+        # Between here and the next record nothing says which step the states are of.
+        self._commits.drop()
         if self._overlaps(sections):
             # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
             beside = max(1, threads // 2) if self.parts.device.is_host else threads
@@ -225,21 +227,27 @@ class OffloadedModel:
     def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:
         """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective.
 
-        `check` may raise before anything is replaced.
+        `check` may raise before anything is replaced. A failure after that leaves a mix, which is neither used nor
+        committed: the model has to be loaded again.
         """
         self.drain()
         self.grads.drop()
-        index = self.parts.collectives.shard_index
+        index, exchange = self.parts.collectives.shard_index, self.parts.ranks.exchange
         with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
-            check(saved.generation)
-            for shard in self.parts.store.shards:
-                self.parts.store.write_components(shard, saved.source(shard.layout, index))
-            same_ranks = saved.generation.world_size == self.parts.ranks.world_size
-            rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
-            generation = saved.generation
+            with exchange.together():
+                check(saved.generation)
+                same_ranks = saved.generation.world_size == self.parts.ranks.world_size
+                rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
+                generation = saved.generation
+            self._commits.drop()
+            self.session.half_loaded = str(path)
+            with exchange.together():
+                for shard in self.parts.store.shards:
+                    self.parts.store.write_components(shard, saved.source(shard.layout, index))
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
-        self.session.lacks_weights = False
+        self.session.lacks_weights, self.session.half_loaded = False, ""
+        self.resume_pending = False
         self.adopt_generation(generation)
         return generation, rng
 
@@ -250,6 +258,14 @@ class OffloadedModel:
         self.drain()
         self.access.begin_walk()
 
+    def end_walk(self) -> None:
+        """Write what load_state_dict has copied in."""
+        self.access.end_walk(self.set_aside)
+
+    def set_aside(self) -> None:
+        """States are replaced from outside: they are the last step's no more, unless `commit` says so."""
+        self._commits.set_aside()
+
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         steps = self.param_steps[self.access.place(param).name]
         if steps == 0:
@@ -258,6 +274,7 @@ class OffloadedModel:
 
     def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
         self.drain()
+        self.set_aside()
         self.access.write_moments(param, state)
         self.param_steps[self.access.place(param).name] = int(state["step"])
 
@@ -277,18 +294,24 @@ class OffloadedModel:
         if self._closed:
             return
         self._closed = True
-        self._commits.forget_broken_off()
-        # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
-        together = sys.exc_info()[1] is None or self.parts.ranks.exchange.all_come()
+        raised, exchange = sys.exc_info()[1] is not None, self.parts.ranks.exchange
+        together = not raised
         try:
-            self.drain()
-            if together:
+            self._commits.forget_unfit()
+            try:
+                # First of all: a commit under way talks to the other ranks, on the same group.
+                self.drain()
+            finally:
+                # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
+                together = together or exchange.all_come()
+            # It may also have struck ranks at different steps.
+            if together and len(set(exchange.gather_digests(f"{self._commits.pending_step:016x}"))) == 1:
                 self._commits.launch_latest()
             self.drain()
         finally:
             self._commits.shutdown()
             # When one rank returns, none holds the directory's lock: it can be opened again at once.
-            with self.parts.ranks.exchange.together() if together else nullcontext():
+            with exchange.together() if together else nullcontext():
                 self.parts.close_files()
 
 

@@ -107,9 +107,11 @@ class ParamAccess:
         self._writes.clear()
         self._copies.clear()
 
-    def end_walk(self) -> None:
-        """Write what was copied in, section by section."""
+    def end_walk(self, before_writing: Callable[[], None]) -> None:
+        """Write what was copied in, section by section; if anything was."""
         self._walking, self._last = False, None
+        if self._writes:
+            before_writing()
         self._copies.clear()
         sections = {id(place.section): place for place in self._places.values()}
         for key, values in self._writes.items():

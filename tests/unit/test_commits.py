@@ -84,7 +84,7 @@ def test_what_is_left_at_the_end() -> None:
     commits.launch_latest()
     assert ranks.committed == [(2, "after 2")]
     commits.add(_record(3), 1.0, 0.0)
-    commits.forget_broken_off()
+    commits.forget_unfit()
     commits.launch_latest()
     assert ranks.committed == [(2, "after 2")]
 
@@ -98,5 +98,5 @@ def test_a_program_that_never_completes_its_steps() -> None:
         commits.add(_record(step), 1.0, 0.0)
     assert not ranks.committed and not commits.completes
     commits.launch_due()
-    commits.forget_broken_off()
+    commits.forget_unfit()
     assert ranks.committed == [(2, None)]

@@ -1,0 +1,225 @@
+"""A step that waits to become a generation: `zo.close` makes it one only while the states are its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_offload as zo
+from tests.helpers.disk import drain, open_model, reference, runtime, train
+from tests.helpers.late_writes import Gate
+from tests.helpers.models import TinyLM, build, tokens_of
+from tests.helpers.reference import param_groups, read_masters
+
+SELDOM: dict[str, Any] = {"commit_every": 2}
+"""Steps 1, 3, ... wait."""
+
+
+def _resumed(nvme: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    model, optimizer = open_model(nvme)
+    found = zo.resume(model, optimizer)
+    masters = read_masters(model)
+    zo.close(model)
+    return (0 if found is None else found.step), masters
+
+
+def _assert_same(found: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(masters) and all(torch.equal(found[name], masters[name]) for name in masters)
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = open_model(nvme, params=tier, optimizer=tier, **SELDOM)
+    train(model, optimizer, 0, 3)
+    residency = runtime(model).parts.residency
+    original = residency.refresh_kept
+
+    def interrupted() -> None:
+        original()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(residency, "refresh_kept", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 3, 4)
+    zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 2
+    _assert_same(masters, reference(2)[1])
+
+
+def test_a_step_that_breaks_off_before(nvme: Path) -> None:
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+    model(tokens_of(3)).backward()
+    zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 3
+    _assert_same(masters, reference(3)[1])
+
+
+def _damaged_checkpoint(path: Path) -> None:
+    """Its last block cannot be read."""
+    model = build(TinyLM)
+    zo.offload(model, zo.OffloadConfig())
+    optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+    train(model, optimizer, 5, 6)
+    zo.save_checkpoint(model, optimizer, path)
+    zo.close(model)
+    swap = path / "rank0.swap"
+    data = bytearray(swap.read_bytes())
+    last = max(place for place, byte in enumerate(data) if byte)
+    data[last] ^= 1
+    swap.write_bytes(data)
+
+
+def test_a_checkpoint_that_loads_half_way(nvme: Path, tmp_path: Path) -> None:
+    _damaged_checkpoint(tmp_path / "damaged")
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+    zo.save_checkpoint(model, optimizer, tmp_path / "whole")
+    with pytest.raises(zo.IntegrityError):
+        zo.load_checkpoint(model, optimizer, tmp_path / "damaged")
+    uses = (
+        lambda: model(tokens_of(3)),
+        lambda: model.state_dict(),
+        lambda: zo.save_checkpoint(model, optimizer, tmp_path / "mix"),
+    )
+    for use in uses:
+        with pytest.raises(zo.ZeroOffloadError, match="damaged failed half-way"):
+            use()
+    zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 2
+    _assert_same(masters, reference(2)[1])
+
+
+def test_a_whole_checkpoint_mends_a_half_loaded_one(nvme: Path, tmp_path: Path) -> None:
+    _damaged_checkpoint(tmp_path / "damaged")
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+    zo.save_checkpoint(model, optimizer, tmp_path / "whole")
+    with pytest.raises(zo.IntegrityError):
+        zo.load_checkpoint(model, optimizer, tmp_path / "damaged")
+    assert zo.load_checkpoint(model, optimizer, tmp_path / "whole").step == 3
+    train(model, optimizer, 3, 4)
+    zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 4
+    _assert_same(masters, reference(4)[1])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_loaded_checkpoint_needs_no_resume(nvme: Path, tmp_path: Path) -> None:
+    model, optimizer = open_model(nvme)
+    train(model, optimizer, 0, 2)
+    zo.save_checkpoint(model, optimizer, tmp_path / "saved")
+    zo.close(model)
+    model, optimizer = open_model(nvme)
+    zo.load_checkpoint(model, optimizer, tmp_path / "saved")
+    train(model, optimizer, 2, 3)
+    zo.close(model)
+    assert _resumed(nvme)[0] == 3
+
+
+def _rolled_back(nvme: Path, what: str) -> tuple[torch.nn.Module, zo.AdamW]:
+    """At step 3, which waits, with states of step 1."""
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 1)
+    states, values = optimizer.state_dict(), model.state_dict()
+    train(model, optimizer, 1, 3)
+    if what != "values":
+        optimizer.load_state_dict(states)
+    if what != "moments":
+        model.load_state_dict(values)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("what", ["moments", "values", "both"])
+def test_states_of_the_program_are_not_taken_for_the_step(what: str, nvme: Path) -> None:
+    model, _ = _rolled_back(nvme, what)
+    with pytest.warns(UserWarning, match="step 3 is not made a generation"):
+        zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 2
+    _assert_same(masters, reference(2)[1])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_commit_takes_states_of_the_program(nvme: Path) -> None:
+    model, optimizer = _rolled_back(nvme, "both")
+    values = model.state_dict()
+    zo.commit(model, optimizer)
+    zo.close(model)
+    model, optimizer = open_model(nvme)
+    assert zo.resume(model, optimizer) is not None
+    assert {float(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1.0}
+    found = model.state_dict()
+    assert all(torch.equal(found[name], values[name]) for name in values)
+    zo.close(model)
+
+
+@pytest.mark.filterwarnings("error")
+def test_reading_states_and_changing_parameters_keep_the_step(nvme: Path) -> None:
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+    optimizer.state_dict(), model.state_dict()
+    with zo.gathered(model, mode="write", kind="master") as masters:
+        for master in masters.values():
+            master.zero_()
+    zo.close(model)
+    step, found = _resumed(nvme)
+    assert step == 3 and all(not master.any() for master in found.values())
+
+
+def test_half_of_a_change_is_not_committed(nvme: Path) -> None:
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+    with pytest.raises(RuntimeError), zo.gathered(model, mode="write", kind="master") as masters:
+        name = list(masters)[-1]
+        masters[name] = torch.zeros(masters[name].numel() + 1)
+    with pytest.warns(UserWarning, match="step 3 is not made a generation"):
+        zo.close(model)
+    assert _resumed(nvme)[0] == 2
+
+
+def test_a_close_in_an_exception_asks_for_the_others_when_the_commit_is_over(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both talk on one group."""
+    model, optimizer = open_model(nvme)
+    owner = runtime(model)
+    gate = Gate(monkeypatch)
+    train(model, optimizer, 0, 1)
+    ended: list[int] = []
+    original = owner.drain
+
+    def drain_after_gate() -> None:
+        gate.let_pass()
+        original()
+
+    def all_come() -> bool:
+        ended.append(owner.parts.store.snapshots.num_ended)
+        return True
+
+    monkeypatch.setattr(owner, "drain", drain_after_gate)
+    monkeypatch.setattr(owner.parts.ranks.exchange, "all_come", all_come)
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        zo.close(model)
+    assert ended == [1]
+
+
+def test_ranks_that_were_struck_at_different_steps_commit_none(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+    drain(model)
+    exchange = runtime(model).parts.ranks.exchange
+    monkeypatch.setattr(exchange, "gather_digests", lambda word: [word, f"{2:016x}"])
+    zo.close(model)
+    monkeypatch.undo()
+    assert _resumed(nvme)[0] == 2
