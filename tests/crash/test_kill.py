@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.signals import interrupt
 from tests.helpers.trainer import NUM_WORKERS, Run, Spec, as_argument, finish, outcome, rows
 
 Outcome = tuple[dict[int, list[float]], dict[str, str]]
@@ -165,8 +166,7 @@ def test_ctrl_c_and_the_same_command_again(tmp_path: Path, uninterrupted: Callab
     while len(rows(spec)) < 4:
         assert process.poll() is None
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    _, complaint = process.communicate(timeout=60)
+    _, complaint = interrupt(process)
     assert process.returncode != 0
     assert "KeyboardInterrupt" in complaint and "StorageError" not in complaint
     finish(spec)
