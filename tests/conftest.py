@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 # Before torch loads OpenMP: waiting threads sleep, since tests often share their cores with others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell's background job ignores Ctrl-C, and so would every process that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

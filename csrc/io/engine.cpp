@@ -97,6 +97,9 @@ void IoEngine::stop() {
     for (std::thread &thread : threads_) {
         if (thread.joinable()) thread.join();
     }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    // A ring keeps every file that it has once known.
+    for (const auto &lane : lanes_) lane->transports.clear();
 }
 
 void IoEngine::give_up() {
@@ -160,6 +163,12 @@ uint64_t IoEngine::submit(int op, zo_io_block *blocks, uint32_t num_blocks, char
     const std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t ticket = next_ticket_++;
     open_.emplace(ticket, batch);
+    if (stopping_) {
+        batch->result.status = ZO_IO_OS_ERROR;
+        batch->result.sys_errno = ESHUTDOWN;
+        batch->unstarted = batch->unfinished = 0;
+        return ticket;
+    }
     std::vector<LaneBatch> parts(lanes_.size());
     uint64_t offset = 0;
     for (uint32_t row = 0; row < num_blocks; ++row) {
