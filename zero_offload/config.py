@@ -18,12 +18,17 @@ from typing import Any, Literal, cast
 
 from zero_offload.errors import ConfigError
 from zero_offload.problems import list_problems, unknown_names
-from zero_offload.types import Branches as Branches
-from zero_offload.types import Durability as Durability
-from zero_offload.types import EngineKind, StateKind, Tier, parse_bytes
-from zero_offload.types import Existing as Existing
-from zero_offload.types import GradReduction as GradReduction
-from zero_offload.types import UpdateOverlap as UpdateOverlap
+from zero_offload.types import (
+    Branches,
+    Durability,
+    EngineKind,
+    Existing,
+    GradReduction,
+    StateKind,
+    Tier,
+    UpdateOverlap,
+    parse_bytes,
+)
 
 PlacementRequest = str | Mapping[str, float]
 """A tier's name, "auto", or the fraction of the bytes wanted on each tier."""

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.checkpoint.generation import Ranks
-from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.memory.arena import Arena, MovableBuffer
@@ -60,7 +60,7 @@ from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
-from zero_offload.types import HardwareProfile, StateKind, Tier
+from zero_offload.types import Durability, Existing, HardwareProfile, StateKind, Tier
 
 UNLIMITED_FRAMES = 1 << 40
 

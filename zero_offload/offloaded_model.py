@@ -27,7 +27,7 @@ from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
-from zero_offload.config import OffloadConfig, UpdateOverlap
+from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
@@ -45,6 +45,7 @@ from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.step import StepInput, section_updates
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.stats import Stats, StatsKeeper
+from zero_offload.types import UpdateOverlap
 
 
 @dataclass(frozen=True)

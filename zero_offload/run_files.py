@@ -16,13 +16,12 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_offload.checkpoint.file_list import FileList
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint
 from zero_offload.checkpoint.saved import SavedGeneration, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
-from zero_offload.config import Durability, Existing, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.errors import CheckpointError, ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
@@ -33,7 +32,10 @@ from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.storage.tuning import PROBE_BYTES, WORTH_BYTES, Load, Scratch, Tuned, tune
-from zero_offload.types import Tier
+from zero_offload.types import Durability, Existing, Tier
+
+FILL_MAX = 0.95
+"""Of a drive's free space, what a stripe may take: manifests and others need some."""
 
 _log = logging.getLogger("zero_offload")
 
@@ -74,10 +76,6 @@ class RunFiles:
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way, and the number of a closed descriptor soon stands for another file.
         cleanup.callback(files._close)
-        tuned = _tune(config, directories, layout, ranks, keeper.files)
-        with ranks.exchange.together():
-            engine = open_engine(tuned.settings, len(directories))
-        cleanup.callback(engine.close)
         if durability is not Durability.SCRATCH:
             with ranks.exchange.together():
                 keeper.look(Existing(config.existing), config.generation)
@@ -89,6 +87,10 @@ class RunFiles:
                 with ranks.exchange.together():
                     if ranks.rank == 0:
                         keeper.begin()
+        tuned = _tune(config, directories, layout, ranks)
+        with ranks.exchange.together():
+            engine = open_engine(tuned.settings, len(directories))
+        cleanup.callback(engine.close)
         keeper.weights = keeper.weights or tuned.weights
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
@@ -220,18 +222,15 @@ def _state_bytes(layout: ShardLayout) -> int:
     )
 
 
-def _tune(
-    config: OffloadConfig, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks, files: FileList
-) -> Tuned:
-    """Measured by one rank while the others wait: all see the same drives."""
+def _tune(config: OffloadConfig, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks) -> Tuned:
+    """Measured by one rank while the others wait: all see the same drives. What may be deleted has been."""
     moved_bytes = _state_bytes(layout)
     with ranks.exchange.together():
         text = ""
         if ranks.rank == 0:
             region = Arena(0).allocate(PROBE_BYTES) if moved_bytes >= WORTH_BYTES else None
             scratch = None if region is None else Scratch(region.address, region.nbytes)
-            earlier = [] if config.existing == Existing.REFUSE.value else files.announced()
-            room = tuple(each.free_bytes + each.measure(earlier) for each in directories)
+            room = tuple(int(each.free_bytes * FILL_MAX) for each in directories)
             load = Load(moved_bytes, 2 * moved_bytes * ranks.world_size, room)
             text = tune(config.io_engine, directories, load, scratch).to_json()
     tuned = Tuned.from_json(ranks.exchange.agree(text))

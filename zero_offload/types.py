@@ -12,6 +12,8 @@ from enum import StrEnum
 from zero_offload.errors import ConfigError
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+SECTOR = 4096
+"""Bytes that O_DIRECT takes whole, on drives with sectors of 512 bytes too."""
 
 
 class Tier(StrEnum):

@@ -8,9 +8,9 @@ import pytest
 
 from tests.helpers.disk import assert_finishes, write_run
 from zero_offload.cli.main import main
-from zero_offload.config import Durability
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import write_manifest
+from zero_offload.types import Durability
 
 SWAP = "rank-0.swap"
 NBYTES = 1 << 20

@@ -19,11 +19,11 @@ from tests.helpers.crash_run import History, Run, Setup, describe, judge, play
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, Killed
 from zero_offload.checkpoint.format import GENERATION_NAMES
-from zero_offload.config import Durability
 from zero_offload.errors import CapacityError, RankError, StorageError, ZeroOffloadError
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import SHARD_NUMEL
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.types import Durability
 
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)
 RANKS = replace(COMMIT, world_size=2)

@@ -25,13 +25,13 @@ from tests.helpers.crashfs import CrashFS
 from zero_offload.checkpoint import file_list, generation
 from zero_offload.checkpoint.format import GENERATION_NAMES, rank_manifest_name
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.config import Durability
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.snapshot import Snapshots
 from zero_offload.storage import manifest
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
 from zero_offload.storage.swap_file import SwapFile
+from zero_offload.types import Durability
 
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)
 RANKS, THIRD = replace(COMMIT, world_size=2), replace(COMMIT, interval=3)

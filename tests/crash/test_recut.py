@@ -25,9 +25,9 @@ from tests.helpers.disk import (
 )
 from tests.helpers.reference import read_masters
 from tests.helpers.trainer import Run, Spec, finish, outcome
-from zero_offload.config import Durability
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import write_manifest
+from zero_offload.types import Durability
 
 STEPS = 6
 
@@ -122,7 +122,7 @@ def test_no_room_beside_the_old_files(tmp_path: Path) -> None:
         room = (small / "filler", (small / "run" / "rank0.swap").stat().st_size)
         room[0].write_bytes(bytes(6 * 2**20 - room[1] - room[1] // 4))
         with pytest.raises(zo.CapacityError, match="disk space"):
-            open_model([small / "run", tmp_path / "second"])
+            open_model([small / "run", small / "second"])
         room[0].unlink()
         assert assert_finishes(small / "run", STEPS) == 3
 

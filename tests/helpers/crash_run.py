@@ -30,7 +30,7 @@ from zero_offload import run_files
 from zero_offload.checkpoint import generation
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
-from zero_offload.config import Durability, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.memory.arena import Arena
 from zero_offload.memory.pool import LazyRegion
 from zero_offload.plan.dtypes import ComputeDtypes
@@ -41,7 +41,7 @@ from zero_offload.shards.shard import Component, Shard, components_of
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import Urgency
-from zero_offload.types import StateKind, Tier
+from zero_offload.types import Durability, StateKind, Tier
 
 STRIDE = SHARD_NUMEL * 64
 """What a step adds to every element; fp32 holds the sums of some sixty steps exactly."""

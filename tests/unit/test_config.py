@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from zero_offload.config import Durability, OffloadConfig, Precision
+from zero_offload.config import OffloadConfig, Precision
 from zero_offload.errors import ConfigError
-from zero_offload.types import GIB, StateKind, Tier
+from zero_offload.types import GIB, Durability, StateKind, Tier
 
 
 def problems_of(**settings: Any) -> str:

@@ -16,7 +16,8 @@ import numpy as np
 from zero_offload.errors import StorageError
 from zero_offload.kernels.checksum import reseeded
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.swap_file import SECTOR, Extent
+from zero_offload.storage.swap_file import Extent
+from zero_offload.types import SECTOR
 
 FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target

@@ -22,11 +22,11 @@ from zero_offload.checkpoint.format import (
     rank_manifest_name,
     swap_file_name,
 )
-from zero_offload.config import Durability
 from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.storage.directory import RunDirectory, hold_directory, sync_path
 from zero_offload.storage.lock import LOCK_NAME
 from zero_offload.storage.manifest import read_manifest, write_manifest
+from zero_offload.types import Durability
 
 ALWAYS = frozenset({*GENERATION_NAMES, RUN_NAME})
 """Files that every run announces."""

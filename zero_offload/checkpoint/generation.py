@@ -32,7 +32,6 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
 )
 from zero_offload.checkpoint.history import History
-from zero_offload.config import Durability, Existing
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.shards.shard import Component, components_of
@@ -41,6 +40,7 @@ from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
 from zero_offload.storage.swap_file import SwapFile, extent_record
+from zero_offload.types import Durability, Existing
 
 
 class Exchange(Protocol):

@@ -22,7 +22,6 @@ from zero_offload.checkpoint.format import Generation, StepRecord, check_fingerp
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation
-from zero_offload.config import Durability
 from zero_offload.errors import CheckpointError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout, ShardLayout
@@ -30,9 +29,9 @@ from zero_offload.shards.shard import Component, Shard, component_dtype
 from zero_offload.shards.store import ChunkSource, ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
-from zero_offload.storage.swap_file import SECTOR, SwapFile
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.storage.system import naming_errors
-from zero_offload.types import StateKind, Tier
+from zero_offload.types import SECTOR, Durability, StateKind, Tier
 
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 

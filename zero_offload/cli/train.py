@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_offload.cli.plan import steps_or_auto
-from zero_offload.config import Existing
 from zero_offload.recipes.settings import TrainConfig, read_tables
+from zero_offload.types import Existing
 
 if TYPE_CHECKING:
     from zero_offload.recipes.train import TrainResult

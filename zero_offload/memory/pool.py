@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from zero_offload.memory.arena import Arena, Region
-
-SECTOR = 4096
+from zero_offload.types import SECTOR
 
 
 class SpanPool:

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_offload.config import Durability, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.wear import Wear
-from zero_offload.types import StateKind, Tier, format_bytes
+from zero_offload.types import Durability, StateKind, Tier, format_bytes
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 

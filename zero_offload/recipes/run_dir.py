@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zero_offload.config import Existing
 from zero_offload.errors import ConfigError, StorageError
+from zero_offload.types import Existing
 
 RUN_FILE, METRICS_FILE, FILES_FILE = "run.json", "metrics.jsonl", "files.json"
 REPORT_FILE, SAMPLE_FILE = "report.png", "sample.txt"

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zero_offload.config import Existing, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.problems import list_problems, unknown_names
 from zero_offload.recipes.gpt import PRESETS, GPTConfig, Recompute, preset
+from zero_offload.types import Existing
 
 RUNS = Path("runs")
 

@@ -29,7 +29,6 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_offload as zo
-from zero_offload.config import Existing
 from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
@@ -42,7 +41,7 @@ from zero_offload.recipes.ranks import Ranks, joined_ranks
 from zero_offload.recipes.run_dir import METRICS_FILE, Metrics, Row, RunDir
 from zero_offload.recipes.settings import TrainConfig
 from zero_offload.recipes.stop import StopRequest, requested_stop
-from zero_offload.types import KIB, Tier
+from zero_offload.types import KIB, Existing, Tier
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1

@@ -23,12 +23,20 @@ from typing import Any
 
 from aiofiles import os as async_os
 
-from zero_offload.errors import ConfigError, StorageError
+from zero_offload.errors import ConfigError
 from zero_offload.storage.checksum import crc32c
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, EngineStats, Lasting, Ticket, Urgency
-from zero_offload.storage.failures import BlockFailure, Cause, raise_failure, raise_stuck
+from zero_offload.storage.engine import BlockTable, EngineSettings, EngineStats, Lasting, Ticket, Urgency
+from zero_offload.storage.failures import (
+    BlockFailure,
+    Cause,
+    check_owner,
+    check_table,
+    closed_error,
+    raise_failure,
+    raise_stuck,
+)
+from zero_offload.types import SECTOR
 
-SECTOR = 4096
 _WAIT_SLICE_S = 0.25
 
 _Vector = Callable[..., Awaitable[int]]
@@ -141,13 +149,9 @@ class AiofilesEngine:
         self._executor.shutdown()
 
     def _check_open(self) -> None:
-        if os.getpid() != self._owner_pid:
-            raise StorageError(
-                f"process {os.getpid()} is a fork of {self._owner_pid}, which owns this file engine. Open "
-                "another in the child, or do not touch offloaded parameters in DataLoader workers"
-            )
+        check_owner(self._owner_pid)
         if self._closed:
-            raise StorageError("the file engine is closed; nothing can be read or written after close()")
+            raise closed_error()
 
     def _batch(self, ticket: Ticket) -> _Batch:
         self._check_open()
@@ -158,11 +162,7 @@ class AiofilesEngine:
 
     def _submit(self, op: _Op, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
         self._check_open()
-        if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
-            raise ConfigError(
-                f"a block table is a contiguous array of BLOCK_DTYPE rows, not {blocks.dtype} of shape "
-                f"{blocks.shape} with strides {blocks.strides}"
-            )
+        check_table(blocks)
         if len(blocks) and not address:
             raise ConfigError("a transfer: base is NULL")
         ticket = Ticket(next(self._numbers), blocks, address)

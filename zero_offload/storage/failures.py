@@ -1,7 +1,8 @@
 """What went wrong with a transfer, as the one error that its waiter gets: file, offset, block, reason, remedy.
 
 Owns the texts of all file engines; decides nothing. `raise_failure` for a block that failed, `raise_stuck` for a
-transfer that does not end; `remedy_of` for whoever meets an errno elsewhere.
+transfer that does not end, `check_table` and `check_owner` before one; `remedy_of` for whoever meets an errno
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NoReturn
 
-from zero_offload.errors import IntegrityError, StorageError
-from zero_offload.storage.engine import Ticket
+from zero_offload.errors import ConfigError, IntegrityError, StorageError
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, Ticket
 from zero_offload.types import format_bytes
 
 _REMEDIES = {
@@ -53,6 +54,28 @@ class BlockFailure:
     """errno."""
     expected_crc: int = 0
     actual_crc: int = 0
+
+
+def check_table(blocks: BlockTable) -> None:
+    """Raise ConfigError unless an engine can read this table in place."""
+    if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
+        raise ConfigError(
+            f"a block table is a contiguous array of BLOCK_DTYPE rows, not {blocks.dtype} of shape "
+            f"{blocks.shape} with strides {blocks.strides}"
+        )
+
+
+def check_owner(owner_pid: int) -> None:
+    """Raise StorageError in a child of the process that opened the engine: its threads stayed behind."""
+    if os.getpid() != owner_pid:
+        raise StorageError(
+            f"process {os.getpid()} is a fork of {owner_pid}, which owns this file engine. Open "
+            "another in the child, or do not touch offloaded parameters in DataLoader workers"
+        )
+
+
+def closed_error() -> StorageError:
+    return StorageError("the file engine is closed; nothing can be read or written after close()")
 
 
 def remedy_of(code: int) -> str:

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_offload.config import Durability
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.storage.directory import Caching, RunDirectory
 from zero_offload.storage.system import naming_errors
-from zero_offload.types import GIB, format_bytes
+from zero_offload.types import GIB, Durability, format_bytes
 
 MAGIC = "zero_offload manifest"
 VERSION = 2

@@ -12,9 +12,7 @@ import weakref
 from collections.abc import Callable
 
 from zero_offload import abi, native
-from zero_offload.errors import ConfigError, StorageError
 from zero_offload.storage.engine import (
-    BLOCK_DTYPE,
     BlockTable,
     EngineSettings,
     EngineStats,
@@ -22,7 +20,15 @@ from zero_offload.storage.engine import (
     Ticket,
     Urgency,
 )
-from zero_offload.storage.failures import BlockFailure, Cause, raise_failure, raise_stuck
+from zero_offload.storage.failures import (
+    BlockFailure,
+    Cause,
+    check_owner,
+    check_table,
+    closed_error,
+    raise_failure,
+    raise_stuck,
+)
 from zero_offload.types import EngineKind
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
@@ -152,21 +158,13 @@ class NativeEngine:
         return int(stats.bytes_read + stats.bytes_written)
 
     def _open_handle(self) -> int:
-        if os.getpid() != self._owner_pid:
-            raise StorageError(
-                f"process {os.getpid()} is a fork of {self._owner_pid}, which owns this file engine. Open "
-                "another in the child, or do not touch offloaded parameters in DataLoader workers"
-            )
+        check_owner(self._owner_pid)
         if not self._handle:
-            raise StorageError("the file engine is closed; nothing can be read or written after close()")
+            raise closed_error()
         return self._handle
 
     def _submit(self, op: abi.IoOp, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
-        if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
-            raise ConfigError(
-                f"a block table is a contiguous array of BLOCK_DTYPE rows, not {blocks.dtype} of shape "
-                f"{blocks.shape} with strides {blocks.strides}"
-            )
+        check_table(blocks)
         submission = native.IoSubmission(op, blocks.ctypes.data, len(blocks), address, urgency)
         ticket = Ticket(native.io_submit(self._open_handle(), submission), blocks, address)
         self._in_flight[ticket.number] = ticket

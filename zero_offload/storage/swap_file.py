@@ -24,9 +24,9 @@ from zero_offload.errors import IntegrityError
 from zero_offload.plan.dealer import Dealer
 from zero_offload.storage.directory import DataFile, RunDirectory
 from zero_offload.storage.engine import BLOCK_DTYPE, FileEngine, Lasting, Ticket, Urgency
+from zero_offload.types import SECTOR
 
 BlockTable = npt.NDArray[np.void]
-SECTOR = 4096
 
 
 @dataclass(frozen=True)

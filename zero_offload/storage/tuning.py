@@ -111,7 +111,7 @@ class Load:
     needed_bytes: int
     """Of all ranks, in all directories."""
     room_bytes: tuple[int, ...]
-    """That each directory has, with what the run may delete there."""
+    """That each directory has."""
 
 
 def tune(request: str, directories: Sequence[RunDirectory], load: Load, scratch: Scratch | None) -> Tuned:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from zero_offload.memory.arena import Arena
-from zero_offload.memory.pool import SECTOR, SpanPool
-from zero_offload.types import MIB
+from zero_offload.memory.pool import SpanPool
+from zero_offload.types import MIB, SECTOR
 
 
 def test_leases_never_overlap_and_all_comes_back() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload.config import Existing
 from zero_offload.errors import ConfigError, StorageError
 from zero_offload.recipes.run_dir import Metrics, RunDir, read_run
+from zero_offload.types import Existing
 
 
 def _write_steps(path: Path, last_step: int, committed_step: int = 0) -> None:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_offload.config import Durability
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError, StorageError
 from zero_offload.storage import manifest
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest, write_manifest
+from zero_offload.types import Durability
 
 PAYLOAD = {
     "step": 7,

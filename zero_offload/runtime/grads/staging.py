@@ -16,9 +16,10 @@ import torch
 
 from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.memory.pool import SECTOR, SpanPool
+from zero_offload.memory.pool import SpanPool
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grads.ledger import SectionGrads
+from zero_offload.types import SECTOR
 
 SECTIONS_IN_FLIGHT = 3
 

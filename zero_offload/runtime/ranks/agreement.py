@@ -14,9 +14,9 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from zero_offload.config import Branches
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
+from zero_offload.types import Branches
 
 
 class Intent(IntEnum):

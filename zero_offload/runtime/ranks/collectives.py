@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from zero_offload import errors
-from zero_offload.config import Branches, GradReduction, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
 from zero_offload.telemetry.events import Counters
+from zero_offload.types import Branches, GradReduction
 
 T = TypeVar("T")
 

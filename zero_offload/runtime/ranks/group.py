@@ -16,10 +16,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.config import Branches, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.neighbours import Channel, Neighbourhood
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit
+from zero_offload.types import Branches
 
 # torch 2.13 renames them, and warns.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

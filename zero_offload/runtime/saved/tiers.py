@@ -24,9 +24,9 @@ from zero_offload.memory.arena import Arena
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.engine import Urgency
-from zero_offload.storage.swap_file import SECTOR, Extent, Transfer
+from zero_offload.storage.swap_file import Extent, Transfer
 from zero_offload.telemetry.events import Counters
-from zero_offload.types import Tier
+from zero_offload.types import SECTOR, Tier
 
 _SLAB_BLOCKS = 32
 """Blocks of host memory that are taken and registered at once."""
