@@ -6,6 +6,11 @@
 
 #include "util/status.h"
 
+#if ZO_ARM64
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace zo {
 namespace {
 
@@ -76,6 +81,9 @@ int check_isa_environment() {
 bool has_crc32c_instruction() {
 #if ZO_X86
     static const bool supported = __builtin_cpu_supports("sse4.2");
+    return supported;
+#elif ZO_ARM64
+    static const bool supported = getauxval(AT_HWCAP) & HWCAP_CRC32;
     return supported;
 #else
     return false;

@@ -10,6 +10,11 @@
 #else
 #define ZO_X86 0
 #endif
+#if defined(__aarch64__)
+#define ZO_ARM64 1
+#else
+#define ZO_ARM64 0
+#endif
 
 namespace zo {
 

@@ -19,13 +19,19 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 }  // namespace
 
 BlockTransfer::BlockTransfer(int op, zo_io_block *block, char *memory, int fault)
-    : op_(op), block_(block), memory_(memory), fault_(fault) {
+    : op_(op), block_(block), memory_(memory), fault_(fault), crc_(block->seed) {
     if (fault_ == ZO_FAULT_WRITE_EIO || fault_ == ZO_FAULT_READ_EIO) fail(ZO_IO_OS_ERROR, EIO);
     if (fault_ == ZO_FAULT_WRITE_ENOSPC) fail(ZO_IO_OS_ERROR, ENOSPC);
     if (fault_ == ZO_FAULT_STORM) storm_left_ = kStormLength;
-    if (is_write()) block_->crc = crc32c(block_->seed, memory_, block_->nbytes);
+    if (is_write() && fault_ != ZO_FAULT_NONE) sum(block_->nbytes);  // before the fault
     if (fault_ == ZO_FAULT_WRITE_FLIP) flip_one_bit();
     if (fault_ == ZO_FAULT_WRITE_DROP) fresh_ = block_->nbytes;
+}
+
+void BlockTransfer::sum(uint64_t end) {
+    if (end <= summed_) return;
+    crc_ = crc32c(crc_, memory_ + summed_, end - summed_);
+    summed_ = end;
 }
 
 void BlockTransfer::fail(int status, int sys_errno) {
@@ -51,6 +57,7 @@ bool BlockTransfer::next(uint64_t part_bytes, Part *part) {
         }
         *part = {fresh_, std::min<uint64_t>(fresh_ + nbytes, block_->nbytes)};
         fresh_ = part->end;
+        if (is_write()) sum(part->end);
     } else {
         return false;
     }
@@ -76,13 +83,33 @@ void BlockTransfer::completed(const Part &part, int64_t result) {
         return;
     }
     uint64_t moved = uint64_t(result);
-    if (moved >= part.nbytes()) return;
+    if (moved >= part.nbytes()) {
+        arrived(part);
+        return;
+    }
     moved -= moved % kSector;
     if (moved == 0) {  // of the last sector of a file there may be a part
         fail(ZO_IO_TRUNCATED, 0);
         return;
     }
+    arrived({part.begin, part.begin + moved});
     remainders_.push_back({part.begin + moved, part.end});
+}
+
+void BlockTransfer::arrived(const Part &part) {
+    const uint64_t middle = block_->nbytes / 2;
+    const bool holds_middle = part.begin <= middle && middle < part.end;
+    if (fault_ == ZO_FAULT_READ_FLIP && attempt_ == 0 && holds_middle) flip_one_bit();
+    if (op_ == ZO_IO_READ) unsummed_.push_back(part);
+}
+
+bool BlockTransfer::sum_next() {
+    const auto is_next = [this](const Part &part) { return part.begin == summed_; };
+    const auto found = std::find_if(unsummed_.begin(), unsummed_.end(), is_next);
+    if (found == unsummed_.end()) return false;
+    sum(found->end);
+    unsummed_.erase(found);
+    return true;
 }
 
 bool BlockTransfer::finished() {
@@ -93,11 +120,12 @@ bool BlockTransfer::finished() {
     }
     if (fresh_ < block_->nbytes || !remainders_.empty()) return false;
     if (fault_ == ZO_FAULT_WRITE_FLIP) flip_one_bit();
-    if (fault_ == ZO_FAULT_READ_FLIP && attempt_ == 0) flip_one_bit();
+    if (is_write()) block_->crc = crc_;
     if (op_ != ZO_IO_READ || verify()) return true;
     // A second try tells a bad transfer from bad bytes on the drive.
     if (++attempt_ == 1) {
-        fresh_ = 0;
+        fresh_ = summed_ = 0;
+        crc_ = block_->seed;
         return false;
     }
     fail(ZO_IO_CHECKSUM, 0);
@@ -105,8 +133,10 @@ bool BlockTransfer::finished() {
 }
 
 bool BlockTransfer::verify() {
-    outcome_.actual_crc = crc32c(block_->seed, memory_, block_->nbytes);
-    return outcome_.actual_crc == block_->crc;
+    while (sum_next()) {
+    }
+    outcome_.actual_crc = crc_;
+    return crc_ == block_->crc;
 }
 
 }  // namespace zo

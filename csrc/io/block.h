@@ -1,8 +1,9 @@
 // One block on its way: which part to move next, what became of the parts, and the checksum over the whole.
 //
 // Knows neither files nor threads: a transport launches the parts that `next` gives and reports each result
-// to `completed`, in any order. The calls in order: the constructor, next and completed until finished, then
-// outcome.
+// to `completed`, in any order. A part is summed when it is next to the drive: of a write just before it
+// leaves, of a read as soon as it has come, so the drive has work and the bytes are still in a cache. The
+// calls in order: the constructor; next, completed and sum_next until finished; then outcome.
 #pragma once
 
 #include <chrono>
@@ -30,20 +31,20 @@ struct Part {
 
 class BlockTransfer {
   public:
-    // A write's checksum is computed here. `fault` is the zo_io_fault_kind to act out, ZO_FAULT_NONE for
-    // none.
+    // `fault` is the zo_io_fault_kind to act out, ZO_FAULT_NONE for none.
     BlockTransfer(int op, zo_io_block *block, char *memory, int fault);
 
-    // The next part to launch, of at most `part_bytes`; false when there is none now.
+    // The next part to launch, of at most `part_bytes`; false when there is none now. Sums it if it is
+    // written.
     bool next(uint64_t part_bytes, Part *part);
     // `result` is what read or write gave: bytes, or a negative errno.
     void completed(const Part &part, int64_t result);
-    // True when nothing is under way or left. A read's checksum is computed here; bad bytes are read once
-    // more.
+    // Sums one part that was read, in their order; false when there is none to sum now.
+    bool sum_next();
+    // True when nothing is under way, left or to be summed. Bad bytes are read once more.
     bool finished();
     // Instead of `finished`: the memory is not touched again. Once nothing is under way.
     void abandon(int sys_errno);
-    bool idle() const { return under_way_ == 0; }
     const BlockOutcome &outcome() const { return outcome_; }
 
     int op() const { return op_; }
@@ -55,6 +56,8 @@ class BlockTransfer {
     void fail(int status, int sys_errno);
     int64_t disturbed(int64_t result);
     void flip_one_bit();
+    void arrived(const Part &part);
+    void sum(uint64_t end);
     bool verify();
 
     int op_;
@@ -66,6 +69,9 @@ class BlockTransfer {
     uint64_t fresh_ = 0;            // bytes of which no part was given yet start here
     uint64_t under_way_ = 0;        // parts
     std::vector<Part> remainders_;  // of parts that came back short or not at all
+    std::vector<Part> unsummed_;    // have been read
+    uint64_t summed_ = 0;           // bytes that `crc_` covers
+    uint32_t crc_ = 0;
     std::chrono::steady_clock::time_point started_{};
     BlockOutcome outcome_;
 };

@@ -43,6 +43,7 @@ class ThreadsTransport : public Transport {
             if (moved < 0) moved = -errno;
             if (moved == -EAGAIN) sched_yield();
             transfer->completed(part, moved);
+            if (!engine_->given_up()) transfer->sum_next();
         }
     }
 

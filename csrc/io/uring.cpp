@@ -1,8 +1,8 @@
 // A lane's blocks by io_uring: many parts in flight from one thread, files and lasting memory by their
 // numbers in the kernel's tables.
 //
-// While the kernel moves parts, the thread computes the checksums of other blocks; a checksum is never
-// computed before what can be launched is on its way.
+// While the kernel moves parts, the thread computes the checksums of others, one part at a time: what can be
+// launched is always on its way before the next.
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -108,8 +108,6 @@ class UringTransport : public Transport {
     }
 
     void begin(const Job &job) {
-        // The checksum of a write takes its time: what is ready goes first.
-        if (ring_.has_unsubmitted()) enter(0);
         actives_.push_back(std::make_unique<Active>(Active{job, job.transfer()}));
         Active *active = actives_.back().get();
         if (job.fault == ZO_FAULT_STALL) {
@@ -132,6 +130,8 @@ class UringTransport : public Transport {
 
     void put_part() {
         Active *active = launchable_.front();
+        // The checksum of a written part takes its time: what is ready goes first.
+        if (active->transfer.op() == ZO_IO_WRITE && ring_.has_unsubmitted()) enter(0);
         Part part;
         if (!active->transfer.next(part_bytes_, &part)) {
             launchable_.pop_front();
@@ -232,7 +232,8 @@ class UringTransport : public Transport {
         const Slot slot = slots_[result.user_data];
         free_slots_.push_back(uint32_t(result.user_data));
         slot.active->transfer.completed(slot.part, result.result);
-        if (--slot.active->under_way == 0) settle_later(slot.active);
+        --slot.active->under_way;
+        settle_later(slot.active);
     }
 
     void settle_later(Active *active) {
@@ -241,11 +242,15 @@ class UringTransport : public Transport {
         settling_.push_back(active);
     }
 
-    // Checks one block that has all its bytes, or sends it on its way again.
+    // Sums a part of one block; ends the block when it has all its bytes, or sends it on its way again.
     void settle() {
         Active *active = settling_.front();
         settling_.pop_front();
         active->settling = false;
+        if (!engine_->given_up() && active->transfer.sum_next()) {
+            settle_later(active);
+            return;
+        }
         if (active->launchable || active->under_way > 0) return;  // comes back when its parts do
         if (engine_->given_up()) {
             end(active, ETIMEDOUT);
