@@ -1,7 +1,9 @@
 """The file engine against fio and DeepSpeed's, the update pass against its limit, a stripe against its drives.
 
 All on the same file system, in turns, huge pages in both, medians of the rounds. Ours computes and verifies checksums
-all the time; fio does not. Seconds per 10^9 bytes are compared, so less is better.
+all the time; fio does not, so it is also run beside a thread that sums as many bytes: where processors and drive share
+a cache, as on a virtual machine, that costs the drive something, whoever moves the bytes. Seconds per 10^9 bytes are
+compared, so less is better.
 
     python benchmarks/io.py [--quick] [--dir DIR] [--json FILE]
 
@@ -16,18 +18,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import _fio
 import _loop_disks
 import numpy as np
+from _beside import ChecksumsBeside
 from _deepspeed_aio import DeepSpeedAio
 from _rows import Row, missing, row, show, write
 from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
@@ -45,9 +51,10 @@ SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
 OPS = ("read", "write", "mixed")
 FIO_NAMES = {"read": "read", "write": "write", "mixed": "rw"}
 REACH_FIO, REACH_DEEPSPEED, REACH_CPU, REACH_UPDATE, REACH_STRIPE = 1 / 0.97, 1.0, 1.0, 1.05, 1 / 0.95
-BUFFERS = 4
-"""At least: a checksum needs one while the drive has others."""
+BUFFERS = 3
+"""At least: the drive has one, the checksum another, and one is on its way back to it."""
 SLOW, FAST = 200_000_000, 600_000_000
+_STRIPE_BLOCK = 4 * MIB
 
 
 class Ours:
@@ -59,44 +66,47 @@ class Ours:
         self._address = region.address
         engine.name_file(fd, "the benchmark's file")
         engine.add_memory(region)
+        # Every block has the same bytes, whatever its size: one table does not make another's checksums wrong.
+        self._tables = {size: self._table(size) for size in SIZES}
 
-    def table(self, block_bytes: int) -> BlockTable:
-        """The file's blocks, written now, so that their checksums are known: fio has been there since."""
+    def _table(self, block_bytes: int) -> BlockTable:
+        """The file's blocks, written, so that their checksums are known."""
         count = FILE_BYTES // block_bytes
         blocks = np.zeros(count, dtype=BLOCK_DTYPE)
         blocks["offset"], blocks["nbytes"] = np.arange(count) * block_bytes, block_bytes
         blocks["fd"] = self._fd
-        self._stream("write", blocks, BUFFERS)
+        self._stream("write", blocks, BUFFERS, blocks)
         return blocks
 
     def run(self, op: str, block_bytes: int, seconds: float, num_buffers: int) -> tuple[float, float]:
         """Bytes per second and processor seconds per 10^9 bytes, for about so long."""
-        blocks = self.table(block_bytes)
-        began, cpu, moved = time.perf_counter(), time.process_time(), 0
-        while time.perf_counter() - began < seconds:
-            self._stream(op, blocks, num_buffers)
-            moved += FILE_BYTES
+        began, cpu = time.perf_counter(), time.process_time()
+        goes_on = iter(lambda: time.perf_counter() - began < seconds, False)
+        moved = block_bytes * self._stream(op, self._tables[block_bytes], num_buffers, goes_on)
         return moved / (time.perf_counter() - began), (time.process_time() - cpu) / moved * 1e9
 
-    def _stream(self, op: str, blocks: BlockTable, num_buffers: int) -> None:
-        """Every block in turn; mixed: every other one is read, the rest written."""
-        engine, under_way = self._engine, deque[Ticket]()
-        for index in range(len(blocks)):
+    def _stream(self, op: str, blocks: BlockTable, num_buffers: int, times: Iterable[object]) -> int:
+        """Block after block, over and over, as often as `times` has elements; returns how many. Mixed: every
+        other one is read, the rest written."""
+        engine, under_way, count = self._engine, deque[Ticket](), 0
+        for count, _ in enumerate(times, 1):
             if len(under_way) == num_buffers:
                 engine.wait(under_way.popleft())
-            block = blocks[index : index + 1]
-            address = self._address + index % num_buffers * int(block["nbytes"][0])
-            reads = op == "read" or (op == "mixed" and index % 2 == 0)
-            under_way.append(engine.read(block, address) if reads else engine.write(block, address))
+            row = (count - 1) % len(blocks)
+            address = self._address + count % num_buffers * int(blocks["nbytes"][row])
+            move = engine.read if op == "read" or (op == "mixed" and row % 2 == 0) else engine.write
+            under_way.append(move(blocks[row : row + 1], address))
         for ticket in under_way:
             engine.wait(ticket)
+        return count
 
 
 def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row], dict[str, float]]:
     """Against fio and DeepSpeed; also fio's best rates, bytes per second."""
-    file = directory / "engine.bin"
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    os.posix_fallocate(fd, 0, FILE_BYTES)
+    file = directory / "fio.bin"
+    _allocate(file)
+    _allocate(directory / "engine.bin")
+    fd = os.open(directory / "engine.bin", os.O_RDWR | os.O_DIRECT)
     region = Arena(0).allocate(FILE_BYTES)
     ctypes.memset(region.address, 1, FILE_BYTES)
     with RunDirectory.look(directory) as home, _fio.huge_pages(9 * 64 * MIB) as huge:
@@ -107,49 +117,84 @@ def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row]
         jobs = {op: _fio.best_job(file, FIO_NAMES[op], 16 * MIB, seconds, huge=huge) for op in OPS}
         print("fio's best: " + ", ".join(f"{op} {job.engine} depth {job.depth}" for op, job in jobs.items()))
         print(f"huge pages for fio: {'yes' if huge else 'no: not allowed here'}")
-        samples = _in_turns(ours, file, jobs, rounds, seconds, huge=huge)
+        samples = _in_turns(ours, _Peer(file, jobs, seconds, region.address, huge=huge), rounds)
         engine.close()
     os.close(fd)
     checksum = _checksum_s_per_gb(region)
-    rows = [_speed_row(op, size, samples[op, size]) for op in OPS for size in SIZES]
+    rows = [each for op in OPS for size in SIZES for each in _speed_rows(op, size, samples[op, size])]
     rows += [_cpu_row(op, samples[op, 16 * MIB], checksum) for op in OPS]
     # Buffers of 64 MiB and more, as the update pass has: what stays in the cache is another drive.
-    rates = {op: max(_medians(samples[op, size])[1] for size in SIZES[1:]) for op in OPS}
-    rows += _deepspeed_rows(directory, {op: max(_medians(samples[op, size])[0] for size in SIZES) for op in OPS[:2]})
-    file.unlink()
+    rates = {op: _medians(samples[op, SIZES[-1]]).theirs for op in OPS}
+    rows += _deepspeed_rows(directory, {op: max(_medians(samples[op, size]).ours for size in SIZES) for op in OPS[:2]})
+    for each in directory.glob("*.bin"):
+        each.unlink()
     return rows, rates
 
 
-Sample = tuple[float, float, float, float]
-"""Ours, fio's: bytes per second; ours, fio's: processor seconds per 10^9 bytes."""
+def _allocate(file: Path) -> None:
+    with file.open("wb") as opened:
+        os.posix_fallocate(opened.fileno(), 0, FILE_BYTES)
 
 
-def _in_turns(
-    ours: Ours, file: Path, jobs: dict[str, _fio.Job], rounds: int, seconds: float, *, huge: bool
-) -> dict[tuple[str, int], list[Sample]]:
+class Sample(NamedTuple):
+    """Bytes per second, and processor seconds per 10^9 bytes."""
+
+    ours: float
+    theirs: float
+    theirs_beside: float
+    """fio's while a thread sums as many bytes."""
+    our_cpu: float
+    their_cpu: float
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """fio on its own file, alone and beside checksums."""
+
+    file: Path
+    jobs: dict[str, _fio.Job]
+    seconds: float
+    address: int
+    """Of memory to sum: a request's worth, so that what is in the cache for one is for the other."""
+    _: KW_ONLY
+    huge: bool
+
+    def run(self, op: str, block_bytes: int) -> tuple[_fio.FioResult, _fio.FioResult]:
+        job = dataclasses.replace(self.jobs[op], block_bytes=block_bytes)
+        alone = _fio.run(self.file, job, self.seconds, huge=self.huge)
+        with ChecksumsBeside(self.address, block_bytes, alone.bytes_per_s):
+            return alone, _fio.run(self.file, job, self.seconds, huge=self.huge)
+
+
+def _in_turns(ours: Ours, peer: _Peer, rounds: int) -> dict[tuple[str, int], list[Sample]]:
     samples: dict[tuple[str, int], list[Sample]] = {}
     for _ in range(rounds):
         for op in OPS:
             for size in SIZES:
-                job = _fio.Job(FIO_NAMES[op], size, jobs[op].engine, jobs[op].depth)
-                speed, cpu = ours.run(op, size, seconds, max(job.depth, BUFFERS))
-                theirs = _fio.run(file, job, seconds, huge=huge)
-                samples.setdefault((op, size), []).append((speed, theirs.bytes_per_s, cpu, theirs.cpu_s_per_gb))
+                speed, cpu = ours.run(op, size, peer.seconds, max(peer.jobs[op].depth, BUFFERS))
+                alone, beside = peer.run(op, size)
+                sample = Sample(speed, alone.bytes_per_s, beside.bytes_per_s, cpu, alone.cpu_s_per_gb)
+                samples.setdefault((op, size), []).append(sample)
     return samples
 
 
-def _medians(samples: list[Sample]) -> list[float]:
-    return [statistics.median(column) for column in zip(*samples, strict=True)]
+def _medians(samples: list[Sample]) -> Sample:
+    return Sample(*(statistics.median(column) for column in zip(*samples, strict=True)))
 
 
-def _speed_row(op: str, size: int, samples: list[Sample]) -> Row:
-    ours, theirs, _, _ = _medians(samples)
-    return row(f"{op}, requests of {size // MIB} MiB", 1e9 / ours, "s/GB", "fio's best", 1e9 / theirs, REACH_FIO)
+def _speed_rows(op: str, size: int, samples: list[Sample]) -> list[Row]:
+    middle, name = _medians(samples), f"{op}, requests of {size // MIB} MiB"
+    ours = 1e9 / middle.ours
+    return [
+        row(name, ours, "s/GB", "fio's best", 1e9 / middle.theirs, REACH_FIO),
+        row(name, ours, "s/GB", "fio beside as many checksums", 1e9 / middle.theirs_beside, REACH_FIO),
+    ]
 
 
 def _cpu_row(op: str, samples: list[Sample], checksum: float) -> Row:
-    _, _, ours, theirs = _medians(samples)
-    return row(f"processor time, {op}", ours, "s/GB", "fio + crc32c of memory", theirs + checksum, REACH_CPU)
+    middle = _medians(samples)
+    theirs = middle.their_cpu + checksum
+    return row(f"processor time, {op}", middle.our_cpu, "s/GB", "fio + crc32c of memory", theirs, REACH_CPU)
 
 
 def _checksum_s_per_gb(region: Region) -> float:
@@ -209,10 +254,12 @@ def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
         )
         print(f"shares of the two directories: {', '.join(f'{weight:.3f}' for weight in tuned.weights)}")
         rows = []
-        alone = [_swap_seconds([home], None, region, nbytes // 4) for home in homes]
+        # Alone each moves what it moves of the stripe: limits of control groups let a short burst pass.
+        shares = [round(weight * nbytes / _STRIPE_BLOCK) * _STRIPE_BLOCK for weight in tuned.weights]
+        alone = [_swap_seconds([home], None, region, share) for home, share in zip(homes, shares, strict=True)]
         together = _swap_seconds(homes, tuned.weights, region, nbytes)
         for i, name in enumerate(names):
-            sum_of_speeds = sum(nbytes / 4 / seconds[i] for seconds in alone)
+            sum_of_speeds = sum(share / seconds[i] for share, seconds in zip(shares, alone, strict=True))
             rows.append(row(name, together[i], "s", "sum of both alone", nbytes / sum_of_speeds, REACH_STRIPE))
         return rows
 
@@ -223,7 +270,7 @@ def _swap_seconds(
     """Seconds to write and to read a swap file of 4 MiB blocks."""
     engine = open_engine(CANDIDATES[0], len(homes))
     swap = SwapFile(homes, "bench", engine, 1, weights)
-    extent = swap.allocate("all", [4 * MIB] * (nbytes // (4 * MIB)))
+    extent = swap.allocate("all", [_STRIPE_BLOCK] * (nbytes // _STRIPE_BLOCK))
     swap.create_scratch()
     calls: list[Callable[[], None]] = [
         lambda: swap.write(extent, slice(None), region.address).wait(),

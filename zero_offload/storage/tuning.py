@@ -37,7 +37,7 @@ from zero_offload.types import GIB, MIB, EngineKind, format_bytes
 
 AIOFILES = EngineSettings(EngineKind.AIOFILES, num_threads=4, depth=1, request_bytes=4 * MIB)
 DEFAULTS = {EngineKind.THREADS: THREADS, EngineKind.IO_URING: IO_URING, EngineKind.AIOFILES: AIOFILES}
-CANDIDATES = (THREADS, IO_URING, dataclasses.replace(IO_URING, depth=4, request_bytes=4 * MIB))
+CANDIDATES = (THREADS, IO_URING, dataclasses.replace(IO_URING, num_threads=1, depth=4, request_bytes=2 * MIB))
 
 PROBE_BYTES = 128 * MIB
 PROBE_S = 1.0
