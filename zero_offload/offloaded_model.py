@@ -41,7 +41,7 @@ from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import AdamWHyper, LossScaler
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.update_board import UpdateBoard, UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.stats import Stats, StatsKeeper
@@ -171,6 +171,8 @@ class OffloadedModel:
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
             self.parts.board.wait(unit)
+        # Ctrl-C can strike anywhere below, and the program may catch it and go on.
+        self.session.mixed_by = f"step {self.step_count} broke off in its update"
         self.parts.board.queue(units)
         self.parts.residency.begin_update(units)
         # A backward through weights that are about to change must fail as it does in plain torch.
@@ -188,6 +190,7 @@ class OffloadedModel:
             self._pipeline.run(sections, threads)
             self.parts.residency.gatherer.end_update()
         self.parts.residency.refresh_kept()
+        self.session.mixed_by = ""
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
         """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
@@ -212,6 +215,7 @@ class OffloadedModel:
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
+        self.session.check_usable()
         self._commits.complete(lambda: self._record(capture_rng(), extra))
 
     def drain(self) -> None:
@@ -241,13 +245,13 @@ class OffloadedModel:
                 rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
                 generation = saved.generation
             self._commits.drop()
-            self.session.half_loaded = str(path)
+            self.session.mixed_by = f"loading {path} failed half-way"
             with exchange.together():
                 for shard in self.parts.store.shards:
                     self.parts.store.write_components(shard, saved.source(shard.layout, index))
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
-        self.session.lacks_weights, self.session.half_loaded = False, ""
+        self.session.lacks_weights, self.session.mixed_by = False, ""
         self.resume_pending = False
         self.adopt_generation(generation)
         return generation, rng
@@ -309,6 +313,8 @@ class OffloadedModel:
             if together and len(set(exchange.gather_digests(f"{self._commits.pending_step:016x}"))) == 1:
                 self._commits.launch_latest()
             self.drain()
+        except UpdateInterrupted:
+            pass  # the program has had its KeyboardInterrupt
         finally:
             self._commits.shutdown()
             # When one rank returns, none holds the directory's lock: it can be opened again at once.

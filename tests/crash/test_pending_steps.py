@@ -13,6 +13,7 @@ from tests.helpers.disk import drain, open_model, reference, runtime, train
 from tests.helpers.late_writes import Gate
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
+from zero_offload.optim import pipeline
 
 SELDOM: dict[str, Any] = {"commit_every": 2}
 """Steps 1, 3, ... wait."""
@@ -49,6 +50,38 @@ def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, mo
     step, masters = _resumed(nvme)
     assert step == 2
     _assert_same(masters, reference(2)[1])
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+@pytest.mark.parametrize("place", ["before the update", "in the update"])
+def test_a_program_that_goes_on_after_an_interrupt(
+    place: str, tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = open_model(nvme, params=tier, optimizer=tier, update_overlap="none")
+    train(model, optimizer, 0, 3)
+    struck = {
+        "before the update": (torch.autograd.graph, "increment_version"),
+        "in the update": (pipeline, "adamw_update"),
+    }
+    owner, name = struck[place]
+    original, calls = getattr(owner, name), iter(range(10))
+
+    def interrupted(*args: object) -> None:
+        if next(calls) == (2 if place == "in the update" else 0):
+            raise KeyboardInterrupt
+        original(*args)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 3, 4)
+    for use in (lambda: model(tokens_of(3)), lambda: zo.commit(model, optimizer), lambda: model.state_dict()):
+        with pytest.raises(zo.ZeroOffloadError, match="a mix of two.*existing='resume'"):
+            use()
+    zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 3
+    _assert_same(masters, reference(3)[1])
 
 
 def test_a_step_that_breaks_off_before(nvme: Path) -> None:

@@ -11,6 +11,12 @@ import threading
 from collections.abc import Callable, Iterable
 from enum import Enum
 
+from zero_offload.errors import ZeroOffloadError
+
+
+class UpdateInterrupted(ZeroOffloadError):
+    """Ctrl-C struck an update on the control thread; there it was raised as such."""
+
 
 class UpdateStatus(Enum):
     IDLE = "idle"
@@ -66,6 +72,12 @@ class UpdateBoard:
 
     def fail(self, error: BaseException) -> None:
         """An update, a commit or a transfer failed: nothing goes on, every wait raises the first error."""
+        if isinstance(error, KeyboardInterrupt):
+            # Whoever comes later is not interrupted, but meets what an interrupt has left.
+            error = UpdateInterrupted(
+                "an update was interrupted, so this model's states are a mix of two. Start again with zo.offload "
+                "(existing='resume' goes on from the last generation)"
+            )
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
