@@ -39,7 +39,6 @@ from _rows import Row, missing, row, show, write
 from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
 
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.storage.checksum import crc32c
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket, open_engine
 from zero_offload.storage.swap_file import SwapFile
@@ -101,8 +100,12 @@ class Ours:
         return count
 
 
-def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row], dict[str, float]]:
-    """Against fio and DeepSpeed; also fio's best rates, bytes per second."""
+Rates = dict[str, float]
+"""Bytes per second, by `OPS`."""
+
+
+def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row], dict[str, Rates]]:
+    """Against fio and DeepSpeed; also fio's best rates, alone and beside checksums."""
     file = directory / "fio.bin"
     _allocate(file)
     _allocate(directory / "engine.bin")
@@ -120,11 +123,14 @@ def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row]
         samples = _in_turns(ours, _Peer(file, jobs, seconds, region.address, huge=huge), rounds)
         engine.close()
     os.close(fd)
-    checksum = _checksum_s_per_gb(region)
     rows = [each for op in OPS for size in SIZES for each in _speed_rows(op, size, samples[op, size])]
-    rows += [_cpu_row(op, samples[op, 16 * MIB], checksum) for op in OPS]
+    rows += [_cpu_row(op, samples[op, 16 * MIB]) for op in OPS]
     # Buffers of 64 MiB and more, as the update pass has: what stays in the cache is another drive.
-    rates = {op: _medians(samples[op, SIZES[-1]]).theirs for op in OPS}
+    large = {op: _medians(samples[op, SIZES[-1]]) for op in OPS}
+    rates = {
+        "larger of the two": {op: each.theirs for op, each in large.items()},
+        "the same beside checksums": {op: each.theirs_beside for op, each in large.items()},
+    }
     rows += _deepspeed_rows(directory, {op: max(_medians(samples[op, size]).ours for size in SIZES) for op in OPS[:2]})
     for each in directory.glob("*.bin"):
         each.unlink()
@@ -145,6 +151,7 @@ class Sample(NamedTuple):
     """fio's while a thread sums as many bytes."""
     our_cpu: float
     their_cpu: float
+    """fio's and the thread's."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +166,13 @@ class _Peer:
     _: KW_ONLY
     huge: bool
 
-    def run(self, op: str, block_bytes: int) -> tuple[_fio.FioResult, _fio.FioResult]:
+    def run(self, op: str, block_bytes: int) -> tuple[float, float, float]:
+        """Bytes per second alone and beside; processor seconds per 10^9 bytes of both."""
         job = dataclasses.replace(self.jobs[op], block_bytes=block_bytes)
         alone = _fio.run(self.file, job, self.seconds, huge=self.huge)
-        with ChecksumsBeside(self.address, block_bytes, alone.bytes_per_s):
-            return alone, _fio.run(self.file, job, self.seconds, huge=self.huge)
+        with ChecksumsBeside(self.address, block_bytes, alone.bytes_per_s) as sums:
+            beside = _fio.run(self.file, job, self.seconds, huge=self.huge)
+        return alone.bytes_per_s, beside.bytes_per_s, beside.cpu_s_per_gb + sums.cpu_s_per_gb
 
 
 def _in_turns(ours: Ours, peer: _Peer, rounds: int) -> dict[tuple[str, int], list[Sample]]:
@@ -172,8 +181,8 @@ def _in_turns(ours: Ours, peer: _Peer, rounds: int) -> dict[tuple[str, int], lis
         for op in OPS:
             for size in SIZES:
                 speed, cpu = ours.run(op, size, peer.seconds, max(peer.jobs[op].depth, BUFFERS))
-                alone, beside = peer.run(op, size)
-                sample = Sample(speed, alone.bytes_per_s, beside.bytes_per_s, cpu, alone.cpu_s_per_gb)
+                alone, beside, their_cpu = peer.run(op, size)
+                sample = Sample(speed, alone, beside, cpu, their_cpu)
                 samples.setdefault((op, size), []).append(sample)
     return samples
 
@@ -191,21 +200,9 @@ def _speed_rows(op: str, size: int, samples: list[Sample]) -> list[Row]:
     ]
 
 
-def _cpu_row(op: str, samples: list[Sample], checksum: float) -> Row:
+def _cpu_row(op: str, samples: list[Sample]) -> Row:
     middle = _medians(samples)
-    theirs = middle.their_cpu + checksum
-    return row(f"processor time, {op}", middle.our_cpu, "s/GB", "fio + crc32c of memory", theirs, REACH_CPU)
-
-
-def _checksum_s_per_gb(region: Region) -> float:
-    """Of one thread, over memory that is in no cache."""
-    taken = []
-    for _ in range(3):
-        began = time.process_time()
-        for offset in range(0, region.nbytes, 4 * MIB):
-            crc32c(0, region.address + offset, 4 * MIB)
-        taken.append((time.process_time() - began) / region.nbytes * 1e9)
-    return statistics.median(taken)
+    return row(f"processor time, {op}", middle.our_cpu, "s/GB", "fio + as many checksums", middle.their_cpu, REACH_CPU)
 
 
 def _deepspeed_rows(directory: Path, ours: dict[str, float]) -> list[Row]:
@@ -220,21 +217,26 @@ def _deepspeed_rows(directory: Path, ours: dict[str, float]) -> list[Row]:
     return rows
 
 
-def update_row(directory: Path, rates: dict[str, float], steps: int) -> Row:
+def update_rows(directory: Path, limits: dict[str, Rates], steps: int) -> list[Row]:
     """The update pass, states on disk and in memory in turns."""
     on_disk, in_memory = UpdatePass(directory / "update"), UpdatePass(None)
     for _ in range(steps + 2):
         on_disk.step()
         in_memory.step()
-    moved = NUM_PARAMS * BYTES_PER_PARAM
-    # Whichever is faster on this drive: one after the other, or both at once.
-    transfers_s = min(moved / rates["read"] + moved / rates["write"], 2 * moved / rates["mixed"])
-    limit_s = max(transfers_s, in_memory.median_s())
-    print(f"update pass: transfers at fio's rates {transfers_s:.3f} s, arithmetic {in_memory.median_s():.3f} s")
-    made = row("update pass, states on disk", on_disk.median_s(), "s", "larger of the two", limit_s, REACH_UPDATE)
+    pass_s, arithmetic_s = on_disk.median_s(), in_memory.median_s()
     on_disk.close()
     in_memory.close()
-    return made
+    rows = []
+    for name, rates in limits.items():
+        limit_s = max(_transfers_s(NUM_PARAMS * BYTES_PER_PARAM, rates), arithmetic_s)
+        rows.append(row("update pass, states on disk", pass_s, "s", name, limit_s, REACH_UPDATE))
+    print(f"update pass: arithmetic {arithmetic_s:.3f} s")
+    return rows
+
+
+def _transfers_s(nbytes: int, rates: Rates) -> float:
+    """To read and write so much, whichever is faster on this drive: one after the other, or both at once."""
+    return min(nbytes / rates["read"] + nbytes / rates["write"], 2 * nbytes / rates["mixed"])
 
 
 def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
@@ -300,7 +302,7 @@ def main() -> int:
     directory = Path(tempfile.mkdtemp(prefix="zero-offload-io-", dir=args.dir))
     try:
         rows, rates = engine_rows(directory, rounds, seconds)
-        rows.append(update_row(directory, rates, steps))
+        rows += update_rows(directory, rates, steps)
         rows += stripe_rows(directory, 512 * MIB)
     finally:
         shutil.rmtree(directory, ignore_errors=True)

@@ -13,8 +13,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -171,26 +171,24 @@ class OffloadedModel:
         units = list(dict.fromkeys(section.unit for section in sections))
         for unit in units:
             self.parts.board.wait(unit)
-        # Ctrl-C can strike anywhere below, and the program may catch it and go on.
-        self.session.mixed_by = f"step {self.step_count} broke off in its update"
-        self.parts.board.queue(units)
-        self.parts.residency.begin_update(units)
-        # A backward through weights that are about to change must fail as it does in plain torch.
-        torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
-        self.grads.ledger.forget(hypers)
-        threads = torch.get_num_threads()
-        # Between here and the next record nothing says which step the states are of.
-        self._commits.drop()
-        if self._overlaps(sections):
-            # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
-            beside = max(1, threads // 2) if self.parts.device.is_host else threads
-            self.worker.submit(lambda: self._pipeline.run(sections, beside))
-        else:
-            self.worker.drain()
-            self._pipeline.run(sections, threads)
-            self.parts.residency.gatherer.end_update()
-        self.parts.residency.refresh_kept()
-        self.session.mixed_by = ""
+        with _changing_states(self.session, self.parts.board, f"step {self.step_count} broke off in its update"):
+            self.parts.board.queue(units)
+            self.parts.residency.begin_update(units)
+            # A backward through weights that are about to change must fail as it does in plain torch.
+            torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
+            self.grads.ledger.forget(hypers)
+            threads = torch.get_num_threads()
+            # Between here and the next record nothing says which step the states are of.
+            self._commits.drop()
+            if self._overlaps(sections):
+                # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
+                beside = max(1, threads // 2) if self.parts.device.is_host else threads
+                self.worker.submit(lambda: self._pipeline.run(sections, beside))
+            else:
+                self.worker.drain()
+                self._pipeline.run(sections, threads)
+                self.parts.residency.gatherer.end_update()
+            self.parts.residency.refresh_kept()
 
     def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
         """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
@@ -320,6 +318,20 @@ class OffloadedModel:
             # When one rank returns, none holds the directory's lock: it can be opened again at once.
             with exchange.together() if together else nullcontext():
                 self.parts.close_files()
+
+
+@contextmanager
+def _changing_states(session: Session, board: UpdateBoard, broken_off: str) -> Iterator[None]:
+    """Whatever ends this early is met by all that comes later: an error as itself, Ctrl-C, which the program may
+    catch to go on, as `broken_off`."""
+    session.mixed_by = broken_off
+    try:
+        yield
+    except Exception as error:
+        board.fail(error)
+        session.mixed_by = ""
+        raise
+    session.mixed_by = ""
 
 
 def _some(names: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from zero_offload import move_in, native
 from zero_offload.abi import Fault, IoStatus
 from zero_offload.storage import native_engine
+from zero_offload.storage.lock import LOCK_NAME
 
 STEPS = 8
 PLACE = re.compile(r"at offset \d+ of (/\S+)")
@@ -255,9 +256,15 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
     abandon(model)
     # What it still has to write must not meet another file under the number of its own.
     assert str(nvme / SWAP) in {os.path.realpath(f"/proc/self/fd/{fd}") for fd in open_before if _is_open(fd)}
-    assert assert_finishes(nvme, STEPS) >= 3
+    # Nor may it meet the blocks of another run.
+    with pytest.raises(zo.LockError, match=f"process {os.getpid()}"):
+        open_model(nvme)
     native.io_fault(handle, Fault.NONE, 1)
     native.io_close(handle)
+    for fd in open_before:  # as when this process ends
+        if _is_open(fd) and os.path.realpath(f"/proc/self/fd/{fd}") == str(nvme / LOCK_NAME):
+            os.close(int(fd))
+    assert assert_finishes(nvme, STEPS) >= 3
 
 
 def _is_open(fd: str) -> bool:

@@ -42,7 +42,19 @@ class Caching(Enum):
     BUFFERED = "buffered"
 
 
-@dataclass
+_OPEN_FILES: weakref.WeakSet[DataFile] = weakref.WeakSet()
+
+
+def _close_files_in_child() -> None:
+    """A forked worker that outlives its run must not keep the space of files that are deleted."""
+    for file in list(_OPEN_FILES):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_files_in_child)
+
+
+@dataclass(eq=False)
 class DataFile:
     """One open, preallocated file; `caching` is what the file system granted, not what was asked."""
 
@@ -51,6 +63,9 @@ class DataFile:
     nbytes: int
     caching: Caching
     system: FileSystem
+
+    def __post_init__(self) -> None:
+        _OPEN_FILES.add(self)
 
     def grow(self, nbytes: int) -> None:
         """Reserve blocks up to `nbytes`; without the space, CapacityError and the old size."""
@@ -106,6 +121,8 @@ class RunDirectory:
         self._lock_fd = lock_fd
         self.holder = system.read_whole(lock_fd) if lock_fd >= 0 else b""
         """What the run that holds the lock has written into it; no two runs write the same."""
+        self.stays_locked = False
+        """A drive may still write what was given up: no other run comes here before this process has ended."""
         os.register_at_fork(after_in_child=_closer_in_child(weakref.ref(self)))
 
     @classmethod
@@ -240,7 +257,9 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
-        if self._lock_fd >= 0:
+        if self.stays_locked:
+            self._lock_fd = -1
+        elif self._lock_fd >= 0:
             # Explicitly: a descriptor that leaked into another process would keep the lock alive.
             self.system.flock(self._lock_fd, fcntl.LOCK_UN)
         self._close_descriptors()

@@ -205,9 +205,13 @@ class SwapFile:
             file.sync()
 
     def close(self) -> None:
-        """Close the files; the engine first. One that is stuck keeps them open."""
-        for file in () if self._engine.is_stuck else self._files:
-            file.close()
+        """Close the files; the engine first. One that is stuck keeps them open, and their directories locked."""
+        if self._engine.is_stuck:
+            for directory in self._directories:
+                directory.stays_locked = True
+        else:
+            for file in self._files:
+                file.close()
         self._files = []
 
     def _pairs(self) -> list[tuple[RunDirectory, int]]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -135,6 +136,7 @@ ORPHAN = """
 import os, sys, time
 from zero_offload.storage.directory import RunDirectory
 directory = RunDirectory.open(sys.argv[1])
+file = directory.create_file("data", 4096)
 if os.fork() == 0:
     try:
         directory.dir_fd
@@ -144,6 +146,16 @@ if os.fork() == 0:
 os.write(1, f"{os.getpid()}\\n".encode())
 time.sleep(60)
 """
+
+
+def _links_of(group: int) -> list[str]:
+    """What the processes of a group have open."""
+    links = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if os.getpgid(int(process.name)) == group:
+                links += [os.readlink(fd) for fd in (process / "fd").iterdir()]
+    return links
 
 
 def test_a_forked_worker_does_not_outlive_its_run_with_the_lock(tmp_path: Path) -> None:
@@ -160,6 +172,7 @@ def test_a_forked_worker_does_not_outlive_its_run_with_the_lock(tmp_path: Path) 
         parent.wait()
         os.killpg(parent.pid, 0)  # the child is still there
         RunDirectory.open(path).close()
+        assert not [link for link in _links_of(group=parent.pid) if link.startswith(str(path))]
     finally:
         os.killpg(parent.pid, 9)
         parent.wait()
