@@ -138,9 +138,11 @@ class Commits:
 
     def drain(self) -> None:
         """Wait for updates, and for commits. Raises the first error."""
-        self._updates.drain()
-        if self._commits is not None:
-            self._commits.drain()
+        try:
+            self._updates.drain()
+        finally:
+            if self._commits is not None:
+                self._commits.drain()
 
     def shutdown(self) -> None:
         """Both threads end with what was submitted."""

@@ -126,6 +126,7 @@ class OffloadedModel:
 
     def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
         """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
+        self.session.check_usable()
         if self._has_new_grads:
             # Without a backward in between this is a further optimizer's part of the step before.
             self._commits.launch_due()
@@ -144,12 +145,18 @@ class OffloadedModel:
                 "hyperparameters, random number generators and your extra= are not restored",
                 stacklevel=3,
             )
-        self.step_count += 1
-        self.groups = list(groups)
-        if taken is not None and self.grads.ledger.norm(taken)[1]:
-            self._launch(hypers)
-        else:
-            self._skip(taken)
+        finite = taken is not None and self.grads.ledger.norm(taken)[1]
+        counts = dict(self.param_steps)
+        sections = self._prepare(hypers, counts) if finite else []
+        # Ctrl-C can strike anywhere below, and the program may catch it and go on.
+        with _failing(self.parts.board) if finite else nullcontext():
+            self.step_count += 1
+            self.groups = list(groups)
+            if finite:
+                self.param_steps = counts
+                self._launch(hypers, sections)
+            else:
+                self._skip(taken)
         passed = self._stats.close_step()
         self._commits.add(self._record(None, None), passed["step_s"], passed.get("commit_wait_s", 0.0))
 
@@ -165,38 +172,34 @@ class OffloadedModel:
                 stacklevel=4,
             )
 
-    def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper]) -> None:
+    def _prepare(self, hypers: Mapping[nn.Parameter, AdamWHyper], counts: dict[str, int]) -> list[SectionUpdate]:
+        """What the step updates, once nothing else has to be waited for; `counts` are those of parameters' steps."""
         step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
-        sections = section_updates(self.grads.ledger, step, self.param_steps)
-        units = list(dict.fromkeys(section.unit for section in sections))
-        for unit in units:
+        sections = section_updates(self.grads.ledger, step, counts)
+        for unit in {section.unit for section in sections}:
             self.parts.board.wait(unit)
-        with _changing_states(self.session, self.parts.board, f"step {self.step_count} broke off in its update"):
-            self.parts.board.queue(units)
-            self.parts.residency.begin_update(units)
-            # A backward through weights that are about to change must fail as it does in plain torch.
-            torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
-            self.grads.ledger.forget(hypers)
-            threads = torch.get_num_threads()
-            # Between here and the next record nothing says which step the states are of.
-            self._commits.drop()
-            if self._overlaps(sections):
-                # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
-                beside = max(1, threads // 2) if self.parts.device.is_host else threads
-                self.worker.submit(lambda: self._pipeline.run(sections, beside))
-            else:
-                self.worker.drain()
-                self._pipeline.run(sections, threads)
-                self.parts.residency.gatherer.end_update()
-            self.parts.residency.refresh_kept()
+        if not _overlaps(self.parts, sections):
+            self.worker.drain()
+        return sections
 
-    def _overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
-        """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
-        if self.parts.config.update_overlap == UpdateOverlap.AUTO.value:
-            return not self.parts.device.is_host or any(
-                section.shard.on_disk or section.grads.on_disk for section in sections
-            )
-        return self.parts.config.update_overlap == UpdateOverlap.FORWARD.value
+    def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper], sections: Sequence[SectionUpdate]) -> None:
+        units = list(dict.fromkeys(section.unit for section in sections))
+        self.parts.board.queue(units)
+        self.parts.residency.begin_update(units)
+        # A backward through weights that are about to change must fail as it does in plain torch.
+        torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
+        self.grads.ledger.forget(hypers)
+        threads = torch.get_num_threads()
+        # Between here and the next record nothing says which step the states are of.
+        self._commits.drop()
+        if _overlaps(self.parts, sections):
+            # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
+            beside = max(1, threads // 2) if self.parts.device.is_host else threads
+            self.worker.submit(lambda: self._pipeline.run(sections, beside))
+        else:
+            self._pipeline.run(sections, threads)
+            self.parts.residency.gatherer.end_update()
+        self.parts.residency.refresh_kept()
 
     # Generations
 
@@ -243,13 +246,13 @@ class OffloadedModel:
                 rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
                 generation = saved.generation
             self._commits.drop()
-            self.session.mixed_by = f"loading {path} failed half-way"
+            self.session.half_loaded = str(path)
             with exchange.together():
                 for shard in self.parts.store.shards:
                     self.parts.store.write_components(shard, saved.source(shard.layout, index))
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
-        self.session.lacks_weights, self.session.mixed_by = False, ""
+        self.session.lacks_weights, self.session.half_loaded = False, ""
         self.resume_pending = False
         self.adopt_generation(generation)
         return generation, rng
@@ -301,18 +304,22 @@ class OffloadedModel:
         together = not raised
         try:
             self._commits.forget_unfit()
+            whole = True
             try:
                 # First of all: a commit under way talks to the other ranks, on the same group.
                 self.drain()
+            except UpdateInterrupted:
+                # The program has had its KeyboardInterrupt; the other ranks are not left alone.
+                whole = False
+                self._commits.drop()
             finally:
                 # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
                 together = together or exchange.all_come()
             # It may also have struck ranks at different steps.
             if together and len(set(exchange.gather_digests(f"{self._commits.pending_step:016x}"))) == 1:
                 self._commits.launch_latest()
-            self.drain()
-        except UpdateInterrupted:
-            pass  # the program has had its KeyboardInterrupt
+            if whole:
+                self.drain()
         finally:
             self._commits.shutdown()
             # When one rank returns, none holds the directory's lock: it can be opened again at once.
@@ -320,18 +327,21 @@ class OffloadedModel:
                 self.parts.close_files()
 
 
+def _overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
+    """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
+    if parts.config.update_overlap == UpdateOverlap.AUTO.value:
+        return not parts.device.is_host or any(section.shard.on_disk or section.grads.on_disk for section in sections)
+    return parts.config.update_overlap == UpdateOverlap.FORWARD.value
+
+
 @contextmanager
-def _changing_states(session: Session, board: UpdateBoard, broken_off: str) -> Iterator[None]:
-    """Whatever ends this early is met by all that comes later: an error as itself, Ctrl-C, which the program may
-    catch to go on, as `broken_off`."""
-    session.mixed_by = broken_off
+def _failing(board: UpdateBoard) -> Iterator[None]:
+    """What ends this early is met by all that comes later."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         board.fail(error)
-        session.mixed_by = ""
         raise
-    session.mixed_by = ""
 
 
 def _some(names: Sequence[str]) -> str:

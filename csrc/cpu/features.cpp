@@ -6,7 +6,7 @@
 
 #include "util/status.h"
 
-#if ZO_ARM64
+#if ZO_ARM_CRC
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -82,7 +82,7 @@ bool has_crc32c_instruction() {
 #if ZO_X86
     static const bool supported = __builtin_cpu_supports("sse4.2");
     return supported;
-#elif ZO_ARM64
+#elif ZO_ARM_CRC
     static const bool supported = getauxval(AT_HWCAP) & HWCAP_CRC32;
     return supported;
 #else

@@ -23,7 +23,7 @@ BlockTransfer::BlockTransfer(int op, zo_io_block *block, char *memory, int fault
     if (fault_ == ZO_FAULT_WRITE_EIO || fault_ == ZO_FAULT_READ_EIO) fail(ZO_IO_OS_ERROR, EIO);
     if (fault_ == ZO_FAULT_WRITE_ENOSPC) fail(ZO_IO_OS_ERROR, ENOSPC);
     if (fault_ == ZO_FAULT_STORM) storm_left_ = kStormLength;
-    if (is_write() && fault_ != ZO_FAULT_NONE) sum(block_->nbytes);  // before the fault
+    if (fault_ == ZO_FAULT_WRITE_FLIP || fault_ == ZO_FAULT_WRITE_DROP) sum(block_->nbytes);
     if (fault_ == ZO_FAULT_WRITE_FLIP) flip_one_bit();
     if (fault_ == ZO_FAULT_WRITE_DROP) fresh_ = block_->nbytes;
 }

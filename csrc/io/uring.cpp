@@ -133,7 +133,7 @@ class UringTransport : public Transport {
         // The checksum of a written part takes its time: what is ready goes first.
         if (active->transfer.op() == ZO_IO_WRITE && ring_.has_unsubmitted()) enter(0);
         Part part;
-        if (!active->transfer.next(part_bytes_, &part)) {
+        if (engine_->given_up() || !active->transfer.next(part_bytes_, &part)) {
             launchable_.pop_front();
             active->launchable = false;
             if (active->under_way == 0) settle_later(active);

@@ -261,6 +261,7 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
         open_model(nvme)
     native.io_fault(handle, Fault.NONE, 1)
     native.io_close(handle)
+    stuck.is_stuck = False
     for fd in open_before:  # as when this process ends
         if _is_open(fd) and os.path.realpath(f"/proc/self/fd/{fd}") == str(nvme / LOCK_NAME):
             os.close(int(fd))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,42 @@ def test_a_program_that_goes_on_after_an_interrupt(
         patches.setattr(owner, name, interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, 3, 4)
-    for use in (lambda: model(tokens_of(3)), lambda: zo.commit(model, optimizer), lambda: model.state_dict()):
+    uses: list[Callable[[], object]] = [
+        lambda: model(tokens_of(3)),
+        lambda: zo.commit(model, optimizer),
+        model.state_dict,
+        optimizer.step,
+        optimizer.state_dict,
+        lambda: zo.load_checkpoint(model, optimizer, nvme),
+    ]
+    for use in uses:
         with pytest.raises(zo.ZeroOffloadError, match="a mix of two.*existing='resume'"):
             use()
     zo.close(model)
     step, masters = _resumed(nvme)
     assert step == 3
     _assert_same(masters, reference(3)[1])
+
+
+def test_an_interrupt_before_a_step_changes_nothing(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program may commit the step before, and take the one that was interrupted."""
+    model, optimizer = open_model(nvme, **SELDOM)
+    train(model, optimizer, 0, 3)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr("zero_offload.step._segments", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 3, 4)
+    zo.commit(model, optimizer)
+    optimizer.step()
+    zo.commit(model, optimizer)
+    zo.close(model)
+    step, masters = _resumed(nvme)
+    assert step == 4
+    _assert_same(masters, reference(4)[1])
 
 
 def test_a_step_that_breaks_off_before(nvme: Path) -> None:

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -259,9 +260,14 @@ void test_io(uint32_t kind) {
 
     // A drive that answers no more: what waits for it ends, and its memory is left alone.
     EXPECT(zo_io_fault(io, ZO_FAULT_STALL, 1) == ZO_OK);
-    EXPECT(zo_io_submit(io, ZO_IO_WRITE, blocks.data(), 5, written.data(), 0, &held) == ZO_OK);
+    char *lost =
+        static_cast<char *>(mmap(nullptr, total, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    EXPECT(lost != MAP_FAILED);
+    memcpy(lost, written.data(), total);
+    EXPECT(zo_io_submit(io, ZO_IO_WRITE, blocks.data(), 5, lost, 0, &held) == ZO_OK);
     EXPECT(zo_io_wait(io, held, 0.01, &result) == ZO_OK && result.status == ZO_IO_TIMEOUT);
-    EXPECT(zo_io_give_up(io) == ZO_OK && zo_io_fault(io, ZO_FAULT_NONE, 0) == ZO_OK);
+    EXPECT(zo_io_give_up(io) == ZO_OK && munmap(lost, total) == 0);
+    EXPECT(zo_io_fault(io, ZO_FAULT_NONE, 0) == ZO_OK);
     EXPECT(zo_io_wait(io, held, -1, &result) == ZO_OK && result.status == ZO_IO_OS_ERROR);
     EXPECT(zo_io_stop(io) == ZO_OK && zo_io_stop(io) == ZO_OK && zo_io_close(io) == ZO_OK);
     if (!open_io(kind, 2, &io)) return;

@@ -43,7 +43,7 @@ class Residency:
         """`budget` is the compute device's memory for units; `carrier` brings values into it."""
         self._units = units
         self._store = store
-        self._board = board
+        self.board = board
         self._is_alone = collectives.num_shards == 1
         self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
@@ -83,13 +83,13 @@ class Residency:
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
-        if unit.state is UnitState.PRESENT and not self._board.pending(unit.index):
-            self._board.check()
+        if unit.state is UnitState.PRESENT and not self.board.pending(unit.index):
+            self.board.check()
             return
         with self._store.counters.timed("stall_s"):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
-            while unit.state is not UnitState.PRESENT or self._board.pending(unit.index):
+            while unit.state is not UnitState.PRESENT or self.board.pending(unit.index):
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
 
     def meet(self, place: str) -> None:
@@ -99,7 +99,7 @@ class Residency:
 
     def _fetch(self, unit: Unit) -> None:
         """Bring the unit here now, or, where other ranks want it, send our part of it."""
-        self._board.wait(unit.index)
+        self.board.wait(unit.index)
         if unit.state is UnitState.AWAY:
             self._make_room(unit.num_frames, unit.name)
             self._reserve(unit)
@@ -113,7 +113,7 @@ class Residency:
     def begin_update(self, order: Sequence[int]) -> None:
         """An update is queued: units that it makes stale wait for their new values, first used first."""
         self.gatherer.begin_update(order)
-        stale = [self._units[i] for i in order if self._board.pending(i) and not self._units[i].updates_in_place]
+        stale = [self._units[i] for i in order if self.board.pending(i) and not self._units[i].updates_in_place]
         self._loans.find(stale)
         self._hand_frames_on(stale)
         for unit in stale:
@@ -179,7 +179,7 @@ class Residency:
                 if not self._evict_for(unit):
                     return
                 self._reserve(unit)
-            if unit.state is UnitState.AWAITING and _readable(unit, self._board, self._carrier):
+            if unit.state is UnitState.AWAITING and _readable(unit, self.board, self._carrier):
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
                 self._carrier.advance(unit)
@@ -215,7 +215,7 @@ class Residency:
         """Let the update deliver into the unit's buffers, if they are host memory and hold whole sections."""
         if not self._is_alone or self._budget is not self._store.arena:
             return
-        if self._board.offer(unit.index, tuple(section.flat.data_ptr() for section in unit.sections)):
+        if self.board.offer(unit.index, tuple(section.flat.data_ptr() for section in unit.sections)):
             unit.to_read = tuple(section for section in unit.to_read if not section.layout.trainable)
 
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
@@ -234,8 +234,8 @@ class Residency:
         self._advance(unit, UnitState.PRESENT)
 
     def _evict(self, unit: Unit) -> None:
-        if unit.state is UnitState.AWAITING and not self._board.withdraw(unit.index):
-            self._board.wait(unit.index)
+        if unit.state is UnitState.AWAITING and not self.board.withdraw(unit.index):
+            self.board.wait(unit.index)
         self.gatherer.abandon(unit)
         unit.detach()
         self._advance(unit, UnitState.AWAY)

@@ -116,8 +116,8 @@ class Session:
         self._pid = os.getpid()
         self.lacks_weights = False
         """Values were left out, and none have been loaded in their place."""
-        self.mixed_by = ""
-        """What broke off while states were replaced, so that some are old and some new: nothing uses them then."""
+        self.half_loaded = ""
+        """The checkpoint of which only a part was loaded, if there is one."""
         self._any_leaves = not all(unit.resident for unit in units)
         """Whether it matters that a use ends, and who holds views of parameters."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
@@ -135,9 +135,10 @@ class Session:
     def check_usable(self) -> None:
         """Whether there is something to compute with or to read."""
         self.check_process()
-        if self.mixed_by:
+        self._residency.board.check_whole()
+        if self.half_loaded:
             raise ZeroOffloadError(
-                f"{self.mixed_by}, so this model's states are a mix of two. Load a whole "
+                f"loading {self.half_loaded} failed half-way, so this model's states are a mix of two. Load a whole "
                 "checkpoint by zo.load_checkpoint, or start again with zo.offload (existing='resume' goes on from the "
                 "last generation)"
             )

@@ -15,7 +15,7 @@ from zero_offload.errors import ZeroOffloadError
 
 
 class UpdateInterrupted(ZeroOffloadError):
-    """Ctrl-C struck an update on the control thread; there it was raised as such."""
+    """Ctrl-C, or an exit, struck a step on the control thread; there it was raised as such."""
 
 
 class UpdateStatus(Enum):
@@ -72,7 +72,7 @@ class UpdateBoard:
 
     def fail(self, error: BaseException) -> None:
         """An update, a commit or a transfer failed: nothing goes on, every wait raises the first error."""
-        if isinstance(error, KeyboardInterrupt):
+        if not isinstance(error, Exception):
             # Whoever comes later is not interrupted, but meets what an interrupt has left.
             error = UpdateInterrupted(
                 "an update was interrupted, so this model's states are a mix of two. Start again with zo.offload "
@@ -102,4 +102,9 @@ class UpdateBoard:
     def check(self) -> None:
         """Raise the worker's error, if there is one."""
         if self._error is not None:
+            raise self._error
+
+    def check_whole(self) -> None:
+        """Raise if a step was interrupted, for whoever needs no update to be complete."""
+        if isinstance(self._error, UpdateInterrupted):
             raise self._error

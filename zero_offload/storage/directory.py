@@ -43,12 +43,15 @@ class Caching(Enum):
 
 
 _OPEN_FILES: weakref.WeakSet[DataFile] = weakref.WeakSet()
+_STUCK_LOCKS: list[int] = []
 
 
 def _close_files_in_child() -> None:
-    """A forked worker that outlives its run must not keep the space of files that are deleted."""
+    """A forked worker that outlives its run must not keep the space of deleted files, nor the lock of a stuck drive."""
     for file in list(_OPEN_FILES):
         file.close()
+    while _STUCK_LOCKS:
+        os.close(_STUCK_LOCKS.pop())
 
 
 os.register_at_fork(after_in_child=_close_files_in_child)
@@ -106,9 +109,9 @@ class DataFile:
             self.system.fdatasync(self.fd)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            self.system.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self.system.close(fd)
 
 
 class RunDirectory:
@@ -258,6 +261,7 @@ class RunDirectory:
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
         if self.stays_locked:
+            _STUCK_LOCKS.append(self._lock_fd)
             self._lock_fd = -1
         elif self._lock_fd >= 0:
             # Explicitly: a descriptor that leaked into another process would keep the lock alive.
@@ -361,10 +365,15 @@ def check_private(path: Path, info: os.stat_result) -> None:
 
 def _prepare(fd: int, path: Path, nbytes: int, caching: Caching, system: FileSystem) -> DataFile:
     try:
-        file = DataFile(fd, path, 0, _grant(system, fd, caching), system)
-        file.grow(nbytes)
+        granted = _grant(system, fd, caching)
     except BaseException:
         system.close(fd)
+        raise
+    file = DataFile(fd, path, 0, granted, system)
+    try:
+        file.grow(nbytes)
+    except BaseException:
+        file.close()
         raise
     return file
 

@@ -68,7 +68,7 @@ class NativeEngine:
         self._in_flight: dict[int, Ticket] = {}
         self._lasting: list[Lasting] = []
         self.is_stuck = False
-        os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self)))
+        os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self), self._handle))
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._paths[fd] = path
@@ -176,12 +176,12 @@ def _free(handle: int, owner_pid: int) -> None:
         native.io_close(handle)
 
 
-def _releaser_in_child(reference: weakref.ref[NativeEngine]) -> Callable[[], None]:
+def _releaser_in_child(reference: weakref.ref[NativeEngine], handle: int) -> Callable[[], None]:
     """A child that outlives its parent must not keep the parent's files and rings alive."""
 
     def let_go() -> None:
         engine = reference()
-        if engine is not None and engine._handle:
-            native.io_abandon(engine._handle)
+        if engine is not None and (engine._free.alive or engine.is_stuck):
+            native.io_abandon(handle)
 
     return let_go

@@ -28,6 +28,9 @@ from zero_offload.types import SECTOR
 
 BlockTable = npt.NDArray[np.void]
 
+_STUCK: list[DataFile] = []
+"""Files that a drive may still write."""
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -207,6 +210,7 @@ class SwapFile:
     def close(self) -> None:
         """Close the files; the engine first. One that is stuck keeps them open, and their directories locked."""
         if self._engine.is_stuck:
+            _STUCK.extend(self._files)
             for directory in self._directories:
                 directory.stays_locked = True
         else:

@@ -425,6 +425,7 @@ def test_a_drive_that_answers_no_more_ends_the_wait(
     native.io_stop(handle)
     native_engine._STUCK.remove(engine)
     native.io_close(handle)
+    engine.is_stuck = False
 
 
 def test_done_and_a_second_wait(engine: FileEngine, file: File) -> None:
