@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,13 +167,17 @@ class _Peer:
     """Of memory to sum: a request's worth, so that what is in the cache for one is for the other."""
     _: KW_ONLY
     huge: bool
+    paces: dict[tuple[str, int], float] = field(default_factory=dict)
+    """How fast fio was beside checksums the last time: as many bytes are summed."""
 
     def run(self, op: str, block_bytes: int) -> tuple[float, float, float]:
         """Bytes per second alone and beside; processor seconds per 10^9 bytes of both."""
         job = dataclasses.replace(self.jobs[op], block_bytes=block_bytes)
         alone = _fio.run(self.file, job, self.seconds, huge=self.huge)
-        with ChecksumsBeside(self.address, block_bytes, alone.bytes_per_s) as sums:
+        pace = self.paces.get((op, block_bytes), alone.bytes_per_s)
+        with ChecksumsBeside(self.address, block_bytes, pace) as sums:
             beside = _fio.run(self.file, job, self.seconds, huge=self.huge)
+        self.paces[op, block_bytes] = beside.bytes_per_s
         return alone.bytes_per_s, beside.bytes_per_s, beside.cpu_s_per_gb + sums.cpu_s_per_gb
 
 
