@@ -37,7 +37,12 @@ from zero_offload.types import GIB, MIB, EngineKind, format_bytes
 
 AIOFILES = EngineSettings(EngineKind.AIOFILES, num_threads=4, depth=1, request_bytes=4 * MIB)
 DEFAULTS = {EngineKind.THREADS: THREADS, EngineKind.IO_URING: IO_URING, EngineKind.AIOFILES: AIOFILES}
-CANDIDATES = (THREADS, IO_URING, dataclasses.replace(IO_URING, num_threads=1, depth=4, request_bytes=2 * MIB))
+CANDIDATES = (
+    THREADS,
+    IO_URING,
+    dataclasses.replace(IO_URING, depth=4, request_bytes=2 * MIB),
+    dataclasses.replace(IO_URING, num_threads=2),
+)
 
 PROBE_BYTES = 128 * MIB
 PROBE_S = 1.0
@@ -45,7 +50,7 @@ PROBE_S = 1.0
 PROBE_ROUNDS = 3
 WORTH_BYTES = GIB
 """Less than this is moved sooner than measured."""
-TIE = 0.03
+TIE = 0.05
 """Candidates closer than this to the fastest count as equal: then the one that takes less of the processor wins."""
 _BLOCK_BYTES = 4 * MIB
 

@@ -73,7 +73,7 @@ class File:
 KINDS = {
     "threads": replace(THREADS, num_threads=3),
     "parts": replace(THREADS, num_threads=2, request_bytes=12 << 10),
-    "io_uring": replace(IO_URING, depth=5, request_bytes=20 << 10),
+    "io_uring": replace(IO_URING, num_threads=2, depth=5, request_bytes=20 << 10),
     "aiofiles": replace(THREADS, kind=EngineKind.AIOFILES, num_threads=2),
 }
 NATIVE = [name for name in KINDS if name != "aiofiles"]
