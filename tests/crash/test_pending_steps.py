@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,19 @@ def _assert_same(found: dict[str, torch.Tensor], masters: dict[str, torch.Tensor
     assert list(found) == list(masters) and all(torch.equal(found[name], masters[name]) for name in masters)
 
 
+def _assert_resumes(nvme: Path, step: int) -> None:
+    """At this step, with the states that plain training has then."""
+    found, masters = _resumed(nvme)
+    assert found == step
+    _assert_same(masters, reference(step)[1])
+
+
+def _assert_refused(uses: Iterable[Callable[[], object]], match: str) -> None:
+    for use in uses:
+        with pytest.raises(zo.ZeroOffloadError, match=match):
+            use()
+
+
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
 def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = open_model(nvme, params=tier, optimizer=tier, **SELDOM)
@@ -48,9 +61,7 @@ def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, mo
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, 3, 4)
     zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 2
-    _assert_same(masters, reference(2)[1])
+    _assert_resumes(nvme, 2)
 
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu"])
@@ -84,13 +95,9 @@ def test_a_program_that_goes_on_after_an_interrupt(
         optimizer.state_dict,
         lambda: zo.load_checkpoint(model, optimizer, nvme),
     ]
-    for use in uses:
-        with pytest.raises(zo.ZeroOffloadError, match="a mix of two.*existing='resume'"):
-            use()
+    _assert_refused(uses, "a mix of two.*existing='resume'")
     zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 3
-    _assert_same(masters, reference(3)[1])
+    _assert_resumes(nvme, 3)
 
 
 def test_an_interrupt_before_a_step_changes_nothing(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +116,7 @@ def test_an_interrupt_before_a_step_changes_nothing(nvme: Path, monkeypatch: pyt
     optimizer.step()
     zo.commit(model, optimizer)
     zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 4
-    _assert_same(masters, reference(4)[1])
+    _assert_resumes(nvme, 4)
 
 
 def test_a_step_that_breaks_off_before(nvme: Path) -> None:
@@ -119,9 +124,7 @@ def test_a_step_that_breaks_off_before(nvme: Path) -> None:
     train(model, optimizer, 0, 3)
     model(tokens_of(3)).backward()
     zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 3
-    _assert_same(masters, reference(3)[1])
+    _assert_resumes(nvme, 3)
 
 
 def _damaged_checkpoint(path: Path) -> None:
@@ -151,13 +154,9 @@ def test_a_checkpoint_that_loads_half_way(nvme: Path, tmp_path: Path) -> None:
         lambda: model.state_dict(),
         lambda: zo.save_checkpoint(model, optimizer, tmp_path / "mix"),
     )
-    for use in uses:
-        with pytest.raises(zo.ZeroOffloadError, match="damaged failed half-way"):
-            use()
+    _assert_refused(uses, "damaged failed half-way")
     zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 2
-    _assert_same(masters, reference(2)[1])
+    _assert_resumes(nvme, 2)
 
 
 def test_a_whole_checkpoint_mends_a_half_loaded_one(nvme: Path, tmp_path: Path) -> None:
@@ -170,9 +169,7 @@ def test_a_whole_checkpoint_mends_a_half_loaded_one(nvme: Path, tmp_path: Path) 
     assert zo.load_checkpoint(model, optimizer, tmp_path / "whole").step == 3
     train(model, optimizer, 3, 4)
     zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 4
-    _assert_same(masters, reference(4)[1])
+    _assert_resumes(nvme, 4)
 
 
 @pytest.mark.filterwarnings("error")
@@ -206,9 +203,7 @@ def test_states_of_the_program_are_not_taken_for_the_step(what: str, nvme: Path)
     model, _ = _rolled_back(nvme, what)
     with pytest.warns(UserWarning, match="step 3 is not made a generation"):
         zo.close(model)
-    step, masters = _resumed(nvme)
-    assert step == 2
-    _assert_same(masters, reference(2)[1])
+    _assert_resumes(nvme, 2)
 
 
 @pytest.mark.filterwarnings("error")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
-from zero_offload.storage.directory import Caching, RunDirectory, sync_path
+from zero_offload.storage.directory import _OPEN_FILES, Caching, RunDirectory, sync_path
 from zero_offload.storage.system import FileSystem
 from zero_offload.types import MIB
 
@@ -137,6 +137,9 @@ import os, sys, time
 from zero_offload.storage.directory import RunDirectory
 directory = RunDirectory.open(sys.argv[1])
 file = directory.create_file("data", 4096)
+if sys.argv[2] == "stuck":
+    directory.stays_locked = True
+    directory.close()
 if os.fork() == 0:
     try:
         directory.dir_fd
@@ -158,9 +161,10 @@ def _links_of(group: int) -> list[str]:
     return links
 
 
-def test_a_forked_worker_does_not_outlive_its_run_with_the_lock(tmp_path: Path) -> None:
+@pytest.mark.parametrize("drive", ["answers", "stuck"])
+def test_a_forked_worker_does_not_outlive_its_run_with_the_lock(drive: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
-    command = [sys.executable, "-c", ORPHAN, str(path)]
+    command = [sys.executable, "-c", ORPHAN, str(path), drive]
     parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert parent.stdout is not None
@@ -178,6 +182,13 @@ def test_a_forked_worker_does_not_outlive_its_run_with_the_lock(tmp_path: Path) 
         parent.wait()
         assert parent.stdout is not None
         parent.stdout.close()
+
+
+def test_a_file_that_could_not_be_made_has_no_descriptor(tmp_path: Path) -> None:
+    """A traceback may keep it, and its number soon stands for another file, which a forked child would close."""
+    with RunDirectory.open(tmp_path) as directory, pytest.raises(CapacityError) as caught:
+        directory.create_file("data", 1 << 60)
+    assert caught.traceback and not [each for each in _OPEN_FILES if each.path.parent == tmp_path and each.fd >= 0]
 
 
 def test_close_releases_even_a_leaked_descriptor(tmp_path: Path) -> None:
