@@ -260,7 +260,7 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
-        if self.stays_locked:
+        if self._lock_fd >= 0 and self.stays_locked:
             _STUCK_LOCKS.append(self._lock_fd)
             self._lock_fd = -1
         elif self._lock_fd >= 0:

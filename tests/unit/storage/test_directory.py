@@ -140,6 +140,7 @@ file = directory.create_file("data", 4096)
 if sys.argv[2] == "stuck":
     directory.stays_locked = True
     directory.close()
+    directory.close()
 if os.fork() == 0:
     try:
         directory.dir_fd
