@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device
@@ -60,7 +60,7 @@ from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
-from zero_offload.types import Durability, Existing, HardwareProfile, StateKind, Tier
+from zero_offload.types import Durability, HardwareProfile, StateKind, Tier
 
 UNLIMITED_FRAMES = 1 << 40
 
@@ -131,9 +131,7 @@ def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
             directory.exists()
     with naming_errors("read", Path("/proc")):
         found = probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
-    if config.existing == Existing.REFUSE.value:
-        return found
-    return replace(found, nvme_free_bytes=found.nvme_free_bytes + reusable_bytes(config.nvme_dirs))
+    return count_reusable(found, config.nvme_dirs)
 
 
 def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:

@@ -6,7 +6,6 @@ has no name. The calls: `probe_hardware` once at start; the other functions serv
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import os
@@ -78,10 +77,7 @@ def count_cores(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_RO
 
 
 def nvme_free_bytes(directories: Sequence[Path]) -> int:
-    """Free bytes on the directories' disks, each counted once.
-
-    Files already in the directories count as free: a run that resumes uses them again.
-    """
+    """Free bytes on the directories' disks, each counted once."""
     free_bytes = 0
     seen: set[int] = set()
     for directory in directories:
@@ -91,10 +87,6 @@ def nvme_free_bytes(directories: Sequence[Path]) -> int:
             usage = os.statvfs(existing)
             free_bytes += usage.f_bavail * usage.f_frsize
         seen.add(device)
-        if existing == directory:
-            with contextlib.suppress(NotADirectoryError, PermissionError):  # opening it for the run says what is wrong
-                files = (entry for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
-                free_bytes += sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in files)
     return free_bytes
 
 

@@ -102,15 +102,12 @@ def test_probe_hardware_with_a_device() -> None:
     assert profile.nvme_free_bytes == 0
 
 
-def test_one_disk_counts_once_and_own_files_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_disk_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((1, 1000, 0, 0, 5, 0, 0, 0, 0, 0)))
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()
+    (first / "file").write_bytes(b"x" * MIB)  # whether it may be overwritten, the run's list of files says
     assert probe.nvme_free_bytes([first, second]) == 5000
-    (first / "rank-0.swap").write_bytes(b"x" * MIB)
-    held = (first / "rank-0.swap").stat().st_blocks * 512
-    assert held >= MIB
-    assert probe.nvme_free_bytes([first, second]) == 5000 + held
 
 
 def test_direct_io_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.storage.directory import RunDirectory, hold_directory, sync_path
 from zero_offload.storage.lock import LOCK_NAME
 from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.types import Durability
+from zero_offload.types import Durability, HardwareProfile
 
 ALWAYS = frozenset({*GENERATION_NAMES, RUN_NAME})
 """Files that every run announces."""
@@ -48,6 +49,11 @@ def reusable_bytes(paths: Sequence[Path]) -> int:
         except ZeroOffloadError:
             return 0  # opening them for the run says what is wrong
         return sum(directory.measure(names) for directory in directories)
+
+
+def count_reusable(hardware: HardwareProfile, paths: Sequence[Path]) -> HardwareProfile:
+    """The machine as a run sees it that goes on, or starts anew, in these directories."""
+    return replace(hardware, nvme_free_bytes=hardware.nvme_free_bytes + reusable_bytes(paths))
 
 
 def _announced(home: RunDirectory, what: str = "files") -> list[str]:

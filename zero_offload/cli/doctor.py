@@ -18,6 +18,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from zero_offload import probe
+from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.errors import CapacityError, ZeroOffloadError
 from zero_offload.storage.directory import check_private
 from zero_offload.types import GIB, format_bytes
@@ -193,7 +194,7 @@ def _check_direct_io(existing: Path) -> Check:
 
 
 def _check_space(path: Path) -> Check:
-    free_bytes = probe.nvme_free_bytes([path])
+    free_bytes = probe.nvme_free_bytes([path]) + reusable_bytes([path])
     detail = f"{format_bytes(free_bytes)} free"
     if free_bytes < DISK_MIN_BYTES:
         return Check("disk space", Status.WARNING, detail, "free some, or choose a larger disk")

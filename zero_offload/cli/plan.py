@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, UnitNumel, estimate_memory, measure_units
@@ -114,7 +115,7 @@ def find_units(model: str) -> list[UnitNumel]:
 
 def _hardware_of_one_rank(config: OffloadConfig, num_ranks: int) -> HardwareProfile:
     """This machine's share of one rank; sizes the user gives stand in for it, larger or smaller."""
-    machine = probe_hardware(config.nvme_dirs)
+    machine = count_reusable(probe_hardware(config.nvme_dirs), config.nvme_dirs)
     cpu_memory = config.budget_bytes(Tier.CPU) or machine.cpu_memory_bytes // num_ranks
     return HardwareProfile(
         num_cores=max(machine.num_cores // num_ranks, 1),

@@ -29,6 +29,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_offload as zo
+from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
@@ -326,7 +327,8 @@ def _planned_bytes(config: TrainConfig, num_ranks: int) -> dict[str, int]:
     units = [UnitNumel(name, numel) for name, numel in unit_numels(config.gpt())]
     partition = Partition(config.offload.stage, num_ranks)
     unit_bytes = measure_units(units, config.offload, partition, config.accumulate)
-    budget = tier_budget(config.offload, probe_hardware(config.offload.nvme_dirs))
+    directories = config.offload.nvme_dirs
+    budget = tier_budget(config.offload, count_reusable(probe_hardware(directories), directories))
     placement = assign_tiers(unit_bytes, config.offload, budget, partition)
     plan = estimate_memory(unit_bytes, placement, config.offload, partition)
     return {tier.value: plan.used_bytes(tier) for tier in Tier}
