@@ -301,22 +301,23 @@ class OffloadedModel:
             return
         self._closed = True
         raised, exchange = sys.exc_info()[1] is not None, self.parts.ranks.exchange
-        together = not raised
+        whole = together = same = False
         try:
             self._commits.forget_unfit()
-            whole = True
             try:
                 # First of all: a commit under way talks to the other ranks, on the same group.
                 self.drain()
+                whole = True
             except UpdateInterrupted:
-                # The program has had its KeyboardInterrupt; the other ranks are not left alone.
-                whole = False
-                self._commits.drop()
+                pass  # the program has had its KeyboardInterrupt
             finally:
+                if not whole:
+                    self._commits.drop()
                 # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
-                together = together or exchange.all_come()
-            # It may also have struck ranks at different steps.
-            if together and len(set(exchange.gather_digests(f"{self._commits.pending_step:016x}"))) == 1:
+                together = exchange.all_come("zo.close, which all ranks call", surely=whole and not raised)
+                # It may also have struck ranks at different steps.
+                same = together and len(set(exchange.gather_digests(f"{self._commits.pending_step:016x}"))) == 1
+            if same:
                 self._commits.launch_latest()
             if whole:
                 self.drain()

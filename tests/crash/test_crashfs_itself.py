@@ -297,7 +297,11 @@ def test_ranks_hear_what_all_said() -> None:
 
     def work(rank: int) -> object:
         exchange = CrewExchange(crew)
-        return exchange.agree(f"of {rank}"), exchange.gather_digests(f"{rank}"), exchange.all_come()
+        return (
+            exchange.agree(f"of {rank}"),
+            exchange.gather_digests(f"{rank}"),
+            exchange.all_come("a test", surely=True),
+        )
 
     assert crew.run(work) == [("of 0", ["0", "1", "2"], True)] * 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,30 @@ def test_a_program_that_goes_on_after_an_interrupt(
         lambda: zo.load_checkpoint(model, optimizer, nvme),
     ]
     _assert_refused(uses, "a mix of two.*existing='resume'")
+    zo.close(model)
+    _assert_resumes(nvme, 3)
+
+
+def test_an_interrupt_while_the_commit_of_the_step_before_has_not_begun(
+    nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes to its end: with several ranks the others are in it."""
+    model, optimizer = open_model(nvme, params="cpu", optimizer="cpu", update_overlap="none")
+    train(model, optimizer, 0, 2)
+    drain(model)
+    committer, gate = runtime(model)._commits._commits, threading.Event()
+    assert committer is not None
+    committer.submit(lambda: None if gate.wait(30) else pytest.fail("nobody has opened"))
+    train(model, optimizer, 2, 3)
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(pipeline, "adamw_update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            train(model, optimizer, 3, 4)
+    gate.set()
     zo.close(model)
     _assert_resumes(nvme, 3)
 
@@ -259,7 +284,8 @@ def test_a_close_in_an_exception_asks_for_the_others_when_the_commit_is_over(
         gate.let_pass()
         original()
 
-    def all_come() -> bool:
+    def all_come(what: str, *, surely: bool) -> bool:
+        assert not surely
         ended.append(owner.parts.store.snapshots.num_ended)
         return True
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -25,6 +27,7 @@ from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.trainer import arm, fork_server
 from zero_offload.abi import Fault
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.optim import pipeline
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.storage.directory import RunDirectory
 
@@ -60,7 +63,7 @@ def _at(place: str, act: Callable[[], None], model: torch.nn.Module, step: int) 
         engine_of(model).inject_fault(Fault.WRITE_ENOSPC, 2)
 
 
-def _before(owner: type, name: str, act: Callable[[], None]) -> None:
+def _before(owner: object, name: str, act: Callable[[], None]) -> None:
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -271,6 +274,81 @@ def test_nan_on_one_rank_is_a_step_less_on_all(pool: RankPool) -> None:
     for (skipped, params), (_, without) in zip(poisoned, expected, strict=True):
         assert skipped == 1
         assert all(torch.equal(params[name], without[name]) for name in without)
+
+
+def close_after_an_interrupt(rank: int, world_size: int, case: Case, interrupted: list[int]) -> None:
+    """The last step strikes some ranks; at the end it waits to become a generation on the others."""
+    model, optimizer = ranks.start(case)
+    for step in range(case.num_steps):
+        if step == case.num_steps - 1 and rank in interrupted:
+            _before(pipeline, "adamw_update", _interrupt)
+        model(ranks.rows_of(step, rank, world_size)).backward()
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.step()
+        optimizer.zero_grad()
+    zo.close(model)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def look_at_resumed(rank: int, world_size: int, case: Case) -> tuple[int, Any]:
+    model, optimizer = ranks.start(case)
+    resumed = zo.resume(model, optimizer)
+    params = ranks.read_params(model)
+    zo.close(model)
+    return (0 if resumed is None else resumed.step), params
+
+
+@pytest.mark.parametrize(("interrupted", "step"), [([0], 2), ([1], 2), ([0, 1], 2), ([], 3)])
+def test_ranks_close_when_an_update_of_some_was_interrupted(
+    interrupted: list[int], step: int, pool: RankPool, tmp_path: Path
+) -> None:
+    """Nobody waits for ever, and a step that some lack becomes no generation of the others."""
+    case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "update_overlap": "none"}, num_steps=3)
+    struck = RankPool(2)  # of their own: what is patched stays patched
+    try:
+        struck.succeed(close_after_an_interrupt, case, interrupted)
+    finally:
+        struck.close()
+    plain = Case(case.settings | {"nvme": tmp_path / "plain"}, num_steps=step)
+    pool.succeed(close_after_an_interrupt, plain, [])
+    resumed, expected = pool.succeed(look_at_resumed, case), pool.succeed(look_at_resumed, plain)
+    for (found_step, found), (plain_step, params) in zip(resumed, expected, strict=True):
+        assert found_step == plain_step == step
+        assert all(torch.equal(found[name], params[name]) for name in params)
+
+
+def close_after_a_failure(rank: int, world_size: int, case: Case) -> None:
+    """Rank 1's last update fails behind the program, which hears of it when it closes."""
+    model, optimizer = ranks.start(case)
+    closes = threading.Event()
+
+    def strike() -> None:
+        assert closes.wait(30)
+        _strike("raise", "")
+
+    for step in range(case.num_steps):
+        model(ranks.rows_of(step, rank, world_size)).backward()
+        if step == case.num_steps - 1 and rank == 1:
+            _before(pipeline, "adamw_update", strike)
+        optimizer.step()
+        optimizer.zero_grad()
+    closes.set()
+    zo.close(model)
+
+
+def test_ranks_close_when_an_update_of_one_has_failed(pool: RankPool, tmp_path: Path) -> None:
+    case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "update_overlap": "forward"}, num_steps=3)
+    struck = RankPool(2)
+    try:
+        whole, failed = struck.call(close_after_a_failure, case)
+    finally:
+        struck.close()
+    assert whole is None
+    assert failed == Failure("StorageError", "the drive is on fire")
+    assert [step for step, _ in pool.succeed(look_at_resumed, case)] == [2, 2]
 
 
 # A checkpoint of two ranks is loaded on one

@@ -76,7 +76,7 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        self._board.check()
+        self._board.check_work()
         self._unfinished = [each for each in self._unfinished if not each.done()]
         future: Future[None] = Future()
         if self._jobs.put((lambda: self._run(job), future)):
@@ -86,7 +86,7 @@ class Worker:
             self._run(job)
 
     def _run(self, job: Callable[[], None]) -> None:
-        self._board.check()
+        self._board.check_work()
         try:
             job()
         except BaseException as error:

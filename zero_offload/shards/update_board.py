@@ -35,7 +35,7 @@ class UpdateBoard:
         self._listeners: list[Callable[[BaseException], None]] = []
 
     def tell(self, listener: Callable[[BaseException], None]) -> None:
-        """Call `listener` with every error, on the thread that has it: somebody waits elsewhere than here."""
+        """Call `listener` with an error that stops all work, on the thread that has it: somebody waits elsewhere."""
         self._listeners.append(listener)
 
     def queue(self, units: Iterable[int]) -> None:
@@ -71,7 +71,11 @@ class UpdateBoard:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """An update, a commit or a transfer failed: nothing goes on, every wait raises the first error."""
+        """An update, a commit or a transfer failed: every wait raises the first error.
+
+        Nothing goes on but, after an interrupt, what was submitted before it: the commit of the step before is whole,
+        and other ranks take part in it.
+        """
         if not isinstance(error, Exception):
             # Whoever comes later is not interrupted, but meets what an interrupt has left.
             error = UpdateInterrupted(
@@ -81,8 +85,9 @@ class UpdateBoard:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
-        for listener in self._listeners:
-            listener(self._error)
+        if self._stops_work():
+            for listener in self._listeners:
+                listener(self._error)
 
     def pending(self, unit: int) -> bool:
         return self._status[unit] is not UpdateStatus.IDLE
@@ -103,6 +108,14 @@ class UpdateBoard:
         """Raise the worker's error, if there is one."""
         if self._error is not None:
             raise self._error
+
+    def check_work(self) -> None:
+        """Raise what keeps a worker from its jobs."""
+        if self._stops_work():
+            self.check()
+
+    def _stops_work(self) -> bool:
+        return self._error is not None and not isinstance(self._error, UpdateInterrupted)
 
     def check_whole(self) -> None:
         """Raise if a step was interrupted, for whoever needs no update to be complete."""

@@ -13,7 +13,7 @@ import weakref
 import pytest
 
 from zero_offload.optim.worker import Worker
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.update_board import UpdateBoard, UpdateInterrupted
 
 
 def test_jobs_run_in_order() -> None:
@@ -44,6 +44,29 @@ def test_an_error_reaches_everyone_and_stops_what_follows() -> None:
             call()
     worker.shutdown()
     assert not done
+
+
+def test_an_interrupt_of_the_control_thread_lets_finish_what_was_submitted() -> None:
+    """The step before may be on its way into a generation, together with other ranks."""
+    board = UpdateBoard(1)
+    worker, other = Worker(board), Worker(board)
+    told: list[BaseException] = []
+    board.tell(told.append)
+    done: list[int] = []
+    gate = threading.Event()
+    worker.submit(lambda: assert_opens(gate))
+    worker.submit(lambda: other.submit(lambda: done.append(1)))
+    board.fail(KeyboardInterrupt())
+    gate.set()
+    for each in (worker, other):
+        with pytest.raises(UpdateInterrupted):
+            each.drain()
+        each.shutdown()
+    assert done == [1] and not told
+
+
+def assert_opens(gate: threading.Event) -> None:
+    assert gate.wait(10)
 
 
 def test_shutdown_waits_for_what_was_submitted() -> None:

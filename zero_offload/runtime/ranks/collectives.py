@@ -180,12 +180,17 @@ class CommitGroup:
             dist.all_gather(every, mine, group=self._group)
         return [bytes(every[number].tolist()).decode() for number in self._order]
 
-    def all_come(self) -> bool:
-        """Whether every rank calls this, within `COME_S`: what asks may have been left by an exception on one alone.
+    def all_come(self, what: str, *, surely: bool) -> bool:
+        """Whether every rank calls this, for `what`.
 
-        After a False the group is of no more use.
+        Not `surely`: this rank has met an error, which may be its own affair, and waits for the others for `COME_S`
+        only. After a False the group is of no more use. Else RankError is raised where one does not come.
         """
         if self._group is None:
+            return True
+        if surely:
+            with self._watch.waiting(what):
+                dist.monitored_barrier(self._group)
             return True
         try:
             dist.monitored_barrier(self._group, timeout=COME_S, wait_all_ranks=True)
