@@ -43,6 +43,8 @@ class Keeper:
     generation: State | None = None
     latest: dict[str, Any] | None = None
     """What is known of the last step, until a generation has it."""
+    is_aside: bool = False
+    """Whether states were replaced since: the step becomes a generation only if the script says so."""
     due: bool = False
     completes: bool = False
     checkpoints: dict[int, State] = field(default_factory=dict)
@@ -102,8 +104,9 @@ class Plain(Player):
             if all(grad.isfinite().all() for grad in grads.values()):
                 for master in self._masters.values():
                     master.update(self._lr, self._factor)
-            self._keeper.latest = {"lr": self._lr, "num_steps": self._num_steps}
-            self._keeper.due = self._num_steps % self._keeper.commit_every == 0
+            keeper = self._keeper
+            keeper.latest, keeper.is_aside = {"lr": self._lr, "num_steps": self._num_steps}, False
+            keeper.due = keeper.due or self._num_steps % keeper.commit_every == 0
         self._drop()
         return []
 
@@ -154,7 +157,7 @@ class Plain(Player):
             param.data.copy_(values)
 
     def _commit_due(self) -> None:
-        if self._keeper.due:
+        if self._keeper.due and not self._keeper.is_aside:
             self._commit_latest()
 
     def _commit_latest(self) -> None:
@@ -166,6 +169,7 @@ class Plain(Player):
         self._keeper.completes = True
         if self._keeper.latest is not None:
             self._keeper.latest |= {"lr": self._lr, "rng": torch.get_rng_state(), "extra": extra}
+            self._keeper.is_aside = False
         self._commit_due()
         return []
 
@@ -173,10 +177,10 @@ class Plain(Player):
         keeper = self._keeper
         if not keeper.keeps:
             return []
-        if keeper.completes and keeper.latest is not None and "rng" not in keeper.latest:
+        if keeper.latest is not None and (keeper.is_aside or (keeper.completes and "rng" not in keeper.latest)):
             keeper.latest = None
         self._commit_latest()
-        keeper.completes = False
+        keeper.completes = keeper.is_aside = False
         self._live.clear()
         self._clipped = False
         self._start()
@@ -191,7 +195,7 @@ class Plain(Player):
         if slot not in self._keeper.checkpoints:
             return []
         found = self._restore(self._keeper.checkpoints[slot])
-        self._keeper.latest, self._keeper.due = None, False
+        self._keeper.latest, self._keeper.is_aside, self._keeper.due = None, False, False
         return found
 
     def restart(self, dtype: str | None) -> list[Any]:
@@ -241,6 +245,7 @@ class Plain(Player):
             if master.num_updates:
                 master.exp_avg *= factor
                 master.num_updates += 1
+        self._keeper.is_aside = self._keeper.latest is not None
         return []
 
 
