@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import dataclasses
 import mmap
 import os
 import shutil
@@ -51,14 +50,14 @@ SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
 OPS = ("read", "write", "mixed")
 FIO_NAMES = {"read": "read", "write": "write", "mixed": "rw"}
 REACH_FIO, REACH_DEEPSPEED, REACH_CPU, REACH_UPDATE, REACH_STRIPE = 1 / 0.97, 1.0, 1.0, 1.05, 1 / 0.95
-BUFFERS = 3
-"""At least: the drive has one, the checksum another, and one is on its way back to it."""
+BUFFERS = (2, 3, 4)
+"""That are tried, beside as many as fio's best has: the drive has one, the checksum another, and so on."""
 SLOW, FAST = 200_000_000, 600_000_000
 _STRIPE_BLOCK = 4 * MIB
 
 
 class Ours:
-    """Our engine on one file of blocks, through as many buffers as fio has: what fits the cache fits it for both."""
+    """Our engine on one file of blocks, through the best number of buffers, as fio has its best depth."""
 
     def __init__(self, engine: FileEngine, fd: int, region: Region) -> None:
         self._engine = engine
@@ -75,8 +74,12 @@ class Ours:
         blocks = np.zeros(count, dtype=BLOCK_DTYPE)
         blocks["offset"], blocks["nbytes"] = np.arange(count) * block_bytes, block_bytes
         blocks["fd"] = self._fd
-        self._stream("write", blocks, BUFFERS, blocks)
+        self._stream("write", blocks, 3, blocks)
         return blocks
+
+    def best_buffers(self, op: str, block_bytes: int, seconds: float, counts: Iterable[int]) -> int:
+        """The fastest of `counts`."""
+        return max(counts, key=lambda count: self.run(op, block_bytes, seconds, count)[0])
 
     def run(self, op: str, block_bytes: int, seconds: float, num_buffers: int) -> tuple[float, float]:
         """Bytes per second and processor seconds per 10^9 bytes, for about so long."""
@@ -118,11 +121,15 @@ def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row]
         print(f"our engine: {best}\n  {best.reason}")
         engine = open_engine(best)
         ours = Ours(engine, fd, region)
-        jobs = {op: _fio.best_job(file, FIO_NAMES[op], 16 * MIB, seconds, huge=huge) for op in OPS}
-        print("fio's best: " + ", ".join(f"{op} {job.engine} depth {job.depth}" for op, job in jobs.items()))
         print(f"huge pages for fio: {'yes' if huge else 'no: not allowed here'}")
+        pairs = [(op, size) for op in OPS for size in SIZES]
+        jobs = {pair: _fio.best_job(file, FIO_NAMES[pair[0]], pair[1], seconds, huge=huge) for pair in pairs}
+        buffers = {pair: ours.best_buffers(*pair, seconds, {*BUFFERS, job.depth}) for pair, job in jobs.items()}
+        for (op, size), job in jobs.items():
+            ours_has = f"{buffers[op, size]} buffers"
+            print(f"{op} of {size // MIB} MiB: fio's best is {job.engine}, depth {job.depth}; ours has {ours_has}")
         peer = _Peer(file, jobs, seconds, region.address, huge=huge)
-        samples = _in_turns(ours, peer, rounds, (file, directory / "engine.bin"))
+        samples = _in_turns(ours, buffers, peer, rounds, (file, directory / "engine.bin"))
         engine.close()
     os.close(fd)
     rows = [each for op in OPS for size in SIZES for each in _speed_rows(op, size, samples[op, size])]
@@ -140,8 +147,13 @@ def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row]
 
 
 def _allocate(file: Path) -> None:
+    """In one piece, and written: what never was is read without the drive."""
     with file.open("wb") as opened:
         os.posix_fallocate(opened.fileno(), 0, FILE_BYTES)
+        for _ in range(FILE_BYTES // (16 * MIB)):
+            opened.write(bytes(16 * MIB))
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 class Sample(NamedTuple):
@@ -161,7 +173,7 @@ class _Peer:
     """fio on its own file, alone and beside checksums."""
 
     file: Path
-    jobs: dict[str, _fio.Job]
+    jobs: dict[tuple[str, int], _fio.Job]
     seconds: float
     address: int
     """Of memory to sum: a request's worth, so that what is in the cache for one is for the other."""
@@ -172,7 +184,7 @@ class _Peer:
 
     def run(self, op: str, block_bytes: int) -> tuple[float, float, float]:
         """Bytes per second alone and beside; processor seconds per 10^9 bytes of both."""
-        job = dataclasses.replace(self.jobs[op], block_bytes=block_bytes)
+        job = self.jobs[op, block_bytes]
         alone = _fio.run(self.file, job, self.seconds, huge=self.huge)
         pace = self.paces.get((op, block_bytes), alone.bytes_per_s)
         with ChecksumsBeside(self.address, block_bytes, pace) as sums:
@@ -181,14 +193,16 @@ class _Peer:
         return alone.bytes_per_s, beside.bytes_per_s, beside.cpu_s_per_gb + sums.cpu_s_per_gb
 
 
-def _in_turns(ours: Ours, peer: _Peer, rounds: int, files: Sequence[Path]) -> dict[tuple[str, int], list[Sample]]:
+def _in_turns(
+    ours: Ours, buffers: dict[tuple[str, int], int], peer: _Peer, rounds: int, files: Sequence[Path]
+) -> dict[tuple[str, int], list[Sample]]:
     samples: dict[tuple[str, int], list[Sample]] = {}
     for _ in range(rounds):
         for op in OPS:
             for size in SIZES:
                 for file in files:
                     _read_once(file)
-                speed, cpu = ours.run(op, size, peer.seconds, max(peer.jobs[op].depth, BUFFERS))
+                speed, cpu = ours.run(op, size, peer.seconds, buffers[op, size])
                 alone, beside, their_cpu = peer.run(op, size)
                 sample = Sample(speed, alone, beside, cpu, their_cpu)
                 samples.setdefault((op, size), []).append(sample)

@@ -1,11 +1,12 @@
 // One block on its way: which part to move next, what became of the parts, and the checksum over the whole.
 //
 // Knows neither files nor threads: a transport launches the parts that `next` gives and reports each result
-// to `completed`, in any order. A part is summed when it is next to the drive: of a write just before it
+// to `completed`, in any order. A part is summed when it is next to the drive: of a write shortly before it
 // leaves, of a read as soon as it has come, so the drive has work and the bytes are still in a cache. The
 // calls in order: the constructor; next, completed and sum_next until finished; then outcome.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <vector>
@@ -41,6 +42,12 @@ class BlockTransfer {
     void completed(const Part &part, int64_t result);
     // Sums one part that was read, in their order; false when there is none to sum now.
     bool sum_next();
+    // Whether of the next `nbytes` to be written some are not summed; `sum_ahead` sums a part of them.
+    bool lacks_sum(uint64_t nbytes) const {
+        return is_write() && outcome_.status == ZO_IO_DONE &&
+               summed_ < std::min<uint64_t>(fresh_ + nbytes, block_->nbytes);
+    }
+    void sum_ahead(uint64_t part_bytes) { sum(std::min<uint64_t>(summed_ + part_bytes, block_->nbytes)); }
     // True when nothing is under way, left or to be summed. Bad bytes are read once more.
     bool finished();
     // Instead of `finished`: the memory is not touched again. Once nothing is under way.

@@ -72,7 +72,11 @@ class UringTransport : public Transport {
                 continue;
             }
             launch();
-            if (!settling_.empty()) settle();
+            if (!settling_.empty()) {
+                settle();
+            } else if (may_sum_ahead()) {
+                launchable_.front()->transfer.sum_ahead(part_bytes_);
+            }
         }
         fail_everything();
     }
@@ -130,8 +134,8 @@ class UringTransport : public Transport {
 
     void put_part() {
         Active *active = launchable_.front();
-        // The checksum of a written part takes its time: what is ready goes first.
-        if (active->transfer.op() == ZO_IO_WRITE && ring_.has_unsubmitted()) enter(0);
+        // A checksum takes its time: what is ready goes first.
+        if (active->transfer.lacks_sum(1) && ring_.has_unsubmitted()) enter(0);
         Part part;
         if (engine_->given_up() || !active->transfer.next(part_bytes_, &part)) {
             launchable_.pop_front();
@@ -185,8 +189,15 @@ class UringTransport : public Transport {
         return buffers_[size_t(span)];
     }
 
+    // With all requests under way, what comes next is summed, so that it leaves as soon as there are results:
+    // some drives announce none before they have run out of requests.
+    bool may_sum_ahead() const {
+        if (launchable_.empty() || engine_->given_up()) return false;
+        return launchable_.front()->transfer.lacks_sum(part_bytes_ * slots_.size());
+    }
+
     void launch() {
-        const bool may_sleep = settling_.empty();
+        const bool may_sleep = settling_.empty() && !may_sum_ahead();
         if (may_sleep && !watches_ && (!free_slots_.empty() || !held_.empty())) {
             Sqe *entry = ring_.put();
             entry->opcode = uring::kOpPollAdd;
@@ -245,12 +256,10 @@ class UringTransport : public Transport {
     // Sums a part of one block; ends the block when it has all its bytes, or sends it on its way again.
     void settle() {
         Active *active = settling_.front();
+        // One block after the other: the sooner it ends, the sooner its buffer has the next one.
+        if (!engine_->given_up() && active->transfer.sum_next()) return;
         settling_.pop_front();
         active->settling = false;
-        if (!engine_->given_up() && active->transfer.sum_next()) {
-            settle_later(active);
-            return;
-        }
         if (active->launchable || active->under_way > 0) return;  // comes back when its parts do
         if (engine_->given_up()) {
             end(active, ETIMEDOUT);

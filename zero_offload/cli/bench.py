@@ -84,8 +84,8 @@ def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
 
     missing = {}
     more = [replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
-    more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in ((32, 256 * KIB), (2, 4 * MIB))]
-    more.append(replace(IO_URING, num_threads=1))
+    sizes = ((32, 256 * KIB), (8, 2 * MIB), (2, 4 * MIB))
+    more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in sizes]
     found = [*CANDIDATES, *more]
     if not native.available():
         missing["the native library"], found = "it is not built", [AIOFILES]

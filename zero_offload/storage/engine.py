@@ -50,7 +50,7 @@ class EngineSettings:
 
 
 THREADS = EngineSettings(EngineKind.THREADS, num_threads=4, depth=1, request_bytes=4 * MIB)
-IO_URING = EngineSettings(EngineKind.IO_URING, num_threads=1, depth=8, request_bytes=MIB)
+IO_URING = EngineSettings(EngineKind.IO_URING, num_threads=1, depth=16, request_bytes=MIB)
 """One thread is enough for most drives, checksums included; two move small blocks out of order, so later."""
 
 

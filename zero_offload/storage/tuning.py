@@ -40,8 +40,8 @@ DEFAULTS = {EngineKind.THREADS: THREADS, EngineKind.IO_URING: IO_URING, EngineKi
 CANDIDATES = (
     THREADS,
     IO_URING,
-    dataclasses.replace(IO_URING, depth=4, request_bytes=2 * MIB),
-    dataclasses.replace(IO_URING, num_threads=2),
+    dataclasses.replace(IO_URING, depth=8),
+    dataclasses.replace(IO_URING, depth=8, num_threads=2),
 )
 
 PROBE_BYTES = 128 * MIB
