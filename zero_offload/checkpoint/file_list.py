@@ -44,7 +44,8 @@ def reusable_bytes(paths: Sequence[Path]) -> int:
     """Disk space that the files of an earlier run hold: a run that resumes or discards it needs no other."""
     with contextlib.ExitStack() as stack:
         try:
-            directories = [stack.enter_context(RunDirectory.look(path)) for path in paths]
+            # Directories that a run is to be striped over now need not be there yet.
+            directories = [stack.enter_context(RunDirectory.look(path)) for path in paths if path.exists()]
             names = _announced(directories[0]) if directories else []
         except ZeroOffloadError:
             return 0  # opening them for the run says what is wrong

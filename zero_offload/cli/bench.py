@@ -84,8 +84,7 @@ def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
 
     missing = {}
     more = [replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
-    sizes = ((32, 256 * KIB), (8, 2 * MIB), (2, 4 * MIB))
-    more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in sizes]
+    more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in ((32, 256 * KIB), (2, 4 * MIB))]
     found = [*CANDIDATES, *more]
     if not native.available():
         missing["the native library"], found = "it is not built", [AIOFILES]

@@ -41,6 +41,7 @@ CANDIDATES = (
     THREADS,
     IO_URING,
     dataclasses.replace(IO_URING, depth=8),
+    dataclasses.replace(IO_URING, depth=8, request_bytes=2 * MIB),
     dataclasses.replace(IO_URING, depth=8, num_threads=2),
 )
 
