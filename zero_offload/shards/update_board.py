@@ -83,11 +83,13 @@ class UpdateBoard:
                 "(existing='resume' goes on from the last generation)"
             )
         with self._changed:
-            self._error = self._error or error
+            # What fails after an interrupt is told too: somebody may wait for it.
+            first = self._error if self._error is not None and self._stops_work() else error
+            self._error = first
             self._changed.notify_all()
         if self._stops_work():
             for listener in self._listeners:
-                listener(self._error)
+                listener(first)
 
     def pending(self, unit: int) -> bool:
         return self._status[unit] is not UpdateStatus.IDLE

@@ -65,6 +65,19 @@ def test_an_interrupt_of_the_control_thread_lets_finish_what_was_submitted() -> 
     assert done == [1] and not told
 
 
+def test_what_fails_after_an_interrupt_stops_all_the_same() -> None:
+    board = UpdateBoard(1)
+    told: list[BaseException] = []
+    board.tell(told.append)
+    board.fail(KeyboardInterrupt())
+    broken = ValueError("broken")
+    board.fail(broken)
+    board.fail(KeyboardInterrupt())
+    assert told[0] is broken
+    with pytest.raises(ValueError, match="broken"):
+        board.check_work()
+
+
 def assert_opens(gate: threading.Event) -> None:
     assert gate.wait(10)
 
