@@ -13,7 +13,7 @@ NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 NATIVE_TEST := tests/native/driver.cpp
 
-.PHONY: train test test-all check native asan tsan bench clean
+.PHONY: train test test-all check native asan tsan neon bench clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -44,6 +44,11 @@ asan:
 tsan:
 	$(BIN)/python tests/native/build.py thread build/tsan_driver
 	build/tsan_driver io
+
+# The kernels of arm64, by a cross compiler and an emulator (apt install g++-aarch64-linux-gnu qemu-user-static).
+neon:
+	CXX=aarch64-linux-gnu-g++ $(BIN)/python tests/native/build.py - build/neon_driver
+	qemu-aarch64-static build/neon_driver kernels
 
 $(READY): constraints.txt pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)

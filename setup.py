@@ -8,7 +8,6 @@ installs and warns; ZERO_OFFLOAD_REQUIRE_NATIVE=1 makes that an error.
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -46,9 +45,14 @@ def find_compiler() -> str | None:
     return next((path for path in map(shutil.which, names) if path), None)
 
 
-def isa_flags(source: Path) -> list[str]:
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return ISA_FLAGS.get(source.name, []) if is_x86 else []
+def is_for_x86(compiler: str) -> bool:
+    """What it makes code for, which a cross compiler does for another machine."""
+    machine = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True).stdout
+    return machine.startswith(("x86_64", "amd64"))
+
+
+def isa_flags(source: Path, *, x86: bool) -> list[str]:
+    return ISA_FLAGS.get(source.name, []) if x86 else []
 
 
 def newest(paths: list[Path]) -> float:
@@ -65,13 +69,14 @@ def compile_native(compiler: str, build_dir: Path, target: Path) -> None:
     # Few and small: any changed header, or this file with its flags, rebuilds all.
     shared = newest([*headers(), Path(__file__)])
     build_dir.mkdir(parents=True, exist_ok=True)
+    x86 = is_for_x86(compiler)
     objects = {source: build_dir / ("_".join(source.relative_to(CSRC).parts) + ".o") for source in sources}
 
     def compile_one(source: Path) -> None:
         output = objects[source]
         if output.exists() and output.stat().st_mtime > max(shared, source.stat().st_mtime):
             return
-        run([compiler, *COMPILE_FLAGS, *isa_flags(source), "-c", str(source), "-o", str(output)])
+        run([compiler, *COMPILE_FLAGS, *isa_flags(source, x86=x86), "-c", str(source), "-o", str(output)])
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(compile_one, sources))

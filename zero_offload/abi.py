@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 6
+VERSION = 7
 
 
 class Isa(IntEnum):
@@ -24,6 +24,24 @@ class Kind(IntEnum):
     FP32 = 0
     BF16 = 1
     FP16 = 2
+
+
+class Rule(IntEnum):
+    """The update of an optimizer."""
+
+    ADAMW = 0
+    ADAMW_AMSGRAD = 1
+    ADAM = 2
+    ADAM_AMSGRAD = 3
+    ADAGRAD = 4
+    LION = 5
+    SGD = 6
+    SGD_MOMENTUM = 7
+    SGD_NESTEROV = 8
+
+
+MAX_STATES = 3
+"""Arrays that a rule may keep beside the value."""
 
 
 class GradMode(IntEnum):
@@ -70,8 +88,8 @@ class AbiInfo(C.Structure):
     _fields_ = [
         ("size", C.c_uint32),
         ("version", C.c_uint32),
-        ("sizeof_adamw_args", C.c_uint32),
-        ("sizeof_adamw_segment", C.c_uint32),
+        ("sizeof_update_args", C.c_uint32),
+        ("sizeof_segment", C.c_uint32),
         ("sizeof_grad_args", C.c_uint32),
         ("sizeof_io_config", C.c_uint32),
         ("sizeof_io_block", C.c_uint32),
@@ -80,7 +98,7 @@ class AbiInfo(C.Structure):
     ]
 
 
-class AdamWSegmentStruct(C.Structure):
+class SegmentStruct(C.Structure):
     _fields_ = [
         ("begin", C.c_int64),
         ("end", C.c_int64),
@@ -94,18 +112,19 @@ class AdamWSegmentStruct(C.Structure):
     ]
 
 
-class AdamWArgsStruct(C.Structure):
+class UpdateArgsStruct(C.Structure):
     _fields_ = [
         ("size", C.c_uint32),
+        ("rule", C.c_uint32),
         ("value_kind", C.c_uint32),
         ("grad_kind", C.c_uint32),
         ("num_threads", C.c_uint32),
+        ("reserved", C.c_uint32),
         ("num_segments", C.c_int64),
         ("value", C.c_void_p),
         ("residual", C.c_void_p),
         ("master", C.c_void_p),
-        ("exp_avg", C.c_void_p),
-        ("exp_avg_sq", C.c_void_p),
+        ("states", C.c_void_p * MAX_STATES),
         ("grad", C.c_void_p),
         ("value_out", C.c_void_p),
         ("segments", C.c_void_p),
@@ -179,8 +198,8 @@ class IoStatsStruct(C.Structure):
 # Name in the header -> its declaration here.
 STRUCTS: dict[str, type[C.Structure]] = {
     "zo_abi_info": AbiInfo,
-    "zo_adamw_segment": AdamWSegmentStruct,
-    "zo_adamw_args": AdamWArgsStruct,
+    "zo_segment": SegmentStruct,
+    "zo_update_args": UpdateArgsStruct,
     "zo_grad_args": GradArgsStruct,
     "zo_io_config": IoConfigStruct,
     "zo_io_block": IoBlockStruct,
@@ -190,8 +209,8 @@ STRUCTS: dict[str, type[C.Structure]] = {
 
 # Field of zo_abi_info -> the struct whose size it tells.
 SIZED_STRUCTS = {
-    "sizeof_adamw_args": "zo_adamw_args",
-    "sizeof_adamw_segment": "zo_adamw_segment",
+    "sizeof_update_args": "zo_update_args",
+    "sizeof_segment": "zo_segment",
     "sizeof_grad_args": "zo_grad_args",
     "sizeof_io_config": "zo_io_config",
     "sizeof_io_block": "zo_io_block",
@@ -207,7 +226,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_isa_supported_mask": (_U32, []),
     "zo_isa": (_INT, []),
     "zo_set_isa": (_INT, [_INT]),
-    "zo_adamw": (_INT, [C.POINTER(AdamWArgsStruct)]),
+    "zo_update": (_INT, [C.POINTER(UpdateArgsStruct)]),
     "zo_master_split": (_INT, [_P, _P, _P, _I64, _U32]),
     "zo_master_join": (_INT, [_P, _P, _P, _I64, _U32]),
     "zo_convert": (_INT, [_U32, _P, _U32, _P, _I64, _U32]),

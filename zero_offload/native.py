@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_offload import abi
-from zero_offload.abi import Fault, GradMode, IoKind, IoOp, IoResultStruct, IoStatsStruct, Isa, Kind
+from zero_offload.abi import Fault, GradMode, IoKind, IoOp, IoResultStruct, IoStatsStruct, IoStatus, Isa, Kind, Rule
 from zero_offload.errors import CapacityError, ConfigError, StorageError, ZeroOffloadError
 
 LIBRARY_PATH = Path(__file__).resolve().with_name("_native.so")
@@ -30,14 +30,14 @@ _GRAD_ARGS_SIZE = C.sizeof(abi.GradArgsStruct)
 
 
 @dataclass(frozen=True)
-class AdamWArgs:
-    """Addresses and counts of one `zo_adamw` call; `segments` is the address of `zo_adamw_segment` rows."""
+class UpdateArgs:
+    """Addresses and counts of one `zo_update` call; `segments` is the address of `zo_segment` rows."""
 
+    rule: Rule
     value: int
     residual: int
     master: int
-    exp_avg: int
-    exp_avg_sq: int
+    states: tuple[int, ...]
     grad: int
     value_out: int
     value_kind: Kind
@@ -131,9 +131,9 @@ def set_isa(isa: Isa) -> None:
     _check(lib().zo_set_isa(isa))
 
 
-def adamw(args: AdamWArgs) -> None:
-    struct = abi.AdamWArgsStruct(size=C.sizeof(abi.AdamWArgsStruct), **vars(args))
-    _check(lib().zo_adamw(C.byref(struct)))
+def update(args: UpdateArgs) -> None:
+    struct = abi.UpdateArgsStruct(size=C.sizeof(abi.UpdateArgsStruct), **vars(args))
+    _check(lib().zo_update(C.byref(struct)))
 
 
 def master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:

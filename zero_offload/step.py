@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zero_offload.kernels.adamw import AdamWSegment, segment_array
+from zero_offload.kernels.update import Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
 from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads
 from zero_offload.shards.registry import AdamWHyper
@@ -51,7 +51,7 @@ def _segments(
     wanted: Mapping[int, AdamWHyper],
     step: StepInput,
     param_steps: dict[str, int],
-) -> list[AdamWSegment]:
+) -> list[Segment]:
     segments = []
     for index, (piece, param) in enumerate(zip(section.layout.params, section.params, strict=True)):
         hyper = wanted.get(id(param))
@@ -61,7 +61,7 @@ def _segments(
         begin, end = section.layout.in_shard(piece, step.shard_index)
         factor = grads.factor(section, index)
         segments.append(
-            AdamWSegment(
+            Segment(
                 begin,
                 end,
                 hyper.lr,

@@ -14,8 +14,8 @@
 namespace zo {
 namespace {
 
-constexpr const char *kIsaNames[] = {"scalar", "avx2", "avx512"};
-constexpr int kNumIsas = 3;
+constexpr const char *kIsaNames[] = {"scalar", "avx2", "avx512", "neon"};
+constexpr int kNumIsas = 4;
 
 bool is_supported(int isa) { return isa >= 0 && isa < kNumIsas && (supported_isa_mask() >> isa & 1); }
 
@@ -56,6 +56,8 @@ uint32_t supported_isa_mask() {
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
         mask |= 1u << ZO_ISA_AVX512;
     }
+#elif ZO_ARM64
+    mask |= 1u << ZO_ISA_NEON;
 #endif
     return mask;
 }

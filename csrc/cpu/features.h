@@ -10,8 +10,13 @@
 #else
 #define ZO_X86 0
 #endif
+#if defined(__aarch64__)
+#define ZO_ARM64 1
+#else
+#define ZO_ARM64 0
+#endif
 // Clang before 16 offers the CRC instructions of arm64 to whole files only.
-#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16)
+#if ZO_ARM64 && (!defined(__clang__) || __clang_major__ >= 16)
 #define ZO_ARM_CRC 1
 #else
 #define ZO_ARM_CRC 0

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 6
+#define ZO_ABI_VERSION 7
 
 enum zo_status {
     ZO_OK = 0,
@@ -34,8 +34,9 @@ enum zo_status {
 
 enum zo_isa_kind { ZO_ISA_SCALAR = 0, ZO_ISA_AVX2 = 1, ZO_ISA_AVX512 = 2, ZO_ISA_NEON = 3 };
 
-/* Element types. As an AdamW value, ZO_BF16 is the rounded half of an fp32 master that `residual` completes;
- * ZO_FP16 is a rounded copy of the fp32 `master`, since five bits of exponent leave no half to complete. */
+/* Element types. As an optimizer's value, ZO_BF16 is the rounded half of an fp32 master that `residual`
+ * completes; ZO_FP16 is a rounded copy of the fp32 `master`, since five bits of exponent leave no half to
+ * complete. */
 enum zo_kind { ZO_FP32 = 0, ZO_BF16 = 1, ZO_FP16 = 2 };
 #define ZO_NUM_KINDS 3
 
@@ -47,8 +48,8 @@ enum zo_grad_mode { ZO_OVERWRITE = 0, ZO_ACCUMULATE = 1 };
 typedef struct {
     uint32_t size;
     uint32_t version;
-    uint32_t sizeof_adamw_args;
-    uint32_t sizeof_adamw_segment;
+    uint32_t sizeof_update_args;
+    uint32_t sizeof_segment;
     uint32_t sizeof_grad_args;
     uint32_t sizeof_io_config;
     uint32_t sizeof_io_block;
@@ -71,10 +72,25 @@ ZO_API int zo_isa(void);
 /* Takes effect from the next kernel call on, in every thread. */
 ZO_API int zo_set_isa(int isa);
 
-/* ---- AdamW ------------------------------------------------------------------------------------------------
+/* ---- the optimizers' updates ------------------------------------------------------------------------------
  */
 
-/* Elements [begin, end) of all buffers share these hyperparameters; `step` counts from 1. */
+/* An update, its states in their order, and what beta1 and beta2 of a segment are to it. */
+enum zo_rule {
+    ZO_ADAMW = 0,         /* exp_avg, exp_avg_sq */
+    ZO_ADAMW_AMSGRAD = 1, /* exp_avg, exp_avg_sq, max_exp_avg_sq */
+    ZO_ADAM = 2,          /* as AdamW, but weight_decay is added to the gradient (L2) */
+    ZO_ADAM_AMSGRAD = 3,  /* the same with max_exp_avg_sq */
+    ZO_ADAGRAD = 4,       /* sum; beta1 is lr_decay */
+    ZO_LION = 5,          /* exp_avg */
+    ZO_SGD = 6,           /* no state */
+    ZO_SGD_MOMENTUM = 7,  /* momentum_buffer; beta1 is the momentum, beta2 the dampening */
+    ZO_SGD_NESTEROV = 8   /* the same */
+};
+#define ZO_NUM_RULES 9
+
+/* Elements [begin, end) of all buffers share these hyperparameters; `step` counts from 1. A grad_scale below
+ * 0 maximizes. */
 typedef struct {
     int64_t begin;
     int64_t end;
@@ -85,28 +101,29 @@ typedef struct {
     double weight_decay;
     double grad_scale;
     int64_t step;
-} zo_adamw_segment;
+} zo_segment;
 
 typedef struct {
     uint32_t size;
+    uint32_t rule;
     uint32_t value_kind;
     uint32_t grad_kind;
     uint32_t num_threads;
+    uint32_t reserved;
     int64_t num_segments;
     void *value;
     uint16_t *residual;
     float *master;
-    float *exp_avg;
-    float *exp_avg_sq;
+    float *states[3];
     const void *grad;
     void *value_out;
-    const zo_adamw_segment *segments;
-} zo_adamw_args;
+    const zo_segment *segments;
+} zo_update_args;
 
 /* One fused pass over the segments, which are sorted and disjoint; elements in no segment are not touched.
  * `residual` is read for bf16 values only, `master` for fp16 values only. `value_out`, when not NULL,
- * receives a second copy of the new value. */
-ZO_API int zo_adamw(const zo_adamw_args *args);
+ * receives a second copy of the new value. No two buffers may overlap. */
+ZO_API int zo_update(const zo_update_args *args);
 
 /* ---- master weights and conversions -----------------------------------------------------------------------
  */

@@ -7,7 +7,7 @@
 #include "optim/kernel.inl"
 
 namespace zo {
-const AdamwTable adamw_avx2 = kTable;
+const UpdateTable update_avx2 = kTable;
 }  // namespace zo
 
 #endif  // ZO_X86

@@ -10,5 +10,5 @@ using Vec = ScalarVec;
 #include "optim/kernel.inl"
 
 namespace zo {
-const AdamwTable adamw_scalar = kTable;
+const UpdateTable update_scalar = kTable;
 }  // namespace zo

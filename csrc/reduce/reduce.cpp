@@ -16,6 +16,8 @@ const ReduceTable &table() {
 #if ZO_X86
     if (current_isa() == ZO_ISA_AVX512) return reduce_avx512;
     if (current_isa() == ZO_ISA_AVX2) return reduce_avx2;
+#elif ZO_ARM64
+    if (current_isa() == ZO_ISA_NEON) return reduce_neon;
 #endif
     return reduce_scalar;
 }

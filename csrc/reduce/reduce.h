@@ -38,6 +38,8 @@ extern const ReduceTable reduce_scalar;
 #if ZO_X86
 extern const ReduceTable reduce_avx2;
 extern const ReduceTable reduce_avx512;
+#elif ZO_ARM64
+extern const ReduceTable reduce_neon;
 #endif
 
 // The arguments have been validated, except that they may name a kernel that is not offered.

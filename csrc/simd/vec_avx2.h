@@ -36,6 +36,12 @@ struct Vec {
     static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
     static F sqrt(F x) { return _mm256_sqrt_ps(x); }
 
+    static F greater(F a, F b) { return _mm256_max_ps(a, b); }
+    static F sign(F x) {
+        const F bit = _mm256_set1_ps(-0.0f), one = _mm256_or_ps(_mm256_and_ps(x, bit), _mm256_set1_ps(1.0f));
+        return _mm256_blendv_ps(x, one, _mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_NEQ_OQ));
+    }
+
     static I set_bits(uint32_t x) { return _mm256_set1_epi32(int32_t(x)); }
     static I bits(F x) { return _mm256_castps_si256(x); }
     static F from_bits(I x) { return _mm256_castsi256_ps(x); }

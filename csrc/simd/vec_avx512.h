@@ -34,6 +34,12 @@ struct Vec {
     static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
     static F sqrt(F x) { return _mm512_sqrt_ps(x); }
 
+    static F greater(F a, F b) { return _mm512_max_ps(a, b); }
+    static F sign(F x) {
+        const F one = _mm512_or_ps(_mm512_and_ps(x, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(1.0f));
+        return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_OQ), one);
+    }
+
     static I set_bits(uint32_t x) { return _mm512_set1_epi32(int32_t(x)); }
     static I bits(F x) { return _mm512_castps_si512(x); }
     static F from_bits(I x) { return _mm512_castsi512_ps(x); }

@@ -52,6 +52,9 @@ struct ScalarVec {
     static F fma(F a, F b, F c) { return __builtin_fmaf(a, b, c); }  // a * b + c, rounded once
     static F sqrt(F x) { return __builtin_sqrtf(x); }
 
+    static F greater(F a, F b) { return a > b ? a : b; }
+    static F sign(F x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }  // -1, 1, or the zero or NaN it was
+
     static I set_bits(uint32_t x) { return x; }
     static I bits(F x) {
         I word;

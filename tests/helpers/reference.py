@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import build, tokens_of
-from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
+from zero_offload.abi import Rule
 from zero_offload.kernels.grads import sum_of_squares
 from zero_offload.kernels.master import join_master, split_master
+from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 from zero_offload.plan.model_spec import ModelSpec
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1
@@ -205,23 +206,22 @@ class MasterParam:
             return
         self.num_updates += 1
         decay = WEIGHT_DECAY if self.param.dim() > 1 else 0.0
-        segment = AdamWSegment(0, self.param.numel(), lr, *BETAS, EPS, decay, grad_scale, self.num_updates)
+        segment = Segment(0, self.param.numel(), lr, *BETAS, EPS, decay, grad_scale, self.num_updates)
         self.step_kernel(self.grad, segment)
         self.grad = None
 
-    def step_kernel(self, grad: Tensor, segment: AdamWSegment) -> None:
-        buffers = AdamWBuffers(
+    def step_kernel(self, grad: Tensor, segment: Segment) -> None:
+        buffers = UpdateBuffers(
             value=self.half.data_ptr(),
             residual=self.residual.data_ptr(),
             master=0,
-            exp_avg=self.exp_avg.data_ptr(),
-            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            states=(self.exp_avg.data_ptr(), self.exp_avg_sq.data_ptr()),
             grad=grad.data_ptr(),
             value_out=0,
             value_dtype=torch.bfloat16,
             grad_dtype=torch.float32,
         )
-        adamw_update(buffers, [segment], 1)
+        fused_update(Rule.ADAMW, buffers, [segment], 1)
 
     def master(self) -> Tensor:
         master = torch.empty(self.half.shape)
@@ -246,19 +246,18 @@ class RoundedParam(MasterParam):
     def _follow(self) -> None:
         self.param.data = self.whole.detach().to(self.dtype)
 
-    def step_kernel(self, grad: Tensor, segment: AdamWSegment) -> None:
-        buffers = AdamWBuffers(
+    def step_kernel(self, grad: Tensor, segment: Segment) -> None:
+        buffers = UpdateBuffers(
             value=self.whole.data_ptr(),
             residual=0,
             master=0,
-            exp_avg=self.exp_avg.data_ptr(),
-            exp_avg_sq=self.exp_avg_sq.data_ptr(),
+            states=(self.exp_avg.data_ptr(), self.exp_avg_sq.data_ptr()),
             grad=grad.data_ptr(),
             value_out=0,
             value_dtype=torch.float32,
             grad_dtype=torch.float32,
         )
-        adamw_update(buffers, [segment], 1)
+        fused_update(Rule.ADAMW, buffers, [segment], 1)
         self._follow()
 
     def master(self) -> Tensor:

@@ -27,6 +27,7 @@ C_TYPES = {
 ENUMS: dict[str, type[IntEnum]] = {
     "zo_isa_kind": abi.Isa,
     "zo_kind": abi.Kind,
+    "zo_rule": abi.Rule,
     "zo_grad_mode": abi.GradMode,
     "zo_io_kind": abi.IoKind,
     "zo_io_op": abi.IoOp,
@@ -39,8 +40,8 @@ def header_structs() -> dict[str, list[tuple[str, str]]]:
     """Name -> (C type, field) in order."""
     found = {}
     for body, name in re.findall(r"typedef struct \{(.*?)\} (\w+);", HEADER, flags=re.DOTALL):
-        fields = [re.fullmatch(r"(.*?)(\w+)", part.strip()) for part in body.split(";") if part.strip()]
-        found[name] = [(match[1].strip(), match[2]) for match in fields if match]
+        fields = [re.fullmatch(r"(.*?)(\w+)(\[\d+\])?", part.strip()) for part in body.split(";") if part.strip()]
+        found[name] = [(match[1].strip() + (match[3] or ""), match[2]) for match in fields if match]
     return found
 
 
@@ -56,6 +57,9 @@ def header_functions() -> dict[str, tuple[str, list[str]]]:
 
 def matches(c_type: str, declared: object) -> bool:
     """Whether a ctypes declaration stands for this C type."""
+    if array := re.fullmatch(r"(.*)\[(\d+)\]", c_type):
+        each = getattr(declared, "_type_", None)
+        return getattr(declared, "_length_", None) == int(array[2]) and matches(array[1], each)
     base = c_type.removeprefix("const ").removesuffix("*").strip()
     if not c_type.endswith("*"):
         return declared is C_TYPES[base]

@@ -1,6 +1,7 @@
-"""Builds driver.cpp with the whole of csrc/ under sanitizers: build.py SANITIZERS OUTPUT.
+"""Builds driver.cpp with the whole of csrc/: build.py SANITIZERS OUTPUT; no sanitizers: -.
 
-Uses the compiler and flags of setup.py, so that what is checked is what is shipped.
+Uses the compiler ($CXX) and flags of setup.py, so that what is checked is what is shipped. For another machine the
+result needs none of its libraries.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ ROOT = Path(__file__).resolve().parents[2]
 def main() -> None:
     sanitizers, output = sys.argv[1], Path(sys.argv[2])
     build = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
-    flags = [*build["COMPILE_FLAGS"], f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1"]
+    compiler = build["find_compiler"]()
+    x86 = build["is_for_x86"](compiler)
+    checks = [] if sanitizers == "-" else [f"-fsanitize={sanitizers}"]
+    flags = [*build["COMPILE_FLAGS"], *checks, *(["-fno-sanitize-recover=all", "-g", "-O1"] if checks else [])]
     objects_dir = output.with_name(output.name + ".objects")
     objects_dir.mkdir(parents=True, exist_ok=True)
     sources = [*sorted((ROOT / "csrc").rglob("*.cpp")), ROOT / "tests/native/driver.cpp"]
 
     def compile_one(source: Path) -> str:
         target = objects_dir / ("_".join(source.relative_to(ROOT).parts) + ".o")
-        extra = build["isa_flags"](source)
-        subprocess.run([build["find_compiler"](), *flags, *extra, "-c", source, "-o", target], check=True)
+        extra = build["isa_flags"](source, x86=x86)
+        subprocess.run([compiler, *flags, *extra, "-c", source, "-o", target], check=True)
         return str(target)
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         objects = list(pool.map(compile_one, sources))
-    link = ["-fopenmp", "-pthread", f"-fsanitize={sanitizers}", "-o", output]
-    subprocess.run([build["find_compiler"](), *objects, *link], check=True)
+    link = ["-fopenmp", "-pthread", *(checks or ["-static"]), "-o", output]
+    subprocess.run([compiler, *objects, *link], check=True)
 
 
 if __name__ == "__main__":

@@ -29,35 +29,66 @@ namespace {
 
 constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 31, 255, 4099, 16385, 50001};
 
-std::vector<float> random_floats(int64_t numel, uint32_t seed) {
-    std::vector<float> values(static_cast<size_t>(numel));
-    for (float &value : values) {
+enum class Values {
+    kNormal,
+    kAnyBits
+};  // the latter: denormals, infinities and every kind of NaN among them
+
+std::vector<float> random_floats(int64_t numel, uint32_t seed, Values values) {
+    std::vector<float> made(static_cast<size_t>(numel));
+    for (float &value : made) {
         seed = seed * 1664525u + 1013904223u;
         value = float(int32_t(seed)) * 1e-9f;
+        if (values == Values::kNormal || (seed & 0x300)) continue;
+        const uint32_t exponent = (seed & 0x400) ? 0x7F800000u : 0, odd = seed ^ (seed >> 16);
+        const uint32_t word = (odd & 0x807FFFFFu) | exponent;
+        memcpy(&value, &word, sizeof(value));
     }
-    return values;
+    return made;
+}
+
+template <class T>
+bool same_bits(const std::vector<T> &a, const std::vector<T> &b) {
+    return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
 struct State {
     std::vector<uint16_t> half, residual, half_out, grad;
-    std::vector<float> exp_avg, exp_avg_sq, values, sums;
-    double sumsq = 0;
+    std::vector<float> first, second, third, values, sums;
+    std::vector<double> sumsq;
+    std::vector<int32_t> finite;
     bool operator==(const State &o) const {
-        return half == o.half && residual == o.residual && half_out == o.half_out && exp_avg == o.exp_avg &&
-               exp_avg_sq == o.exp_avg_sq && values == o.values && sums == o.sums && sumsq == o.sumsq;
+        return same_bits(half, o.half) && same_bits(residual, o.residual) &&
+               same_bits(half_out, o.half_out) && same_bits(grad, o.grad) && same_bits(first, o.first) &&
+               same_bits(second, o.second) && same_bits(third, o.third) && same_bits(values, o.values) &&
+               same_bits(sums, o.sums) && same_bits(sumsq, o.sumsq) && finite == o.finite;
     }
 };
 
+void store(State &s, zo_grad_args &grads) {
+    EXPECT(zo_grad_store(&grads) == ZO_OK);
+    s.sumsq.push_back(grads.sumsq);
+    s.finite.push_back(grads.finite);
+}
+
+// The sum of what a store has left is what the store has returned.
+void sum_again(State &s, uint32_t kind, const void *values, int64_t numel, uint32_t num_threads) {
+    double sumsq = 0;
+    int32_t finite = 0;
+    EXPECT(zo_sumsq(kind, values, numel, num_threads, &sumsq, &finite) == ZO_OK && finite == s.finite.back());
+    EXPECT(memcmp(&sumsq, &s.sumsq.back(), sizeof(sumsq)) == 0);
+}
+
 // The same update with an fp16 value and gradient, whose master is what the sums held; replaces both halves.
-void run_fp16(State &s, zo_adamw_args adamw, int64_t numel, uint32_t num_threads) {
+void run_fp16(State &s, zo_update_args update, int64_t numel, uint32_t num_threads) {
     std::vector<uint16_t> small(s.grad.size());
     EXPECT(zo_convert(ZO_FP16, small.data(), ZO_FP32, s.sums.data(), numel, num_threads) == ZO_OK);
-    adamw.value_kind = adamw.grad_kind = ZO_FP16;
-    adamw.residual = nullptr;
-    adamw.master = s.sums.data();
-    adamw.grad = small.data();
-    EXPECT(numel == 0 || zo_adamw(&adamw) == ZO_OK);
-    EXPECT(s.half == s.half_out);
+    update.value_kind = update.grad_kind = ZO_FP16;
+    update.residual = nullptr;
+    update.master = s.sums.data();
+    update.grad = small.data();
+    EXPECT(numel == 0 || zo_update(&update) == ZO_OK);
+    EXPECT(same_bits(s.half, s.half_out));
 
     zo_grad_args grads = {};
     grads.size = sizeof(grads);
@@ -67,39 +98,40 @@ void run_fp16(State &s, zo_adamw_args adamw, int64_t numel, uint32_t num_threads
     grads.src = small.data();
     grads.numel = numel;
     grads.scale = 0.7f;
-    EXPECT(zo_grad_store(&grads) == ZO_OK && grads.finite);
-    int32_t finite = 0;
-    EXPECT(zo_sumsq(ZO_FP16, s.grad.data(), numel, num_threads, &s.sumsq, &finite) == ZO_OK && finite);
-    EXPECT(s.sumsq == grads.sumsq);
+    store(s, grads);
+    sum_again(s, ZO_FP16, s.grad.data(), numel, num_threads);
     EXPECT(zo_convert(ZO_FP32, s.values.data(), ZO_FP16, s.grad.data(), numel, num_threads) == ZO_OK);
 }
 
 // Every kernel once over numel elements.
-State run_kernels(int64_t numel, uint32_t num_threads) {
+State run_kernels(uint32_t rule, int64_t numel, uint32_t num_threads, Values values) {
     const auto count = static_cast<size_t>(numel);
-    const std::vector<float> master = random_floats(numel, 1), gradient = random_floats(numel, 2);
+    const std::vector<float> master = random_floats(numel, 1, values),
+                             gradient = random_floats(numel, 2, values);
     State s;
     for (auto *words : {&s.half, &s.residual, &s.half_out, &s.grad}) words->resize(count);
-    for (auto *floats : {&s.exp_avg, &s.exp_avg_sq, &s.values, &s.sums}) floats->resize(count);
+    for (auto *floats : {&s.first, &s.second, &s.third, &s.values, &s.sums}) floats->resize(count);
     EXPECT(zo_master_split(master.data(), s.half.data(), s.residual.data(), numel, num_threads) == ZO_OK);
     EXPECT(zo_convert(ZO_BF16, s.grad.data(), ZO_FP32, gradient.data(), numel, num_threads) == ZO_OK);
 
-    zo_adamw_args adamw = {};
-    adamw.size = sizeof(adamw);
-    adamw.value_kind = adamw.grad_kind = ZO_BF16;
-    adamw.num_threads = num_threads;
-    adamw.value = s.half.data();
-    adamw.residual = s.residual.data();
-    adamw.exp_avg = s.exp_avg.data();
-    adamw.exp_avg_sq = s.exp_avg_sq.data();
-    adamw.grad = s.grad.data();
-    adamw.value_out = s.half_out.data();
+    zo_update_args update = {};
+    update.size = sizeof(update);
+    update.rule = rule;
+    update.value_kind = update.grad_kind = ZO_BF16;
+    update.num_threads = num_threads;
+    update.value = s.half.data();
+    update.residual = s.residual.data();
+    update.states[0] = s.first.data();
+    update.states[1] = s.second.data();
+    update.states[2] = s.third.data();
+    update.grad = s.grad.data();
+    update.value_out = s.half_out.data();
     const int64_t third = numel / 3;
-    const zo_adamw_segment segments[] = {{0, third, 1e-3, .9, .999, 1e-8, .1, 1.0, 1},
-                                         {third, numel, 1e-4, .9, .99, 1e-8, 0.0, 0.5, 7}};
-    adamw.segments = segments;
-    adamw.num_segments = 2;
-    EXPECT(numel == 0 || zo_adamw(&adamw) == ZO_OK);
+    const zo_segment segments[] = {{0, third, 1e-3, .9, .999, 1e-8, .1, 1.0, 1},
+                                   {third, numel, 1e-4, .9, .99, 1e-8, 0.0, 0.5, 7}};
+    update.segments = segments;
+    update.num_segments = 2;
+    EXPECT(numel == 0 || zo_update(&update) == ZO_OK);
     EXPECT(zo_master_join(s.half.data(), s.residual.data(), s.values.data(), numel, num_threads) == ZO_OK);
 
     zo_grad_args grads = {};
@@ -110,29 +142,29 @@ State run_kernels(int64_t numel, uint32_t num_threads) {
     grads.src = s.grad.data();
     grads.numel = numel;
     grads.scale = 1.0f;
-    EXPECT(zo_grad_store(&grads) == ZO_OK && grads.finite);
+    store(s, grads);
     grads.mode = ZO_ACCUMULATE;
     grads.scale = 0.3f;
-    EXPECT(zo_grad_store(&grads) == ZO_OK && grads.finite);
-    int32_t finite = 0;
-    EXPECT(zo_sumsq(ZO_FP32, s.sums.data(), numel, num_threads, &s.sumsq, &finite) == ZO_OK && finite);
-    EXPECT(s.sumsq == grads.sumsq);
-    run_fp16(s, adamw, numel, num_threads);
+    store(s, grads);
+    sum_again(s, ZO_FP32, s.sums.data(), numel, num_threads);
+    EXPECT(values == Values::kAnyBits || (s.finite[0] && s.finite[1]));
+    run_fp16(s, update, numel, num_threads);
     return s;
 }
 
-void test_kernels() {
-    for (const int64_t numel : kSizes) {
-        EXPECT(zo_set_isa(ZO_ISA_SCALAR) == ZO_OK);
-        const State expected = run_kernels(numel, 1);
-        const uint32_t crc = zo_crc32c(5, expected.values.data(), uint64_t(numel) * 4);
-        for (int isa = 0; isa <= ZO_ISA_AVX512; ++isa) {
-            if (!(zo_isa_supported_mask() >> isa & 1)) continue;
-            EXPECT(zo_set_isa(isa) == ZO_OK && zo_isa() == isa);
-            EXPECT(run_kernels(numel, 1) == expected);
-            EXPECT(run_kernels(numel, 2) == expected);
-            EXPECT(zo_crc32c(5, expected.values.data(), uint64_t(numel) * 4) == crc);
+void test_kernels(uint32_t rule, int64_t numel, Values values) {
+    EXPECT(zo_set_isa(ZO_ISA_SCALAR) == ZO_OK);
+    const State expected = run_kernels(rule, numel, 1, values);
+    const uint32_t crc = zo_crc32c(5, expected.values.data(), uint64_t(numel) * 4);
+    for (int isa = 0; isa <= ZO_ISA_NEON; ++isa) {
+        if (!(zo_isa_supported_mask() >> isa & 1)) {
+            EXPECT(zo_set_isa(isa) == ZO_UNSUPPORTED);
+            continue;
         }
+        EXPECT(zo_set_isa(isa) == ZO_OK && zo_isa() == isa);
+        EXPECT(run_kernels(rule, numel, 1, values) == expected);
+        EXPECT(run_kernels(rule, numel, 2, values) == expected);
+        EXPECT(zo_crc32c(5, expected.values.data(), uint64_t(numel) * 4) == crc);
     }
 }
 
@@ -141,14 +173,16 @@ void test_refusals() {
     EXPECT(zo_abi(&info) == ZO_INVALID);
     info.size = sizeof(info);
     EXPECT(zo_abi(&info) == ZO_OK && info.version == ZO_ABI_VERSION);
-    EXPECT(zo_abi(nullptr) == ZO_INVALID && zo_adamw(nullptr) == ZO_INVALID &&
+    EXPECT(zo_abi(nullptr) == ZO_INVALID && zo_update(nullptr) == ZO_INVALID &&
            zo_grad_store(nullptr) == ZO_INVALID);
-    EXPECT(zo_set_isa(ZO_ISA_NEON) == ZO_UNSUPPORTED && zo_set_isa(-1) == ZO_UNSUPPORTED);
-    zo_adamw_args adamw = {};
-    adamw.size = sizeof(adamw);
-    adamw.num_threads = 1;
-    adamw.num_segments = 1;
-    EXPECT(zo_adamw(&adamw) == ZO_INVALID && strstr(zo_last_error(), "segments"));
+    EXPECT(zo_set_isa(ZO_ISA_NEON + 1) == ZO_UNSUPPORTED && zo_set_isa(-1) == ZO_UNSUPPORTED);
+    zo_update_args update = {};
+    update.size = sizeof(update);
+    update.num_threads = 1;
+    update.num_segments = 1;
+    EXPECT(zo_update(&update) == ZO_INVALID && strstr(zo_last_error(), "segments"));
+    update.rule = ZO_NUM_RULES;
+    EXPECT(zo_update(&update) == ZO_INVALID && strstr(zo_last_error(), "rule"));
     EXPECT(zo_convert(ZO_FP16, nullptr, ZO_BF16, nullptr, 0, 1) == ZO_UNSUPPORTED);
     EXPECT(zo_convert(9, nullptr, 0, nullptr, 0, 1) == ZO_INVALID);
     EXPECT(zo_convert(0, nullptr, 0, nullptr, 1, 1) == ZO_INVALID);
@@ -345,8 +379,18 @@ void test_neighbours() {
 
 // With the argument "io" only the engine runs: the thread sanitizer does not understand OpenMP's barriers.
 int main(int argc, char **argv) {
+    const char *part = argc < 2 ? "" : argv[1];
     test_refusals();
-    if (argc < 2 || strcmp(argv[1], "io") != 0) test_kernels();
+    for (const int64_t numel : kSizes) {
+        if (strcmp(part, "io") == 0) break;
+        for (const Values values : {Values::kNormal, Values::kAnyBits}) {
+            for (uint32_t rule = 0; rule < ZO_NUM_RULES; ++rule) test_kernels(rule, numel, values);
+        }
+    }
+    if (strcmp(part, "kernels") == 0) {
+        puts("kernels: ok");
+        return 0;
+    }
     test_neighbours();
     test_io_refusals();
     test_parts_in_any_order();

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from zero_offload import abi, native
-from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
+from zero_offload.abi import Rule
 from zero_offload.kernels.checksum import crc32c_of_tensor
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 from zero_offload.kernels.master import convert, join_master, split_master
+from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update
 
 SIZES = [0, 1, 7, 31, 255, 4096 + 3, 100001]
 SPECIALS = [
@@ -55,12 +56,12 @@ def image(tensors: list[torch.Tensor]) -> list[bytes]:
     ]
 
 
-def random_segments(numel: int, seed: int) -> list[AdamWSegment]:
+def random_segments(numel: int, seed: int) -> list[Segment]:
     """Sorted segments with gaps, some of them empty, each with other hyperparameters."""
     rng = np.random.default_rng(seed)
     cuts = np.sort(rng.integers(0, numel + 1, 2 * 9))
     return [
-        AdamWSegment(
+        Segment(
             *(int(begin), int(end)),
             lr=float(rng.choice([0.0, 1e-3, 0.1])),
             beta1=float(rng.choice([0.0, 0.9])),
@@ -74,39 +75,48 @@ def random_segments(numel: int, seed: int) -> list[AdamWSegment]:
     ]
 
 
-def run_adamw(
-    isa: abi.Isa, numel: int, dtypes: tuple[torch.dtype, torch.dtype], copy: str, threads: int
+def run_update(
+    isa: abi.Isa, rule: Rule, numel: int, dtypes: tuple[torch.dtype, torch.dtype], copy: str, threads: int
 ) -> list[bytes]:
     native.set_isa(isa)
     value_dtype, grad_dtype = dtypes
     value = floats(numel, 1) if value_dtype is FP32 else halves(numel, 1, value_dtype)
     residual, master = halves(numel, 2), floats(numel, 7)
-    exp_avg, exp_avg_sq = floats(numel, 3, 1e-3), floats(numel, 4, 1e-3).abs()
+    states = [floats(numel, 3, 1e-3), floats(numel, 4, 1e-3).abs(), floats(numel, 8, 1e-3).abs()]
+    if rule is Rule.ADAGRAD:
+        states[0] = states[1]
     grad = floats(numel, 5) if grad_dtype is FP32 else halves(numel, 5, grad_dtype)
     value_out = torch.zeros(numel, dtype=value_dtype)
-    buffers = AdamWBuffers(
+    buffers = UpdateBuffers(
         value=value.data_ptr(),
         residual=residual.data_ptr() if value_dtype is BF16 else 0,
         master=master.data_ptr() if value_dtype is FP16 else 0,
-        exp_avg=exp_avg.data_ptr(),
-        exp_avg_sq=exp_avg_sq.data_ptr(),
+        states=tuple(state.data_ptr() for state in states[: len(STATES[rule])]),
         grad=grad.data_ptr(),
         value_out=value_out.data_ptr() if copy == "copy" else 0,
         value_dtype=value_dtype,
         grad_dtype=grad_dtype,
     )
     if numel > 0:
-        adamw_update(buffers, random_segments(numel, 6), threads)
-    return image([value, residual, master, exp_avg, exp_avg_sq, value_out])
+        fused_update(rule, buffers, random_segments(numel, 6), threads)
+    return image([value, residual, master, *states, value_out])
 
 
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("copy", ["copy", "in place"])
 @pytest.mark.parametrize("dtypes", [(v, g) for v in (FP32, BF16, FP16) for g in (FP32, BF16, FP16)], ids=str)
 def test_adamw(isa: abi.Isa, dtypes: tuple[torch.dtype, torch.dtype], copy: str, numel: int) -> None:
-    expected = run_adamw(abi.Isa.SCALAR, numel, dtypes, copy, 1)
+    expected = run_update(abi.Isa.SCALAR, Rule.ADAMW, numel, dtypes, copy, 1)
     for threads in (1, 2, 3):
-        assert run_adamw(isa, numel, dtypes, copy, threads) == expected
+        assert run_update(isa, Rule.ADAMW, numel, dtypes, copy, threads) == expected
+
+
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule is not Rule.ADAMW], ids=lambda rule: rule.name)
+def test_rules(isa: abi.Isa, rule: Rule) -> None:
+    for dtypes in [(v, g) for v in (FP32, BF16, FP16) for g in (FP32, BF16, FP16)]:
+        for numel in (31, 4096 + 3):
+            expected = run_update(abi.Isa.SCALAR, rule, numel, dtypes, "copy", 1)
+            assert run_update(isa, rule, numel, dtypes, "copy", 2) == expected, (dtypes, numel)
 
 
 def run_grads(isa: abi.Isa, numel: int, threads: int) -> list[object]:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw as torch_adamw
 
+from zero_offload.abi import Rule
 from zero_offload.errors import CheckpointError, ConfigError, ZeroOffloadError
-from zero_offload.kernels.adamw import AdamWBuffers, AdamWSegment, adamw_update
+from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 from zero_offload.shards.registry import AdamWHyper, Owner, owner_of
 
 
@@ -157,18 +158,17 @@ class AdamW(torch.optim.Optimizer):
         if param.numel() == 0:
             return
         grad = grad.contiguous()
-        buffers = AdamWBuffers(
+        buffers = UpdateBuffers(
             value=param.data_ptr(),
             residual=state["residual"].data_ptr() if "residual" in state else 0,
             master=0,
-            exp_avg=state["exp_avg"].data_ptr(),
-            exp_avg_sq=state["exp_avg_sq"].data_ptr(),
+            states=(state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()),
             grad=grad.data_ptr(),
             value_out=0,
             value_dtype=param.dtype,
             grad_dtype=grad.dtype,
         )
-        segment = AdamWSegment(
+        segment = Segment(
             0,
             param.numel(),
             hyper.lr,
@@ -179,7 +179,7 @@ class AdamW(torch.optim.Optimizer):
             -1.0 if hyper.maximize else 1.0,
             int(state["step"]),
         )
-        adamw_update(buffers, [segment], torch.get_num_threads())
+        fused_update(Rule.ADAMW, buffers, [segment], torch.get_num_threads())
         torch.autograd.graph.increment_version(param)
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zero_offload.kernels.adamw import AdamWBuffers, SegmentArray, adamw_update
+from zero_offload.abi import Rule
+from zero_offload.kernels.update import SegmentArray, UpdateBuffers, fused_update
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
@@ -136,19 +137,18 @@ class UpdatePipeline:
             # The kernel writes segments only; parameters that this step leaves alone are delivered too.
             ctypes.memmove(out, chunk.addresses[Component.VALUE], (chunk.end - chunk.begin) * dtype.itemsize)
         for source in task.grads:
-            buffers = AdamWBuffers(
+            buffers = UpdateBuffers(
                 value=chunk.addresses[Component.VALUE],
                 residual=chunk.addresses.get(Component.RESIDUAL, 0),
                 master=chunk.addresses.get(Component.MASTER, 0),
-                exp_avg=chunk.addresses[Component.EXP_AVG],
-                exp_avg_sq=chunk.addresses[Component.EXP_AVG_SQ],
+                states=(chunk.addresses[Component.EXP_AVG], chunk.addresses[Component.EXP_AVG_SQ]),
                 grad=source.address,
                 value_out=out,
                 value_dtype=dtype,
                 grad_dtype=section.grads.dtype,
             )
             segments = cut_segments(section.segments, chunk.begin, chunk.begin + source.begin, chunk.begin + source.end)
-            adamw_update(buffers, segments, self._num_threads)
+            fused_update(Rule.ADAMW, buffers, segments, self._num_threads)
         task.writes = self._store.close_chunk(chunk)
         self._writing.append(task)
         if task.row == len(section.shard.layout.chunks()) - 1:

@@ -1,9 +1,9 @@
-"""The fused AdamW update over raw memory.
+"""The fused updates of all optimizers, over raw memory.
 
-Owns the shape of its arguments; never allocates or keeps memory. One pass reads gradient, master and moments,
-and writes moments, master and, when asked, a second copy of the new value. The same bits come out on every
+Owns the shape of its arguments; never allocates or keeps memory. One pass reads gradient, master and states,
+and writes states, master and, when asked, a second copy of the new value. The same bits come out on every
 machine and for every number of threads. The calls in order: `segment_array` when hyperparameters change, then
-`adamw_update` for each shard.
+`fused_update` for each shard.
 """
 
 from __future__ import annotations
@@ -16,16 +16,34 @@ import numpy.typing as npt
 import torch
 
 from zero_offload import abi, native
+from zero_offload.abi import Rule
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.dtypes import kind_of
 
-SEGMENT_DTYPE = np.dtype(abi.AdamWSegmentStruct)
+SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
 SegmentArray = npt.NDArray[np.void]
 
 
+STATES: dict[Rule, tuple[str, ...]] = {
+    Rule.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Rule.ADAMW_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
+    Rule.ADAM_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.ADAGRAD: ("sum",),
+    Rule.LION: ("exp_avg",),
+    Rule.SGD: (),
+    Rule.SGD_MOMENTUM: ("momentum_buffer",),
+    Rule.SGD_NESTEROV: ("momentum_buffer",),
+}
+"""What a rule keeps, by torch's names, in the order of the kernels."""
+
+
 @dataclass(frozen=True)
-class AdamWSegment:
-    """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1."""
+class Segment:
+    """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1.
+
+    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay.
+    """
 
     begin: int
     end: int
@@ -39,7 +57,7 @@ class AdamWSegment:
 
 
 @dataclass(frozen=True)
-class AdamWBuffers:
+class UpdateBuffers:
     """Addresses of one shard's arrays; 0 where there is none.
 
     `value` is the fp32 master itself, or its bf16 half completed by `residual` (int16), or the fp16 copy of `master`
@@ -49,31 +67,35 @@ class AdamWBuffers:
     value: int
     residual: int
     master: int
-    exp_avg: int  # (numel,) fp32
-    exp_avg_sq: int  # (numel,) fp32
+    states: tuple[int, ...]  # of each (numel,) fp32, in the order of STATES
     grad: int  # (numel,) of grad_dtype
     value_out: int
     value_dtype: torch.dtype
     grad_dtype: torch.dtype
 
 
-def segment_array(segments: Sequence[AdamWSegment]) -> SegmentArray:
-    """The segments as one array for `adamw_update`: build it once, use it for many calls."""
+def segment_array(segments: Sequence[Segment]) -> SegmentArray:
+    """The segments as one array for `fused_update`: build it once, use it for many calls."""
     return np.array([astuple(segment) for segment in segments], dtype=SEGMENT_DTYPE)
 
 
-def adamw_update(buffers: AdamWBuffers, segments: SegmentArray | Sequence[AdamWSegment], num_threads: int) -> None:
-    """One AdamW step over sorted, disjoint segments; elements in no segment are not touched."""
+def fused_update(
+    rule: Rule, buffers: UpdateBuffers, segments: SegmentArray | Sequence[Segment], num_threads: int
+) -> None:
+    """One step over sorted, disjoint segments; elements in no segment are not touched.
+
+    Raises ConfigError for an argument that is missing or out of range, and for buffers that overlap.
+    """
     array = segments if isinstance(segments, np.ndarray) else segment_array(segments)
     if array.dtype != SEGMENT_DTYPE or not array.flags.c_contiguous:
         raise ConfigError(f"segments are an array from segment_array(), not one of {array.dtype}")
-    native.adamw(
-        native.AdamWArgs(
+    native.update(
+        native.UpdateArgs(
+            rule=rule,
             value=buffers.value,
             residual=buffers.residual,
             master=buffers.master,
-            exp_avg=buffers.exp_avg,
-            exp_avg_sq=buffers.exp_avg_sq,
+            states=buffers.states,
             grad=buffers.grad,
             value_out=buffers.value_out,
             value_kind=kind_of(buffers.value_dtype),

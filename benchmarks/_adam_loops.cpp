@@ -1,0 +1,127 @@
+// The two limits of an update: a loop that only streams its bytes, and one that only does its arithmetic.
+//
+// Compiled by benchmarks/_adam_loops.py for one instruction set, with the flags of that kernel file.
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+
+#include VEC_HEADER
+
+#include "optim/kernel.inl"
+#include "util/parallel.h"
+
+namespace {
+
+constexpr int64_t kChunk = 16384, kLanes = 16, kResident = 1024;
+
+// How many arrays of 4 and of 2 bytes are only read, rewritten, only written.
+struct Streams {
+    uint32_t read[2], changed[2], written[2];
+};
+
+template <class Word>
+struct Lane {
+    typedef Word Type __attribute__((vector_size(kLanes * sizeof(Word)), aligned(sizeof(Word)), may_alias));
+};
+using Wide = Lane<uint32_t>::Type;
+using Narrow = Lane<uint16_t>::Type;
+
+template <class Vector>
+Vector *at(char *const *arrays, uint32_t k, int64_t i) {
+    return reinterpret_cast<Vector *>(arrays[k] + i * int64_t(sizeof(Vector) / kLanes));
+}
+
+// Sixteen elements of each array at a time, as a kernel takes them; one more in every word that is rewritten.
+template <uint32_t kRead4, uint32_t kRead2, uint32_t kChanged4, uint32_t kChanged2, uint32_t kWritten4,
+          uint32_t kWritten2>
+uint32_t pass(char *const *given, int64_t begin, int64_t end) {
+    constexpr uint32_t kCount = kRead4 + kRead2 + kChanged4 + kChanged2 + kWritten4 + kWritten2;
+    char *arrays[kCount];
+    for (uint32_t k = 0; k < kCount; ++k) arrays[k] = given[k];
+    Wide sink4 = {};
+    Narrow sink2 = {};
+    for (int64_t i = begin; i < end; i += kLanes) {
+        uint32_t k = 0;
+        for (uint32_t j = 0; j < kRead4; ++j) sink4 |= *at<Wide>(arrays, k++, i);
+        for (uint32_t j = 0; j < kRead2; ++j) sink2 |= *at<Narrow>(arrays, k++, i);
+        for (uint32_t j = 0; j < kChanged4; ++j) *at<Wide>(arrays, k++, i) += 1;
+        for (uint32_t j = 0; j < kChanged2; ++j) *at<Narrow>(arrays, k++, i) += 1;
+        for (uint32_t j = 0; j < kWritten4; ++j) *at<Wide>(arrays, k++, i) = Wide{};
+        for (uint32_t j = 0; j < kWritten2; ++j) *at<Narrow>(arrays, k++, i) = Narrow{};
+    }
+    uint32_t sink = 0;
+    for (int lane = 0; lane < kLanes; ++lane) sink |= sink4[lane] | sink2[lane];
+    return sink;
+}
+
+using Pass = uint32_t (*)(char *const *, int64_t, int64_t);
+
+struct Offered {
+    Streams streams;
+    Pass pass;
+};
+
+#define OFFER(r4, r2, c4, c2, w4, w2) \
+    Offered { {{r4, r2}, {c4, c2}, {w4, w2}}, pass<r4, r2, c4, c2, w4, w2> }
+
+const Offered kOffered[] = {
+    OFFER(0, 1, 2, 2, 0, 0),                           // AdamW: a bf16 half, its residual, two moments
+    OFFER(1, 0, 3, 0, 0, 0),                           // the same in fp32
+    OFFER(0, 1, 3, 1, 0, 0),                           // in fp16
+    OFFER(0, 1, 3, 2, 0, 0),                           // with AMSGrad
+    OFFER(0, 1, 1, 2, 0, 0),                           // one state
+    OFFER(0, 1, 0, 2, 0, 0),                           // none
+    OFFER(0, 1, 1, 0, 0, 0),                           // fp32 += bf16
+    OFFER(1, 0, 0, 0, 0, 0),                           // a norm
+    OFFER(0, 1, 0, 0, 0, 0), OFFER(1, 0, 0, 0, 0, 1),  // a conversion
+    OFFER(0, 1, 0, 0, 1, 0),
+};
+
+}  // namespace
+
+extern "C" {
+
+// `counts` are those of Streams, and the arrays in that order. False: no such loop is offered.
+__attribute__((visibility("default"))) bool stream(const uint32_t *counts, char *const *arrays, int64_t numel,
+                                                   uint32_t num_threads) {
+    for (const Offered &each : kOffered) {
+        if (memcmp(&each.streams, counts, sizeof(Streams)) != 0) continue;
+        uint32_t sinks = 0;
+        zo::parallel_chunks((numel + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
+            const uint32_t sink = each.pass(arrays, chunk * kChunk, std::min(numel, (chunk + 1) * kChunk));
+            __atomic_fetch_or(&sinks, sink, __ATOMIC_RELAXED);
+        });
+        volatile uint32_t kept = sinks;
+        (void)kept;
+        return true;
+    }
+    return false;
+}
+
+// The update of a rule over memory that never leaves the first-level cache, numel elements in all.
+__attribute__((visibility("default"))) void arithmetic(uint32_t rule, uint32_t value_kind, uint32_t grad_kind,
+                                                       int64_t numel, uint32_t num_threads) {
+    const zo::UpdateKernel kernel = zo::kTable.kernel[rule][value_kind][grad_kind][0];
+    const zo::UpdateScalars scalars = {1.0f,  1.0f, 0.0f,  0.9f,   0.999f, 0.1f,
+                                       1e-3f, 1.0f, 1e-8f, -1e-9f, 1.0f};
+    zo::parallel_chunks(num_threads, num_threads, [&](int64_t thread) {
+        alignas(64) float floats[5][kResident];
+        alignas(64) uint16_t words[2][kResident];
+        for (int64_t i = 0; i < kResident; ++i) {
+            for (auto &each : floats) each[i] = 0.01f;
+            words[0][i] = 0x3C00, words[1][i] = 0;
+        }
+        void *grad = grad_kind == ZO_FP32 ? static_cast<void *>(floats[4]) : words[0];
+        alignas(64) uint16_t halves[kResident];
+        memcpy(halves, words[0], sizeof(halves));
+        void *value = value_kind == ZO_FP32 ? static_cast<void *>(floats[0]) : halves;
+        const zo::UpdateBuffers buffers = {value, words[1], floats[0], {floats[1], floats[2], floats[3]},
+                                           grad,  nullptr};
+        const int64_t share = numel / num_threads + (thread < numel % num_threads);
+        for (int64_t done = 0; done < share; done += kResident) kernel(buffers, scalars, 0, kResident);
+    });
+}
+
+}  // extern "C"

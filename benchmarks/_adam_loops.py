@@ -1,0 +1,60 @@
+"""Compiles and calls the loops of _adam_loops.cpp: an update's memory traffic alone, and its arithmetic alone."""
+
+from __future__ import annotations
+
+import ctypes as C
+import runpy
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from zero_offload import native
+from zero_offload.abi import Isa, Kind, Rule
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@cache
+def _library() -> C.CDLL:
+    """For the instruction set that the kernels use now."""
+    build = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
+    compiler = build["find_compiler"]()
+    isa = native.isa().name.lower()
+    flags = [*build["COMPILE_FLAGS"], *build["isa_flags"](Path(f"kernel_{isa}.cpp"), x86=build["is_for_x86"](compiler))]
+    vec = "simd/vec_scalar.h" if native.isa() is Isa.SCALAR else f"simd/vec_{isa}.h"
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "loops.so"
+        source = Path(__file__).with_suffix(".cpp")
+        command = [compiler, *flags, f'-DVEC_HEADER="{vec}"', "-shared", str(source), "-o", str(library)]
+        subprocess.run(command, check=True)
+        loaded = C.CDLL(str(library))
+    loaded.stream.restype = C.c_bool
+    return loaded
+
+
+def stream(
+    read: Sequence[torch.Tensor],
+    changed: Sequence[torch.Tensor],
+    numel: int,
+    num_threads: int,
+    *,
+    written: Sequence[torch.Tensor] = (),
+) -> None:
+    """Read, rewrite and write, element by element together; `numel` is a multiple of 16, elements have 4 or 2 bytes."""
+    kinds = [
+        [[each for each in part if each.element_size() == size] for size in (4, 2)] for part in (read, changed, written)
+    ]
+    arrays = [each for part in kinds for group in part for each in group]
+    counts = (C.c_uint32 * 6)(*(len(group) for part in kinds for group in part))
+    addresses = (C.c_void_p * len(arrays))(*(array.data_ptr() for array in arrays))
+    if not _library().stream(counts, addresses, C.c_int64(numel), num_threads):
+        raise ValueError(f"no loop for {list(counts)} arrays: add it to _adam_loops.cpp")
+
+
+def arithmetic(rule: Rule, value: Kind, grad: Kind, numel: int, num_threads: int) -> None:
+    """The update of `numel` elements that never leave the first-level cache."""
+    _library().arithmetic(int(rule), int(value), int(grad), C.c_int64(numel), num_threads)

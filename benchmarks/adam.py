@@ -1,0 +1,270 @@
+"""Optimizer kernels: against torch's fused AdamW and DeepSpeedCPUAdam, and against what memory and arithmetic allow.
+
+All things compared take turns in one process, on the same arrays on huge pages, in another order each round; a figure
+is the median of its rounds, a ratio the median of the rounds' ratios. `torch` and `DeepSpeed` update fp32 parameters,
+and copy them to bf16 for the model. The limit of a kernel is the larger of a loop that only streams the same bytes, and
+a loop of the same arithmetic in the first-level cache (_adam_loops.cpp). The peer runs where it is installed:
+
+    PYTHONPATH=. DS_ACCELERATOR=cpu PEER_ENVIRONMENT/bin/python benchmarks/adam.py --quick
+
+    python benchmarks/adam.py [--quick] [--threads N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from _adam_loops import arithmetic, stream
+from _rows import Row, missing, row, show, write
+
+from zero_offload import native
+from zero_offload.abi import Rule
+from zero_offload.kernels.dtypes import kind_of
+from zero_offload.kernels.grads import accumulate_grad, sum_of_squares
+from zero_offload.kernels.master import convert
+from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update, segment_array
+from zero_offload.memory.arena import Arena
+
+M = 10**6
+SIZES, QUICK_SIZES = [1 * M, 10 * M, 100 * M, 400 * M], [1 * M, 100 * M]
+ROUND_S = 0.02
+"""One turn of a small size is as many calls as fill this."""
+HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+REACH_PEERS, REACH_TORCH_CACHED, REACH_DEEPSPEED_CACHED, REACH_LIMIT = 1 / 1.35, 1 / 2.5, 1 / 1.25, 1 / 0.95
+INSTALL = "pip install deepspeed==0.19.8 (DS_BUILD_OPS=0, needs g++ and ninja), then run this with its python"
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Format:
+    """What a kernel is asked for."""
+
+    name: str
+    rule: Rule
+    value: torch.dtype
+    grad: torch.dtype
+
+
+EXACT = Format("AdamW, bf16 half and residual", Rule.ADAMW, BF16, BF16)
+FORMATS = [
+    EXACT,
+    Format("AdamW, fp32", Rule.ADAMW, FP32, FP32),
+    Format("AdamW, fp16 and master", Rule.ADAMW, FP16, FP16),
+    Format("Adam with AMSGrad, bf16", Rule.ADAM_AMSGRAD, BF16, BF16),
+    Format("Adagrad, bf16", Rule.ADAGRAD, BF16, BF16),
+    Format("Lion, bf16", Rule.LION, BF16, BF16),
+    Format("SGD with momentum, bf16", Rule.SGD_MOMENTUM, BF16, BF16),
+    Format("SGD, bf16", Rule.SGD, BF16, BF16),
+]
+
+
+class Arrays:
+    """The memory that all share: (numel,) each."""
+
+    def __init__(self, numel: int) -> None:
+        arena = Arena(0)
+        self.numel = numel
+        self.fp32 = [arena.array(FP32, numel) for _ in range(5)]
+        """A master or parameter, three states, a gradient."""
+        self.halves = [arena.array(BF16, numel) for _ in range(4)]
+        """A half, a residual, a gradient, a copy."""
+        for begin in range(0, numel, M):
+            end = min(numel, begin + M)
+            for array in (self.fp32[0], self.fp32[4], self.halves[0], self.halves[2]):
+                array[begin:end].normal_(std=0.02)
+
+    def of(self, dtype: torch.dtype, fp32: int, half: int) -> torch.Tensor:
+        return self.fp32[fp32] if dtype is FP32 else self.halves[half].view(dtype)
+
+    def update(self, form: Format, threads: int) -> Call:
+        """The kernel, without a second copy of the value."""
+        value, grad = self.of(form.value, 0, 0), self.of(form.grad, 4, 2)
+        buffers = UpdateBuffers(
+            value=value.data_ptr(),
+            residual=self.halves[1].data_ptr() if form.value is BF16 else 0,
+            master=self.fp32[0].data_ptr() if form.value is FP16 else 0,
+            states=tuple(self.fp32[1 + k].data_ptr() for k in range(len(STATES[form.rule]))),
+            grad=grad.data_ptr(),
+            value_out=0,
+            value_dtype=form.value,
+            grad_dtype=form.grad,
+        )
+        segment = Segment(0, self.numel, 1e-6, 0.9, 0.999, 1e-8, 0.01, 1.0, 100)
+        segments = segment_array([segment])
+        return lambda: fused_update(form.rule, buffers, segments, threads)
+
+    def stream_of(self, form: Format, threads: int) -> Call:
+        """A loop over the same bytes."""
+        changed = [self.of(form.value, 0, 0), *self.fp32[1 : 1 + len(STATES[form.rule])]]
+        if form.value is BF16:
+            changed.append(self.halves[1])
+        elif form.value is FP16:
+            changed.append(self.fp32[0])
+        read = [self.of(form.grad, 4, 2)]
+        return lambda: stream(read, changed, self.numel, threads)
+
+    def clear(self) -> None:
+        """After streams, which leave any bits."""
+        for array in (*self.fp32[1:4], self.halves[1]):
+            array.zero_()
+        for array in (self.fp32[0], self.halves[0]):
+            array.fill_(0.02)
+
+
+def take_turns(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Seconds per call, round by round."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        begin = time.perf_counter()
+        call()
+        counts[name] = max(1, round(ROUND_S / (time.perf_counter() - begin)))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            begin = time.perf_counter()
+            for _ in range(counts[name]):
+                calls[name]()
+            times[name].append((time.perf_counter() - begin) / counts[name])
+    return times
+
+
+def compare(name: str, ours: Sequence[float], against: str, theirs: Sequence[float], numel: int, reach: float) -> Row:
+    """In nanoseconds per parameter; the ratio is the median of the rounds'."""
+    scale = 1e9 / numel
+    made = row(name, statistics.median(ours) * scale, "ns", against, statistics.median(theirs) * scale, reach)
+    ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
+    return made | {"ratio": ratio, "ok": ratio <= reach}
+
+
+def peers(arrays: Arrays) -> dict[str, Call]:
+    """Their updates of fp32 parameters, each with a copy to bf16; DeepSpeed where it is installed."""
+    param = torch.nn.Parameter(arrays.fp32[0])
+    param.grad = arrays.fp32[4]
+    copy = arrays.halves[3]
+    moments = {"exp_avg": arrays.fp32[1], "exp_avg_sq": arrays.fp32[2]}
+    found: dict[str, torch.optim.Optimizer] = {"torch": torch.optim.AdamW([param], fused=True, **HYPER)}
+    found["torch"].state[param].update(moments | {"step": torch.tensor(100.0)})
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        found["DeepSpeed"] = DeepSpeedCPUAdam([param], adamw_mode=True, **HYPER)
+        found["DeepSpeed"].state[param].update(moments | {"step": 100})
+    except ImportError:
+        pass
+
+    def with_copy(optimizer: torch.optim.Optimizer) -> Call:
+        def call() -> None:
+            optimizer.step()
+            copy.copy_(param.detach())
+
+        return call
+
+    return {name: with_copy(optimizer) for name, optimizer in found.items()}
+
+
+def rows_of_peers(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
+    numel = arrays.numel
+    calls = {"ours": arrays.update(EXACT, threads)} | peers(arrays)
+    times = take_turns(calls, rounds)
+    cached = numel <= M
+    made = []
+    for peer, reach in (
+        ("torch", REACH_TORCH_CACHED if cached else REACH_PEERS),
+        ("DeepSpeed", REACH_DEEPSPEED_CACHED if cached else REACH_PEERS),
+    ):
+        name, against = f"AdamW exact, {numel // M}M", f"{peer}, fused, and a copy"
+        if peer in times:
+            made.append(compare(name, times["ours"], against, times[peer], numel, reach))
+        else:
+            made.append(missing(name, statistics.median(times["ours"]) * 1e9 / numel, "ns", against, reach))
+    return made
+
+
+def rows_of_limits(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
+    made = []
+    for form in FORMATS:
+        kinds = kind_of(form.value), kind_of(form.grad)
+        arrays.clear()
+        update, streaming = arrays.update(form, threads), arrays.stream_of(form, threads)
+
+        def alone(form: Format = form, kinds: tuple[int, int] = kinds) -> None:
+            arithmetic(form.rule, *kinds, arrays.numel, threads)
+
+        times = take_turns({"ours": update, "streaming": streaming, "arithmetic": alone}, rounds)
+        limit = max(("streaming", "arithmetic"), key=lambda name: statistics.median(times[name]))
+        made.append(compare(form.name, times["ours"], f"{limit} alone", times[limit], arrays.numel, REACH_LIMIT))
+    return made
+
+
+def rows_of_passes(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
+    """Accumulation, norm and conversions."""
+    numel, fp32, half = arrays.numel, arrays.fp32[4], arrays.halves[2]
+    arrays.clear()
+    passes: dict[str, tuple[Call, Call]] = {
+        "fp32 += bf16, with its norm": (
+            lambda: accumulate_grad(fp32.data_ptr(), half.data_ptr(), BF16, numel, num_threads=threads),
+            lambda: stream([half], [fp32], numel, threads),
+        ),
+        "norm of fp32": (
+            lambda: sum_of_squares(fp32.data_ptr(), FP32, numel, num_threads=threads),
+            lambda: stream([fp32], [], numel, threads),
+        ),
+        "norm of bf16": (
+            lambda: sum_of_squares(half.data_ptr(), BF16, numel, num_threads=threads),
+            lambda: stream([half], [], numel, threads),
+        ),
+        "fp32 to bf16": (
+            lambda: convert(half, fp32, num_threads=threads),
+            lambda: stream([fp32], [], numel, threads, written=[half]),
+        ),
+        "bf16 to fp32": (
+            lambda: convert(fp32, half, num_threads=threads),
+            lambda: stream([half], [], numel, threads, written=[fp32]),
+        ),
+    }
+    made = []
+    for name, (ours, limit) in passes.items():
+        fp32.fill_(0.02)
+        half.fill_(0.02)
+        times = take_turns({"ours": ours, "limit": limit}, rounds)
+        made.append(compare(name, times["ours"], "streaming alone", times["limit"], numel, REACH_LIMIT))
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1M and 100M only, fewer rounds")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rounds = 9 if args.quick else 25
+    print(f"{native.isa().name}, {args.threads} threads, ns per parameter")
+    rows: list[Row] = []
+    for numel in QUICK_SIZES if args.quick else SIZES:
+        arrays = Arrays(numel)
+        rows += rows_of_peers(arrays, args.threads, rounds)
+        if numel == 100 * M:
+            rows += rows_of_limits(arrays, args.threads, rounds) + rows_of_passes(arrays, args.threads, rounds)
+    show(rows)
+    write(rows, args.json)
+    if any(each["ok"] is None for each in rows):
+        print(f"a peer is missing: {INSTALL}")
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+// The mathematics of each optimizer, once, over whatever Vec is asked for.
+//
+// [Note: rounding] Each line is one IEEE operation per call, rounded once; `fma` is the only fused one.
+// Before a rule comes g = grad * grad_scale. Constants come rounded to float. A port that keeps these lists
+// returns the same bits.
+
+#include "optim/update.h"
+
+namespace zo {
+namespace {
+
+template <class W>
+struct Lanes {
+    using F = typename W::F;
+    explicit Lanes(const UpdateScalars &s)
+        : grad_scale(W::set(s.grad_scale)),
+          decay(W::set(s.decay)),
+          l2(W::set(s.l2)),
+          beta1(W::set(s.beta1)),
+          beta2(W::set(s.beta2)),
+          one_minus_beta1(W::set(s.one_minus_beta1)),
+          one_minus_beta2(W::set(s.one_minus_beta2)),
+          inv_sqrt_bias2(W::set(s.inv_sqrt_bias2)),
+          eps(W::set(s.eps)),
+          neg_step_size(W::set(s.neg_step_size)),
+          grad_share(W::set(s.grad_share)) {}
+    F grad_scale, decay, l2, beta1, beta2, one_minus_beta1, one_minus_beta2, inv_sqrt_bias2, eps,
+        neg_step_size, grad_share;
+};
+
+enum class Decay { kDecoupled, kL2 };
+
+// Kingma and Ba 2015 (arXiv:1412.6980), Loshchilov and Hutter 2019 (arXiv:1711.05101), Reddi et al. 2018:
+//     p = p * decay                           decoupled
+//     g = fma(l2, p, g)                       L2
+//     m = fma(1 - beta1, g - m, m)
+//     v = fma(beta2, v, (1 - beta2) * (g * g))
+//     x = v > x ? v : x                       AMSGrad, whose root is that of x
+//     d = fma(sqrt(v), 1 / sqrt(1 - beta2^t), eps)
+//     p = fma(-lr / (1 - beta1^t), m / d, p)
+template <Decay kDecay, bool kAmsgrad>
+struct AdamRule {
+    static constexpr int kStates = kAmsgrad ? 3 : 2;
+    template <class W>
+    static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
+        typename W::F &m = states[0], &v = states[1];
+        if (kDecay == Decay::kDecoupled) {
+            p = W::mul(p, c.decay);
+        } else {
+            g = W::fma(c.l2, p, g);
+        }
+        m = W::fma(c.one_minus_beta1, W::sub(g, m), m);
+        v = W::fma(c.beta2, v, W::mul(c.one_minus_beta2, W::mul(g, g)));
+        if (kAmsgrad) states[2] = W::greater(v, states[2]);
+        const typename W::F root = W::sqrt(kAmsgrad ? states[2] : v);
+        p = W::fma(c.neg_step_size, W::div(m, W::fma(root, c.inv_sqrt_bias2, c.eps)), p);
+    }
+};
+
+// Duchi et al. 2011, with torch's decay of the learning rate:
+//     g = fma(l2, p, g)
+//     s = fma(g, g, s)
+//     p = fma(-lr / (1 + (t - 1) * lr_decay), g / (sqrt(s) + eps), p)
+struct AdagradRule {
+    static constexpr int kStates = 1;
+    template <class W>
+    static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
+        g = W::fma(c.l2, p, g);
+        states[0] = W::fma(g, g, states[0]);
+        p = W::fma(c.neg_step_size, W::div(g, W::add(W::sqrt(states[0]), c.eps)), p);
+    }
+};
+
+// Chen et al. 2023 (arXiv:2302.06675):
+//     p = p * decay
+//     p = fma(-lr, sign(fma(1 - beta1, g - m, m)), p)
+//     m = fma(1 - beta2, g - m, m)
+struct LionRule {
+    static constexpr int kStates = 1;
+    template <class W>
+    static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
+        typename W::F &m = states[0];
+        const typename W::F apart = W::sub(g, m);
+        p = W::fma(c.neg_step_size, W::sign(W::fma(c.one_minus_beta1, apart, m)), W::mul(p, c.decay));
+        m = W::fma(c.one_minus_beta2, apart, m);
+    }
+};
+
+enum class Momentum { kNone, kPlain, kNesterov };
+
+// As torch.optim.SGD (Sutskever et al. 2013 for Nesterov's):
+//     g = fma(l2, p, g)
+//     b = fma(momentum, b, (1 - dampening) * g)      the first step: without dampening
+//     g = b                                          plain momentum
+//     g = fma(momentum, b, g)                        Nesterov
+//     p = fma(-lr, g, p)
+template <Momentum kMomentum>
+struct SgdRule {
+    static constexpr int kStates = kMomentum == Momentum::kNone ? 0 : 1;
+    template <class W>
+    static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
+        g = W::fma(c.l2, p, g);
+        if (kMomentum != Momentum::kNone) {
+            states[0] = W::fma(c.beta1, states[0], W::mul(c.grad_share, g));
+            g = kMomentum == Momentum::kPlain ? states[0] : W::fma(c.beta1, states[0], g);
+        }
+        p = W::fma(c.neg_step_size, g, p);
+    }
+};
+
+}  // namespace
+}  // namespace zo
