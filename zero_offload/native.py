@@ -221,17 +221,22 @@ def io_abandon(handle: int) -> None:
     _check(lib().zo_io_abandon(handle))
 
 
-def io_submit(handle: int, submission: IoSubmission) -> int:
-    """Launch; the result is the ticket to wait for."""
-    s, ticket = submission, C.c_uint64()
+# What these two give is in the caller's hands even where a signal's handler raises as the call returns.
+
+
+def io_submit(handle: int, submission: IoSubmission, ticket: C.c_uint64) -> None:
+    """Launch; `ticket` is what to wait for, not 0."""
+    s = submission
     _check(lib().zo_io_submit(handle, s.op, s.blocks, s.num_blocks, s.base, s.urgency, C.byref(ticket)))
-    return ticket.value
 
 
-def io_wait(handle: int, ticket: int, timeout_s: float) -> IoResultStruct:
-    result = IoResultStruct(size=C.sizeof(IoResultStruct))
+def io_result() -> IoResultStruct:
+    """For `io_wait`."""
+    return IoResultStruct(size=C.sizeof(IoResultStruct), status=IoStatus.TIMEOUT)
+
+
+def io_wait(handle: int, ticket: int, timeout_s: float, result: IoResultStruct) -> None:
     _check(lib().zo_io_wait(handle, ticket, timeout_s, C.byref(result)))
-    return result
 
 
 def io_done(handle: int, ticket: int) -> bool:

@@ -30,7 +30,7 @@ from tests.helpers.disk import (
 )
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from zero_offload import move_in, native
-from zero_offload.abi import Fault, IoStatus
+from zero_offload.abi import Fault, IoResultStruct, IoStatus
 from zero_offload.storage import native_engine
 from zero_offload.storage.directory import _STUCK_LOCKS
 
@@ -205,13 +205,12 @@ def _hold_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch, looks: int) ->
     """The next write is held until somebody has looked so often whether it is done; returns when they looked."""
     engine, original, seen = engine_of(model), native.io_wait, []
 
-    def look(*args: Any) -> Any:
-        result = original(*args)
+    def look(handle: int, ticket: int, timeout_s: float, result: IoResultStruct) -> None:
+        original(handle, ticket, timeout_s, result)
         if result.status == IoStatus.TIMEOUT:
             seen.append(time.monotonic())
             if len(seen) == looks:
                 engine.inject_fault(Fault.NONE)
-        return result
 
     monkeypatch.setattr(native_engine, "_WAIT_SLICE_S", 0.02)
     monkeypatch.setattr(native, "io_wait", look)

@@ -74,7 +74,7 @@ def test_a_program_that_goes_on_after_an_interrupt(
     train(model, optimizer, 0, 3)
     struck = {
         "before the update": (torch.autograd.graph, "increment_version"),
-        "in the update": (pipeline, "adamw_update"),
+        "in the update": (pipeline, "fused_update"),
     }
     owner, name = struck[place]
     original, calls = getattr(owner, name), iter(range(10))
@@ -117,7 +117,7 @@ def test_an_interrupt_while_the_commit_of_the_step_before_has_not_begun(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr(pipeline, "adamw_update", interrupted)
+        patches.setattr(pipeline, "fused_update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, 3, 4)
     gate.set()

@@ -281,7 +281,7 @@ def close_after_an_interrupt(rank: int, world_size: int, case: Case, interrupted
     model, optimizer = ranks.start(case)
     for step in range(case.num_steps):
         if step == case.num_steps - 1 and rank in interrupted:
-            _before(pipeline, "adamw_update", _interrupt)
+            _before(pipeline, "fused_update", _interrupt)
         model(ranks.rows_of(step, rank, world_size)).backward()
         with contextlib.suppress(KeyboardInterrupt):
             optimizer.step()
@@ -332,7 +332,7 @@ def close_after_a_failure(rank: int, world_size: int, case: Case) -> None:
     for step in range(case.num_steps):
         model(ranks.rows_of(step, rank, world_size)).backward()
         if step == case.num_steps - 1 and rank == 1:
-            _before(pipeline, "adamw_update", strike)
+            _before(pipeline, "fused_update", strike)
         optimizer.step()
         optimizer.zero_grad()
     closes.set()

@@ -34,6 +34,7 @@ from zero_offload.storage.failures import (
     closed_error,
     raise_failure,
     raise_stuck,
+    unknown_ticket_error,
 )
 from zero_offload.types import SECTOR
 
@@ -123,7 +124,8 @@ class AiofilesEngine:
                 break
             if timeout_s is not None and time.monotonic() >= began + timeout_s:
                 raise_stuck(ticket, batch.done_bytes, timeout_s, self._paths)
-        self._open.pop(ticket.number, None)
+        # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
+        del self._open[ticket.number]
         if batch.failure is not None:
             if self._defect is not None:
                 raise self._defect
@@ -157,7 +159,7 @@ class AiofilesEngine:
         self._check_open()
         batch = self._open.get(ticket.number)
         if batch is None:
-            raise ConfigError(f"ticket {ticket.number} is not open: it was waited for, or never given")
+            raise unknown_ticket_error(ticket)
         return batch
 
     def _submit(self, op: _Op, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:

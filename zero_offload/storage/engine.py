@@ -116,7 +116,8 @@ class FileEngine(Protocol):
         """Launch the write of consecutive memory to blocks; sets their checksums before it is done."""
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        """Return when all blocks are moved. A ticket can be waited for once, but again after a timeout.
+        """Return when all blocks are moved. A ticket can be waited for once, but again after a timeout
+        or an interrupt.
 
         Raises StorageError (the system refused, or the time is over) or IntegrityError (truncated, checksum).
         """

@@ -78,6 +78,10 @@ def closed_error() -> StorageError:
     return StorageError("the file engine is closed; nothing can be read or written after close()")
 
 
+def unknown_ticket_error(ticket: Ticket) -> ConfigError:
+    return ConfigError(f"ticket {ticket.number} is not open: it was waited for, or never given")
+
+
 def remedy_of(code: int) -> str:
     """What to do about an errno of the file system."""
     return _REMEDIES.get(code, "Check the disk and its permissions, or name another directory in nvme=")

@@ -6,12 +6,14 @@ waited for: memory the threads still write to must not be collected. Never opens
 
 from __future__ import annotations
 
+import ctypes as C
 import os
 import time
 import weakref
 from collections.abc import Callable
 
 from zero_offload import abi, native
+from zero_offload.abi import IoResultStruct
 from zero_offload.storage.engine import (
     BlockTable,
     EngineSettings,
@@ -28,6 +30,7 @@ from zero_offload.storage.failures import (
     closed_error,
     raise_failure,
     raise_stuck,
+    unknown_ticket_error,
 )
 from zero_offload.types import EngineKind
 
@@ -65,7 +68,7 @@ class NativeEngine:
         self._free = weakref.finalize(self, _free, self._handle, self._owner_pid)
         self._paths: dict[int, str] = {}
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
-        self._in_flight: dict[int, Ticket] = {}
+        self._in_flight: dict[int, tuple[Ticket, IoResultStruct]] = {}
         self._lasting: list[Lasting] = []
         self.is_stuck = False
         os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self), self._handle))
@@ -88,11 +91,11 @@ class NativeEngine:
         return self._submit(abi.IoOp.WRITE, blocks, address, urgency)
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
-        handle, began = self._open_handle(), time.monotonic()
+        handle, result, began = self._open_handle(), self._result(ticket), time.monotonic()
         last, moved_bytes, idle_s = began, -1, 0.0
-        while True:
+        while result.status == abi.IoStatus.TIMEOUT:
             left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - last
-            result = native.io_wait(handle, ticket.number, min(max(left_s, 0.0), _WAIT_SLICE_S))
+            native.io_wait(handle, ticket.number, min(max(left_s, 0.0), _WAIT_SLICE_S), result)
             if result.status != abi.IoStatus.TIMEOUT:
                 break
             now = time.monotonic()
@@ -106,7 +109,8 @@ class NativeEngine:
             elif timeout_s is None and idle_s > STALL_LIMIT_S:
                 self._give_up(handle)
                 raise_stuck(ticket, result.bytes_done, now - began, self._paths)
-        self._in_flight.pop(ticket.number, None)
+        # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
+        del self._in_flight[ticket.number]
         if result.status != abi.IoStatus.DONE:
             failure = BlockFailure(
                 verb="write" if result.op == abi.IoOp.WRITE else "read",
@@ -119,7 +123,8 @@ class NativeEngine:
             raise_failure(ticket, failure, self._paths)
 
     def done(self, ticket: Ticket) -> bool:
-        return native.io_done(self._open_handle(), ticket.number)
+        handle, result = self._open_handle(), self._result(ticket)
+        return result.status != abi.IoStatus.TIMEOUT or native.io_done(handle, ticket.number)
 
     def stats(self) -> EngineStats:
         stats = native.io_stats(self._open_handle())
@@ -142,7 +147,6 @@ class NativeEngine:
                 return  # its threads wait for a drive that does not answer; so would we
             # It is freed with this object: another thread may be in a wait, and gets its result.
             native.io_stop(handle)
-            self._in_flight.clear()
             self._lasting.clear()
 
     def _give_up(self, handle: int) -> None:
@@ -165,10 +169,23 @@ class NativeEngine:
 
     def _submit(self, op: abi.IoOp, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
         check_table(blocks)
-        submission = native.IoSubmission(op, blocks.ctypes.data, len(blocks), address, urgency)
-        ticket = Ticket(native.io_submit(self._open_handle(), submission), blocks, address)
-        self._in_flight[ticket.number] = ticket
+        handle, number, result = self._open_handle(), C.c_uint64(), native.io_result()
+        try:
+            native.io_submit(handle, native.IoSubmission(op, blocks.ctypes.data, len(blocks), address, urgency), number)
+        except BaseException:
+            # A signal's handler raised as the call returned: what was launched, which nobody can wait for, ends first.
+            while number.value and result.status == abi.IoStatus.TIMEOUT:
+                native.io_wait(handle, number.value, _WAIT_SLICE_S, result)
+            raise
+        ticket = Ticket(number.value, blocks, address)
+        self._in_flight[ticket.number] = ticket, result
         return ticket
+
+    def _result(self, ticket: Ticket) -> IoResultStruct:
+        held = self._in_flight.get(ticket.number)
+        if held is None or held[0] is not ticket:
+            raise unknown_ticket_error(ticket)
+        return held[1]
 
 
 def _free(handle: int, owner_pid: int) -> None:

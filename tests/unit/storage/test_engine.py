@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -440,6 +441,54 @@ def test_done_and_a_second_wait(engine: FileEngine, file: File) -> None:
     for call in (engine.wait, engine.done):
         with pytest.raises(ConfigError, match="not open"):
             call(ticket)
+
+
+@native_only
+@pytest.mark.parametrize("fault", [Fault.NONE, Fault.WRITE_EIO])
+def test_a_wait_that_is_interrupted_can_be_repeated(
+    fault: Fault, engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C comes out where the call that waits returns: what it has found is not lost, an error neither."""
+    original = native.io_wait
+
+    def interrupted(*args: Any) -> None:
+        original(*args)
+        raise KeyboardInterrupt
+
+    engine.inject_fault(fault)
+    memory = Memory(BLOCK)
+    ticket = engine.write(file.table(1), memory.address)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(native, "io_wait", interrupted)
+        engine.wait(ticket, 60.0)
+    assert engine.done(ticket)
+    with pytest.raises(StorageError, match="EIO") if fault is Fault.WRITE_EIO else contextlib.nullcontext():
+        engine.wait(ticket)
+    with pytest.raises(ConfigError, match="not open"):
+        engine.wait(ticket)
+
+
+@native_only
+def test_what_is_launched_as_a_signal_strikes_has_ended_when_the_exception_arrives(
+    engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has its ticket, so nobody could know when its memory may be used again."""
+    original = native.io_submit
+
+    def interrupted(*args: Any) -> None:
+        original(*args)
+        threading.Timer(0.1, engine.inject_fault, [Fault.NONE]).start()
+        raise KeyboardInterrupt
+
+    memory, blocks = Memory(BLOCK).fill(3), file.table(1)
+    engine.inject_fault(Fault.STALL)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(native, "io_submit", interrupted)
+        engine.write(blocks, memory.address)
+    source = memory.bytes.copy()
+    memory.fill(4)
+    engine.wait(engine.read(blocks, memory.address))
+    assert np.array_equal(memory.bytes, source)
 
 
 def test_no_blocks_are_done_at_once(engine: FileEngine, file: File) -> None:

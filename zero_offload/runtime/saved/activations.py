@@ -12,19 +12,19 @@ not known before it runs, so fractions are met storage by storage: each goes to 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.plan.dealer import Dealer
 from zero_offload.runtime.saved.tensors import VersionCheck
-from zero_offload.runtime.saved.tiers import ActivationTier, DiskTier, HostTier, Pieces
+from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, HostTier, Pieces
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.swap_file import SwapFile
@@ -38,19 +38,18 @@ AHEAD_BYTES = 32 * MIB
 _LOOK_BACK = 64
 """Storages among which those to fetch ahead are looked for."""
 
+_Key = tuple[int, int]
+"""Address and version of a storage."""
+
 
 class Stored:
     """One storage's memory, away; dies with the last node that saved a view of it."""
 
-    def __init__(self, tier: ActivationTier, storage: torch.UntypedStorage, pieces: Pieces, number: int) -> None:
+    def __init__(self, nbytes: int, arrival: Arrival, number: int) -> None:
         self.number = number
-        self.nbytes = storage.nbytes()
-        # Holds the address, so that no other storage can be taken for this one, but not the memory.
-        self.origin = StorageWeakRef(storage)
+        self.nbytes = nbytes
         self.num_saved = 0
-        self._tier = tier
-        self._pieces = pieces
-        self._arrival = tier.arrival(pieces)
+        self.arrival = arrival
         self._here: Tensor | None = None
         self._num_read = 0
 
@@ -59,11 +58,11 @@ class Stored:
         return self._here is not None
 
     def start(self) -> bool:
-        return self._arrival.start()
+        return self.arrival.start()
 
     def read(self) -> Tensor:
         """(nbytes,) uint8 on the compute device; kept until all who saved it have read it."""
-        here = self._here if self._here is not None else self._arrival.finish()
+        here = self._here if self._here is not None else self.arrival.finish()
         self._num_read += 1
         self._here = here if self._num_read < self.num_saved else None
         if self._here is None:
@@ -73,9 +72,38 @@ class Stored:
     def leave(self) -> None:
         """This backward reads it no more."""
         self._here, self._num_read = None, 0
-        self._arrival.abandon()
+        self.arrival.abandon()
 
-    def __del__(self) -> None:
+
+class _Remains(weakref.ref[Stored]):
+    """What is to be given back when a `Stored` has died; `told` gets it then.
+
+    `told` is a method of C: Python drops what a signal's handler raises in a finalizer, so a Ctrl-C in C++ code that
+    frees a graph would be lost in `__del__`.
+    """
+
+    __slots__ = ("key", "number", "origin", "_tier", "_pieces", "_arrival")
+
+    def __new__(cls, stored: Stored, told: Callable[[Any], None], *_: Any) -> Self:
+        return super().__new__(cls, stored, told)
+
+    def __init__(
+        self,
+        stored: Stored,
+        told: Callable[[Any], None],
+        origin: torch.UntypedStorage,
+        key: _Key,
+        tier: ActivationTier,
+        pieces: Pieces,
+    ) -> None:
+        self.key = key
+        self.number = stored.number
+        self.origin = weakref.ref(origin)
+        self._tier = tier
+        self._pieces = pieces
+        self._arrival = stored.arrival
+
+    def give_back(self) -> None:
         self._arrival.abandon()
         self._tier.release(self._pieces)
 
@@ -110,16 +138,18 @@ class Activations:
         self._staying = staying
         self._trimmer = trimmer
         self._dealer = Dealer(fractions)
-        self._stored: weakref.WeakValueDictionary[tuple[int, int], Stored] = weakref.WeakValueDictionary()
-        """By address and version of the storage."""
-        self._numbered: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
-        self._kept: dict[tuple[int, int], StorageWeakRef] = {}
+        self._by_key: dict[_Key, _Remains] = {}
+        self._by_number: dict[int, _Remains] = {}
+        self._dead: deque[_Remains] = deque()
+        """Whose blocks are to be given back."""
+        self._kept: dict[_Key, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that this forward has left where they are."""
         self._num_stored = 0
         self._backward = -1
 
     def begin(self) -> None:
         """An outermost forward: alike forwards place their tensors alike."""
+        self._give_back()
         self._dealer = Dealer(self._fractions)
         self._kept.clear()
 
@@ -132,27 +162,49 @@ class Activations:
         if storage.nbytes() < SMALLEST_BYTES or is_input or storage._cdata in self._staying:
             return None
         key = (storage._cdata, tensor._version)
-        if key in self._kept:
+        kept = self._kept.get(key)
+        if kept is not None and kept() is storage:
             return None
-        stored = self._stored.get(key)
+        stored = self._stored(storage, key)
         if stored is None:
             tier = self._dealer.deal(storage.nbytes())
             self._counters.add(f"activations.{tier.value}", storage.nbytes())
             if tier not in self._tiers:
-                self._kept[key] = StorageWeakRef(storage)
+                self._kept[key] = weakref.ref(storage)
                 return None
-            self._num_stored += 1
-            pieces = self._tiers[tier].put(_bytes_of(tensor, storage))
-            stored = Stored(self._tiers[tier], storage, pieces, self._num_stored)
-            self._count(stored)
-            self._stored[key] = self._numbered[stored.number] = stored
+            stored = self._put(self._tiers[tier], storage, tensor.device, key)
         stored.num_saved += 1
         return Away(
             stored, VersionCheck(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
+    def _stored(self, storage: torch.UntypedStorage, key: _Key) -> Stored | None:
+        """Where it went, if it did: another storage may be at its address by now."""
+        remains = self._by_key.get(key)
+        return remains() if remains is not None and remains.origin() is storage else None
+
+    def _put(self, tier: ActivationTier, storage: torch.UntypedStorage, device: torch.device, key: _Key) -> Stored:
+        self._give_back()
+        self._num_stored += 1
+        pieces = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        stored = Stored(storage.nbytes(), tier.arrival(pieces), self._num_stored)
+        self._count(stored)
+        remains = _Remains(stored, self._dead.append, storage, key, tier, pieces)
+        self._by_key[key] = self._by_number[stored.number] = remains
+        return stored
+
+    def _give_back(self) -> None:
+        """The blocks of those that have died."""
+        while self._dead:
+            remains = self._dead.popleft()
+            del self._by_number[remains.number]
+            if self._by_key.get(remains.key) is remains:
+                del self._by_key[remains.key]
+            remains.give_back()
+
     def unpack(self, away: Away) -> Tensor:
         """The tensor, for compute launched from now on."""
+        self._give_back()
         away.check.raise_if_changed()
         self._note_backward()
         if not away.stored.here:
@@ -173,7 +225,8 @@ class Activations:
     def _fetch_ahead(self, number: int) -> None:
         left = AHEAD_BYTES
         for earlier in range(number - 1, max(number - 1 - _LOOK_BACK, 0), -1):
-            stored = self._numbered.get(earlier)
+            remains = self._by_number.get(earlier)
+            stored = None if remains is None else remains()
             if stored is not None and not stored.here:
                 if not stored.start():
                     return
@@ -189,13 +242,11 @@ class Activations:
 
     def _end_backward(self) -> None:
         """Memory of what was not read by all who saved it goes: the graph may stay for long."""
-        for stored in list(self._numbered.values()):
-            stored.leave()
-
-
-def _bytes_of(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """(nbytes,) uint8, all of the storage."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        self._give_back()
+        for remains in list(self._by_number.values()):
+            stored = remains()
+            if stored is not None:
+                stored.leave()
 
 
 def open_activations(

@@ -7,6 +7,7 @@ Hooks of the user's, around the forward or inside of it, get every other tensor.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -38,9 +39,13 @@ class TensorStore(Protocol):
 
 
 class Saved:
-    """A tensor that autograd saved, the version it had, and the unit whose buffer it views."""
+    """A tensor that autograd saved, the version it had, and the unit whose buffer it views.
 
-    __slots__ = ("kept", "_version", "unit")
+    The unit learns of its end by a callback of C: Python drops what a signal's handler raises in a finalizer, and
+    `__del__` is where a Ctrl-C in C++ code that frees a graph would come out.
+    """
+
+    __slots__ = ("kept", "_version", "unit", "__weakref__")
 
     def __init__(self, tensor: Tensor, unit: Unit | None) -> None:
         # Detached: a node that saved its own output would hold itself in memory through it.
@@ -48,11 +53,7 @@ class Saved:
         self._version = tensor._version
         self.unit = unit
         if unit is not None:
-            unit.saved_views += 1
-
-    def __del__(self) -> None:
-        if self.unit is not None:
-            self.unit.saved_views -= 1
+            unit.saved_views.add(weakref.ref(self, unit.saved_views.discard))
 
     def check_version(self) -> None:
         if self.kept._version != self._version:

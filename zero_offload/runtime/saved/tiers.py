@@ -79,8 +79,9 @@ class _Blocks:
 
     def lease(self) -> Tensor:
         """(ACTIVATION_BLOCK_BYTES,) uint8; there must be one."""
-        block, last = self._free.popleft()
-        _wait(last)
+        block, last = self._free[0]
+        _wait(last)  # while it is still here: a wait can be interrupted
+        self._free.popleft()
         return block
 
     def give_back(self, block: Tensor, last: Handoff | Transfer | None) -> None:
@@ -240,22 +241,22 @@ class DiskTier:
         return [self._put(part) for part in _cut(source)]
 
     def _put(self, part: Tensor) -> _DiskPiece:
-        piece, block = _DiskPiece(self._lease_extent(), part.nbytes), self._lease_staging()
-        target = block[: part.nbytes]
-        leaving = _Leaving(self._disk, block, piece, None)
+        piece = _DiskPiece(self._lease_extent(), part.nbytes)
+        piece.staged = leaving = _Leaving(self._disk, self._lease_staging(), piece, None)
+        self._leaving.append(leaving)  # at once: whatever interrupts the rest, the block comes back
+        target = leaving.block[: part.nbytes]
         if self._device.is_host:
             target.copy_(part)
         else:
             leaving.download = self._device.download(target, part)
-        piece.staged = leaving
-        self._leaving.append(leaving)
         leaving.advance()
         return piece
 
     def _lease_extent(self) -> Extent:
         if self._free:
-            piece = self._free.popleft()
+            piece = self._free[0]
             piece.settle()
+            self._free.popleft()
             return piece.extent
         self._num_extents += 1
         try:
@@ -271,9 +272,12 @@ class DiskTier:
         for leaving in self._leaving:
             leaving.advance()
         while self._leaving and (self._leaving[0].written or not self._staging.available):
-            oldest = self._leaving.popleft()
+            oldest = self._leaving[0]
             oldest.finish()
+            self._leaving.popleft()
             self._staging.give_back(oldest.block, oldest.piece.last)
+        if not self._staging.available:
+            self._staging.grow(1)  # a Ctrl-C between two lines has cost one
         return self._staging.lease()
 
     def arrival(self, pieces: Pieces) -> Arrival:
@@ -282,8 +286,11 @@ class DiskTier:
     def room(self, arrival: _FromDisk) -> None:
         """Make sure that a landing block is available, at the cost of what was fetched ahead."""
         while not self.landing.available:
-            victim = next(each for each in reversed(self.arrivals) if each is not arrival)
-            victim.abandon()
+            victim = next((each for each in reversed(self.arrivals) if each is not arrival), None)
+            if victim is None:
+                self.landing.grow(1)  # a Ctrl-C between two lines has cost one
+            else:
+                victim.abandon()
 
     def release(self, pieces: Pieces) -> None:
         self._free.extend(pieces)
@@ -312,7 +319,11 @@ class _FromDisk:
                 return False  # nothing is waited for ahead of time
             piece.settle()
             block = self._tier.landing.lease()
-            piece.last = self._disk.launch_read(piece.extent, ALL_ROWS, block.data_ptr(), urgency)
+            try:
+                piece.last = self._disk.launch_read(piece.extent, ALL_ROWS, block.data_ptr(), urgency)
+            except BaseException:
+                self._tier.landing.give_back(block, None)
+                raise
             if not self._launched:
                 self._tier.arrivals.append(self)
             self._launched.append((piece, block, piece.last))
@@ -327,7 +338,7 @@ class _FromDisk:
             if not self._launched:
                 self._tier.room(self)
             self._start(Urgency.URGENT)
-            piece, block, read = self._take()
+            piece, block, read = self._launched[0]
             read.wait()
             source, upload = block[: piece.nbytes], None
             if self._device.is_host:
@@ -335,6 +346,7 @@ class _FromDisk:
             else:
                 upload = self._device.upload(part, source)
                 handoffs.append(upload)
+            self._take()
             self._tier.landing.give_back(block, upload)
         for handoff in handoffs:
             handoff.take()

@@ -8,8 +8,10 @@ storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Resi
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -79,7 +81,7 @@ class Unit:
         """Backwards through those modules that have begun and not ended."""
         self.passing = False
         """Used by single operations, outside of its modules or in backward: between two of them it may go."""
-        self.saved_views = 0
+        self.saved_views: set[weakref.ref[Any]] = set()
         """Tensors on its buffers that are saved for a backward, which brings the unit before it reads them."""
         self.kept = False
         """Somebody holds a view of its buffers: it stays until a cycle begins, and is looked at again."""
@@ -194,7 +196,7 @@ class Unit:
     def lent(self) -> bool:
         """Whether somebody holds a view of its buffers, other than a backward that will ask for the unit."""
         views_made = sum(section.views_made() for section in self.sections if section.buffer is not None)
-        return views_made > self.saved_views
+        return views_made > len(self.saved_views)
 
     @property
     def may_be_evicted(self) -> bool:
