@@ -36,20 +36,27 @@ from zero_offload.errors import (
 )
 from zero_offload.gathered import gathered
 from zero_offload.offload import offload
-from zero_offload.optim.adamw import AdamW
+from zero_offload.optim.adagrad import Adagrad
+from zero_offload.optim.adam import Adam, AdamW
 from zero_offload.optim.grad_scaler import GradScaler
+from zero_offload.optim.lion import Lion
+from zero_offload.optim.sgd import SGD
 from zero_offload.pretrained import export_pretrained, load_pretrained
 from zero_offload.telemetry.stats import Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
     "GradScaler",
     "IntegrityError",
+    "Lion",
     "LockError",
     "NonFiniteError",
     "OffloadConfig",

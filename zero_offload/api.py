@@ -21,8 +21,8 @@ from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
-from zero_offload.optim.adamw import check_groups, group_record, restore_groups
 from zero_offload.optim.grad_scaler import GradScaler
+from zero_offload.optim.groups import check_groups, group_records, restore_groups
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.hooks import mark_for_recompute
@@ -135,7 +135,7 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     """
     owner = _need_runtime(model, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
-    owner.groups = [group_record(group) for group in optimizer.param_groups]
+    owner.groups = group_records(optimizer)
     owner.commit(capture_rng, _json(extra))
 
 
@@ -154,7 +154,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
     """
     owner = _need_runtime(model, "zo.save_checkpoint")
-    owner.groups = [group_record(group) for group in optimizer.param_groups]
+    owner.groups = group_records(optimizer)
     owner.save(Path(path), capture_rng, _json(extra))
 
 

@@ -197,7 +197,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     budget = FrameBudget(*device_frames)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
     store = ShardStore(layout, build.placement.tiers, arena, files.swap, num_slots)
-    files.create(config.effective_durability)
+    files.create(store, config.effective_durability)
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
@@ -298,13 +298,13 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
         if home is Home.IN_PLACE:
             flat = store.arena.array(section.dtype, section.numel)
             # Whole parameters and no GPU: the shard is (part of) the flat buffer, without a second copy.
-            store.place_memory(shard, {Component.VALUE: flat[own]})
+            store.places.place_memory(shard, {Component.VALUE: flat[own]})
             sections.append(Section(shard, flat, None))
             continue
         if home is Home.AWAY and build.collectives.partition.replicates_params:
-            store.place_replica(shard)
+            store.places.place_replica(shard)
         replica = shard.replica.memory if shard.replica is not None else None
-        store.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
+        store.places.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
         if build.device.is_host:
             pages = MovableBuffer(store.arena, section.nbytes)
             sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))

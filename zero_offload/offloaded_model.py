@@ -29,8 +29,11 @@ from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
+from zero_offload.kernels.hyper import Hyper
+from zero_offload.kernels.update import STATES
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
+from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.grads.reducer import GradReducer
@@ -39,7 +42,7 @@ from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.registry import AdamWHyper, LossScaler
+from zero_offload.shards.registry import LossScaler
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard, UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
@@ -79,7 +82,6 @@ class OffloadedModel:
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
         )
-        self.param_steps = {place.name: 0 for place in self.access.places()}
         self.step_count = 0
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
@@ -100,6 +102,7 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
+        self.states = OptimizerStates(self.access, parts.store, self.drain, self.set_aside)
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
@@ -124,8 +127,8 @@ class OffloadedModel:
 
     # The step
 
-    def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
-        """One AdamW step over the parameters of `hypers` that have gradients; returns when it is launched."""
+    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+        """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
         self.session.check_usable()
         if self._has_new_grads:
             # Without a backward in between this is a further optimizer's part of the step before.
@@ -146,14 +149,14 @@ class OffloadedModel:
                 stacklevel=3,
             )
         finite = taken is not None and self.grads.ledger.norm(taken)[1]
-        counts = dict(self.param_steps)
+        counts = dict(self.states.param_steps)
         sections = self._prepare(hypers, counts) if finite else []
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with _failing(self.parts.board) if finite else nullcontext():
             self.step_count += 1
             self.groups = list(groups)
             if finite:
-                self.param_steps = counts
+                self.states.param_steps = counts
                 self._launch(hypers, sections)
             else:
                 self._skip(taken)
@@ -172,17 +175,19 @@ class OffloadedModel:
                 stacklevel=4,
             )
 
-    def _prepare(self, hypers: Mapping[nn.Parameter, AdamWHyper], counts: dict[str, int]) -> list[SectionUpdate]:
+    def _prepare(self, hypers: Mapping[nn.Parameter, Hyper], counts: dict[str, int]) -> list[SectionUpdate]:
         """What the step updates, once nothing else has to be waited for; `counts` are those of parameters' steps."""
         step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
         sections = section_updates(self.grads.ledger, step, counts)
         for unit in {section.unit for section in sections}:
             self.parts.board.wait(unit)
+        # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
+        self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
         if not _overlaps(self.parts, sections):
             self.worker.drain()
         return sections
 
-    def _launch(self, hypers: Mapping[nn.Parameter, AdamWHyper], sections: Sequence[SectionUpdate]) -> None:
+    def _launch(self, hypers: Mapping[nn.Parameter, Hyper], sections: Sequence[SectionUpdate]) -> None:
         units = list(dict.fromkeys(section.unit for section in sections))
         self.parts.board.queue(units)
         self.parts.residency.begin_update(units)
@@ -207,12 +212,12 @@ class OffloadedModel:
         """The shards are a generation's: so are the counts."""
         self.step_count = found.step
         steps = found.payload.get("param_steps", {})
-        self.param_steps = {name: int(steps.get(name, 0)) for name in self.param_steps}
+        self.states.param_steps = {name: int(steps.get(name, 0)) for name in self.states.param_steps}
         self._commits.start_at(found.step)
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
         scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
-        return StepRecord(self.step_count, dict(self.param_steps), self.groups, rng, extra, scaler)
+        return StepRecord(self.step_count, dict(self.states.param_steps), self.groups, rng, extra, scaler)
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
@@ -249,6 +254,7 @@ class OffloadedModel:
             self.session.half_loaded = str(path)
             with exchange.together():
                 for shard in self.parts.store.shards:
+                    self.parts.store.add_states(shard, saved.states(shard.layout))
                     self.parts.store.write_components(shard, saved.source(shard.layout, index))
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
@@ -271,18 +277,6 @@ class OffloadedModel:
     def set_aside(self) -> None:
         """States are replaced from outside: they are the last step's no more, unless `commit` says so."""
         self._commits.set_aside()
-
-    def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        steps = self.param_steps[self.access.place(param).name]
-        if steps == 0:
-            return {}
-        return {"step": torch.tensor(float(steps)), **self.access.read_moments(param)}
-
-    def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
-        self.drain()
-        self.set_aside()
-        self.access.write_moments(param, state)
-        self.param_steps[self.access.place(param).name] = int(state["step"])
 
     # Life
 

@@ -23,8 +23,6 @@ from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 
-MOMENTS = {"exp_avg": Component.EXP_AVG, "exp_avg_sq": Component.EXP_AVG_SQ}
-
 
 @dataclass(frozen=True)
 class Place:
@@ -149,21 +147,18 @@ class ParamAccess:
         self,
         section: Section,
         masters: Mapping[ParamSlice, torch.Tensor],
-        moments: Mapping[tuple[ParamSlice, Component], torch.Tensor],
+        states: Mapping[tuple[ParamSlice, Component], torch.Tensor],
     ) -> None:
-        """Replace masters (fp32 or compute dtype) and moments of some parameters of a section."""
+        """Replace masters (fp32 or compute dtype) and optimizer states of some parameters of a section."""
         self._session.check_usable()
         shard = section.shard
         self._board.wait(shard.layout.unit)
         new_master = read_master(self._store, shard)
         for piece, values in masters.items():
             new_master[piece.begin : piece.end] = values.detach().reshape(-1)
-        arrays: dict[Component, torch.Tensor] = {}
-        if shard.layout.trainable:
-            for component in MOMENTS.values():
-                arrays[component] = self._store.read_component(shard, component).clone()
-            for (piece, component), values in moments.items():
-                arrays[component][piece.begin : piece.end] = values.detach().reshape(-1)
+        arrays = {component: self._store.read_component(shard, component).clone() for component in shard.states}
+        for (piece, component), values in states.items():
+            arrays[component][piece.begin : piece.end] = values.detach().reshape(-1)
         self._store.write_components(shard, ComponentSource(shard, fill_from_array(new_master), arrays))
         self._last = None
 
@@ -224,17 +219,16 @@ class ParamAccess:
 
     # Optimizer states
 
-    def read_moments(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies of the moments, fp32, of the parameter's shape."""
+    def read_states(self, param: nn.Parameter, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Copies of these states, fp32, of the parameter's shape."""
         self._need_whole("optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         place = self.place(param)
-        return {name: self._read(place, component) for name, component in MOMENTS.items()}
+        return {name: self._read(place, Component(name)) for name in names if place.section.shard.keeps([name])}
 
-    def write_moments(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
+    def write_states(self, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
         self._need_whole("optimizer.load_state_dict()", "zo.load_checkpoint(model, optimizer, path)")
         place = self.place(param)
-        moments = {(place.piece, component): state[name] for name, component in MOMENTS.items()}
-        self.write_section(place.section, {}, moments)
+        self.write_section(place.section, {}, {(place.piece, Component(name)): states[name] for name in states})
 
 
 def _name_of(func: object) -> str:

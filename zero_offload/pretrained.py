@@ -155,7 +155,7 @@ def _saying_what_is_left(path: str | Path) -> Iterator[None]:
 
 
 def _check_untrained(owner: OffloadedModel) -> None:
-    num_steps = max([owner.step_count, *owner.param_steps.values()])
+    num_steps = max([owner.step_count, *owner.states.param_steps.values()])
     if num_steps > 0:
         raise ConfigError(
             f"zo.load_pretrained starts a training, but this one has made {num_steps} steps: its moments belong to "

@@ -1,8 +1,8 @@
 """The directories, engine, files and generations of one model, opened in the order that several ranks need.
 
-Owns that order; what is opened is closed by the `ExitStack` it is given. The calls: `open`, and `create` once the store
-has planned its extents; to go on from a generation `fill` with every shard in place, and `settle`, which makes what
-was cut anew the newest generation and deletes what it replaces.
+Owns that order; what is opened is closed by the `ExitStack` it is given. The calls: `open`, and `create` once there is
+a store; to go on from a generation `fill` with every shard in place, and `settle`, which makes what was cut anew the
+newest generation and deletes what it replaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_offload.errors import CheckpointError, ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.probe import file_system_problem
-from zero_offload.shards.shard import component_dtype, components_of
+from zero_offload.shards.shard import planned_components, state_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
@@ -133,10 +133,12 @@ class RunFiles:
     def found(self) -> Generation | None:
         return None if self.keeper is None else self.keeper.found
 
-    def create(self, durability: Durability) -> None:
-        """The store has planned its extents: make or open the files."""
+    def create(self, store: ShardStore, durability: Durability) -> None:
+        """Make the files as the store plans them, or open those of the generation found."""
         if self.swap is None:
             return
+        if self.found is None or self._earlier is not None:
+            store.places.lay_out()
         if self.scratch is not None:
             self.scratch.create_scratch()
         if durability is Durability.SCRATCH:
@@ -156,6 +158,7 @@ class RunFiles:
             self.keeper.restore(self.keeper.rank_payload())
             return
         for shard in store.shards:
+            store.add_states(shard, self._earlier.states(shard.layout))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
     def settle(self, ranks: Ranks) -> None:
@@ -216,10 +219,7 @@ def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirec
 
 def _state_bytes(layout: ShardLayout) -> int:
     """Bytes of one rank's shards, with all that an update changes: about what a step writes at most."""
-    return sum(
-        section.shard_numel * sum(component_dtype(section, component).itemsize for component in components_of(section))
-        for section in layout.sections
-    )
+    return sum(state_bytes(section, planned_components(section), section.shard_numel) for section in layout.sections)
 
 
 def _tune(config: OffloadConfig, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks) -> Tuned:

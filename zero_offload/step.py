@@ -7,17 +7,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zero_offload.abi import Rule
+from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
 from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads
-from zero_offload.shards.registry import AdamWHyper
 
 
 @dataclass(frozen=True)
 class StepInput:
     """One step's values, captured when `step()` is called."""
 
-    hypers: Mapping[nn.Parameter, AdamWHyper]
+    hypers: Mapping[nn.Parameter, Hyper]
     order: tuple[int, ...]
     """Units in order of first use."""
     shard_index: int
@@ -37,22 +38,22 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
             position=section.unit.sections.index(section.section),
             shard=section.section.shard,
             grads=section.shard,
-            segments=segment_array(segments),
-            complete=len(segments) == len(section.layout.params),
+            segments={rule: segment_array(of_rule) for rule, of_rule in segments.items()},
+            complete=sum(map(len, segments.values())) == len(section.layout.params),
         )
         found.setdefault(update.unit, []).append(update)
-    busy = {unit for unit, updates in found.items() if any(len(update.segments) for update in updates)}
+    busy = {unit for unit, updates in found.items() if any(update.segments for update in updates)}
     return [update for unit in step.order if unit in busy for update in found[unit]]
 
 
 def _segments(
     grads: GradLedger,
     section: SectionGrads,
-    wanted: Mapping[int, AdamWHyper],
+    wanted: Mapping[int, Hyper],
     step: StepInput,
     param_steps: dict[str, int],
-) -> list[Segment]:
-    segments = []
+) -> dict[Rule, list[Segment]]:
+    segments: dict[Rule, list[Segment]] = {}
     for index, (piece, param) in enumerate(zip(section.layout.params, section.params, strict=True)):
         hyper = wanted.get(id(param))
         if hyper is None or index not in section.holding:
@@ -60,17 +61,6 @@ def _segments(
         param_steps[piece.spec.name] += 1
         begin, end = section.layout.in_shard(piece, step.shard_index)
         factor = grads.factor(section, index)
-        segments.append(
-            Segment(
-                begin,
-                end,
-                hyper.lr,
-                hyper.beta1,
-                hyper.beta2,
-                hyper.eps,
-                hyper.weight_decay,
-                -factor if hyper.maximize else factor,
-                param_steps[piece.spec.name],
-            )
-        )
+        segment = hyper.segment(begin, end, factor, param_steps[piece.spec.name])
+        segments.setdefault(hyper.rule, []).append(segment)
     return segments

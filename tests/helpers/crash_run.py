@@ -37,7 +37,7 @@ from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import SHARD_NUMEL, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.run_files import RunFiles
-from zero_offload.shards.shard import Component, Shard, components_of
+from zero_offload.shards.shard import ADAM_STATES, Component, Shard
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import Urgency
@@ -95,7 +95,7 @@ def _place(params: Tier, optimizer: Tier) -> dict[StateKind, Tier]:
 
 def expected(shard: Shard, component: Component, rank: int, step: int) -> torch.Tensor:
     """(shard_numel,) fp32, host: the states of a shard after so many steps."""
-    place = components_of(shard.layout).index(component) + 4 * (shard.layout.index + 4 * rank)
+    place = shard.components.index(component) + 4 * (shard.layout.index + 4 * rank)
     first = torch.arange(SHARD_NUMEL, dtype=torch.float32) + SHARD_NUMEL * place
     return first + STRIDE * (step if shard.layout.trainable else int(step >= CHANGE_STEP))
 
@@ -125,17 +125,18 @@ class Run:
         with exchange.together():
             places = [_place(*TIERS[setup.tiers][unit.name]) for unit in setup.layout.units]
             self.store = ShardStore(setup.layout, places, Arena(0), files.swap, num_slots=2)
-            self._staging = LazyRegion(self.store.arena, self.store.state_staging_bytes)
-            files.create(setup.durability)
+            files.create(self.store, setup.durability)
             self.keeper.adopt(self.store, files.swap)
             for shard in self.store.shards:
-                self.store.place_memory(shard, {})
+                self.store.places.place_memory(shard, {})
             if self.keeper.found is not None:
                 self.step = self.keeper.found.step
                 self.keeper.restore(self.keeper.rank_payload())
             else:
                 for shard in self.store.shards:
+                    self.store.add_states(shard, ADAM_STATES)
                     self._replace(shard)
+            self._staging = LazyRegion(self.store.arena, self.store.state_staging_bytes)
 
     def _replace(self, shard: Shard) -> None:
         """Write a whole shard anew, as this step has it."""
@@ -157,7 +158,7 @@ class Run:
         region = self._staging.region
         chunk = self.store.open_chunk(shard, 0, region.address)
         chunk.wait()
-        for i, component in enumerate(components_of(shard.layout)):
+        for i, component in enumerate(shard.components):
             values = shard.memory.get(component)
             if values is None:
                 values = region.tensor(torch.float32, SHARD_NUMEL, i * SHARD_NUMEL * 4)
@@ -176,7 +177,7 @@ class Run:
         return record + [
             f"rank {self.rank} section {shard.layout.index} {component.value}"
             for shard in self.store.shards
-            for component in components_of(shard.layout)
+            for component in shard.components
             if not self._is_right(shard, component)
         ]
 

@@ -13,7 +13,7 @@ from zero_offload.memory.arena import Arena
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.shard import Component, Shard, component_dtype, components_of
+from zero_offload.shards.shard import ADAM_STATES, Component, Shard, component_dtype
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
@@ -41,9 +41,11 @@ def open_store(
         swap = SwapFile([directory], "test.swap", engine, 1)
         stack.callback(swap.close)
         store = ShardStore(layout, [placement] * len(layout.units), Arena(num_frames), swap, num_slots)
+        store.places.lay_out()
         swap.create_scratch()
         for shard in store.shards:
-            store.place_memory(shard, {})
+            store.places.place_memory(shard, {})
+            store.add_states(shard, ADAM_STATES)
         yield store
 
 
@@ -54,7 +56,7 @@ def fill(store: ShardStore, shard: Shard, seed: int) -> dict[Component, torch.Te
         component: torch.randint(-1000, 1000, (shard.layout.shard_numel,), generator=generator).to(
             component_dtype(shard.layout, component)
         )
-        for component in components_of(shard.layout)
+        for component in shard.components
     }
     store.write_components(shard, lambda component, begin, end: values[component][begin:end])
     return values

@@ -13,18 +13,22 @@ import zero_offload
 from zero_offload import errors
 
 PUBLIC_NAMES = {
+    "Adagrad",
+    "Adam",
     "AdamW",
     "CapacityError",
     "CheckpointError",
     "ConfigError",
     "GradScaler",
     "IntegrityError",
+    "Lion",
     "LockError",
     "NonFiniteError",
     "OffloadConfig",
     "Precision",
     "RankError",
     "Resumed",
+    "SGD",
     "Stats",
     "StorageError",
     "ZeroOffloadError",
@@ -51,7 +55,11 @@ PUBLIC = [(zero_offload, name) for name in sorted(PUBLIC_NAMES)] + [
     (zero_offload.nn, name) for name in sorted(NN_NAMES)
 ]
 MIRRORS_OF_TORCH = {
-    "AdamW": {"amsgrad", "maximize", "set_to_none"},
+    "Adagrad": {"maximize"},
+    "Adam": {"amsgrad", "maximize"},
+    "AdamW": {"amsgrad", "maximize"},
+    "Lion": {"maximize"},
+    "SGD": {"maximize", "nesterov"},
     "GradScaler": {"enabled"},
     "TiledLinear": {"bias"},
 }

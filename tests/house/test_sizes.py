@@ -15,7 +15,7 @@ FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
 METHODS_MAX = 20
 CONSTRUCTOR_ARGS_MAX = 6
-MIRRORS_OF_TORCH = ("AdamW", "TiledLinear")
+MIRRORS_OF_TORCH = ("Adam", "AdamW", "Adagrad", "SGD", "TiledLinear")
 """Drop-in for a torch class: its constructor's arguments are not ours to choose."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

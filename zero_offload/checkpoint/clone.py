@@ -16,7 +16,7 @@ import numpy as np
 from zero_offload.errors import StorageError
 from zero_offload.kernels.checksum import reseeded
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.swap_file import Extent
+from zero_offload.storage.extents import Extent
 from zero_offload.types import SECTOR
 
 FICLONERANGE = 0x4020940D
@@ -47,6 +47,7 @@ def clone_blocks(source: Extent, target: Extent) -> bool:
             return False
     for there, here in rows:
         here["crc"] = reseeded(int(there["crc"]), int(there["seed"]), int(here["seed"]), int(there["nbytes"]))
+    target.written[:] = True
     return True
 
 

@@ -13,7 +13,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
+    FORMAT,
     GENERATION_NAMES,
     Generation,
     StepRecord,
@@ -34,12 +35,13 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.history import History
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
-from zero_offload.shards.shard import Component, components_of
+from zero_offload.shards.shard import Component
 from zero_offload.shards.snapshot import Snapshot
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.extents import Extent, extent_record
 from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.storage.swap_file import SwapFile, extent_record
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import Durability, Existing
 
 
@@ -69,6 +71,10 @@ class Ranks:
     def first_of_column(self, world_size: int) -> int:
         """The first rank that holds this part in a run of so many ranks."""
         return self.column * (world_size // self.num_columns)
+
+
+def _records(slot: Mapping[Component, Extent]) -> dict[str, Any]:
+    return {component.value: extent_record(extent) for component, extent in slot.items()}
 
 
 def read_rank_manifest(home: RunDirectory, generation: Generation, rank: int) -> dict[str, Any]:
@@ -162,6 +168,8 @@ class GenerationKeeper:
             self.weights = stripe_weights_of(found, len(self._directories))
 
     def _is_cut_otherwise(self, found: Generation) -> bool:
+        if found.payload.get("format") != FORMAT:
+            return True
         if (found.world_size, found.num_shards) != (self._ranks.world_size, self._layout.num_shards):
             return True
         if len(found.directories) != len(self._directories) or not stripe_weights_of(found, len(self._directories)):
@@ -268,19 +276,13 @@ class GenerationKeeper:
         sections = payload.get("sections")
         if not isinstance(sections, list) or len(sections) != len(self._store.shards):
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
-        slots = []
         for shard, entry in zip(self._store.shards, sections, strict=True):
             with reading(str(self._home.path)):
-                slot = entry["slot"]
-                self._store.ensure_slot(shard, slot)
-                for component in components_of(shard.layout):
-                    self._swap.restore(shard.slots[slot][component], entry["components"][component.value])
-            shard.current = slot
-            slots.append(slot)
+                self._store.restore(shard, entry["slot"], entry["components"], entry.get("spare"))
         for shard in self._store.shards:
             self._store.load_memory(shard, shard.current)
         self._flush_found(self._swap)
-        self._store.mark_committed(slots)
+        self._store.mark_committed([shard.current for shard in self._store.shards])
         self.rng = payload.get("rng")
 
     def _flush_found(self, swap: SwapFile) -> None:
@@ -340,14 +342,16 @@ class GenerationKeeper:
         assert self._store is not None
         sections = []
         for shard, slot in zip(self._store.shards, slots, strict=True):
-            components: dict[Component, Any] = shard.slots[slot]
-            entries = {component.value: extent_record(extent) for component, extent in components.items()}
-            sections.append({"slot": slot, "shard_numel": shard.layout.shard_numel, "components": entries})
+            entry = {"slot": slot, "shard_numel": shard.layout.shard_numel, "components": _records(shard.slots[slot])}
+            if not shard.layout.trainable and len(shard.slots) > 1:
+                entry["spare"] = _records(shard.slots[1 - slot])
+            sections.append(entry)
         return {"run_id": self.run_id, "step": record.step, "rng": record.rng, "sections": sections}
 
     def _global_payload(self, number: int, digests: Sequence[str], record: StepRecord) -> dict[str, Any]:
         return {
             "run_id": self.run_id,
+            "format": FORMAT,
             "number": number,
             "edition": self.edition,
             "step": record.step,

@@ -59,6 +59,9 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
+            copy.places.lay_out()
+            for source, target in zip(store.shards, copy.shards, strict=True):
+                copy.add_states(target, source.states)
             shares = _create(swap, directory, store)
             cleanup.callback(swap.close)
             cleanup.callback(engine.close)  # before its files, whose numbers would soon stand for others
@@ -96,7 +99,7 @@ def _cloned(source: Shard, target: Shard) -> bool:
         return False
     source.settle()
     there, here = source.slots[source.current], target.slots[target.current]
-    return all(clone_blocks(there[component], extent) for component, extent in here.items())
+    return all(there[each].written.any() and clone_blocks(there[each], extent) for each, extent in here.items())
 
 
 def _open_directory(path: Path, ranks: Ranks) -> RunDirectory:
@@ -161,6 +164,10 @@ class SavedCheckpoint:
             return out
 
         return source
+
+    def states(self, layout: SectionLayout) -> list[Component]:
+        """What optimizers kept of a section."""
+        return self._saved.states(self._first_rank, layout.index)
 
     def rng_of(self, rank: int) -> dict[str, Any] | None:
         """A rank's random number generators."""

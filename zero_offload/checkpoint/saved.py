@@ -19,7 +19,7 @@ import torch
 
 from zero_offload.checkpoint.file_list import hold_existing
 from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
-from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, swap_file_name
+from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, reading, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
 from zero_offload.checkpoint.history import History
 from zero_offload.errors import CheckpointError, IntegrityError
@@ -27,12 +27,13 @@ from zero_offload.memory.arena import Arena, Region
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Component, component_dtype, components_of
+from zero_offload.shards.shard import Component, component_dtype, master_components
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine
+from zero_offload.storage.extents import Extent
 from zero_offload.storage.lock import LOCK_NAME
 from zero_offload.storage.manifest import read_manifest
-from zero_offload.storage.swap_file import Extent, SwapFile
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.events import Counters
 
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
@@ -163,12 +164,11 @@ class SavedGeneration:
             name = swap_file_name(rank, self.generation.edition)
             seed = zlib.crc32(self.generation.run_id.encode())
             sections = tuple(self._shard_of(section, rank) for section in self.sections)
-            # Extents are planned apart: where they lie, and how long the files must be, only the manifest says.
-            plan, swap = (SwapFile(self.directories, name, self._engine, seed) for _ in range(2))
+            swap = SwapFile(self.directories, name, self._engine, seed)
             swap.on_error = self._on_error
             swap.open_existing()
             try:
-                extents = {key: each for section in sections for key, each in self._extents(plan, swap, section, rank)}
+                extents = {key: each for section in sections for key, each in self._extents(swap, section, rank)}
             except BaseException:
                 swap.close()
                 raise
@@ -183,18 +183,26 @@ class SavedGeneration:
         return replace(section, shard_numel=numel, num_shards=self.generation.num_shards)
 
     def _extents(
-        self, plan: SwapFile, swap: SwapFile, section: SectionLayout, rank: int
+        self, swap: SwapFile, section: SectionLayout, rank: int
     ) -> Iterator[tuple[tuple[int, Component], Extent]]:
         entry = self.payload(rank)["sections"][section.index]
-        for component in components_of(section):
-            name = f"section {section.index} {component.value}.{entry.get('slot')}"
-            extent = plan.allocate(name, section.block_sizes(component_dtype(section, component)))
-            components = entry.get("components")
-            swap.restore(extent, components.get(component.value) if isinstance(components, dict) else None)
-            yield (section.index, component), extent
+        records = entry.get("components")
+        with reading(str(self.directories[0].path)):
+            kept = set(map(Component, records))
+        for component in Component:
+            if component in kept or component in master_components(section):
+                name = f"section {section.index} {component.value}.{entry.get('slot')}"
+                sizes = section.block_sizes(component_dtype(section, component))
+                yield (section.index, component), swap.restore_copies([name], sizes, 0, records.get(component.value))[0]
+
+    def states(self, first_rank: int, index: int) -> list[Component]:
+        """What optimizers keep of a section."""
+        extents, master = self.rank(first_rank).extents, master_components(self.sections[index])
+        return [component for section, component in extents if section == index and component not in master]
 
     def read(self, first_rank: int, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
-        """Fill `out` with elements of a section from `begin` on; what was never saved (padding) becomes zero.
+        """Fill `out` with elements of a section from `begin` on; what was never saved becomes zero: padding, and states
+        that no optimizer kept.
 
         `first_rank` is the one that wrote shard 0.
         """
@@ -206,6 +214,9 @@ class SavedGeneration:
                 out[position - begin :] = 0
                 return
             files = self.rank(first_rank + shard)
+            if (index, component) not in files.extents:
+                out.zero_()
+                return
             row = offset // CHUNK_NUMEL
             block = files.disk.read_block(files.extents[index, component], row, out.dtype, self._block())
             part = block[offset - row * CHUNK_NUMEL :][: end - position]

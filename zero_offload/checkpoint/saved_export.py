@@ -17,7 +17,7 @@ from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.master import join_master
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.shards.shard import Component, component_dtype, components_of
+from zero_offload.shards.shard import Component, component_dtype, master_components
 
 
 def export_saved(
@@ -69,7 +69,7 @@ def _values(
         saved.read(0, section.index, component, span[0], out)
         return out
 
-    components = components_of(section)
+    components = master_components(section)
     if dtype in (None, section.dtype):
         return read(Component.VALUE)
     if Component.MASTER in components:

@@ -11,7 +11,7 @@ import torch
 
 from zero_offload.kernels.master import convert, join_master, split_master
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.shards.shard import Component, Shard, component_dtype, components_of
+from zero_offload.shards.shard import Component, Shard, component_dtype, master_components
 from zero_offload.shards.store import ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
@@ -32,7 +32,7 @@ def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
 
 def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor:
     """The same of one chunk, (end - begin,), host; valid until the next read."""
-    components = components_of(shard.layout)
+    components = master_components(shard.layout)
     if Component.MASTER in components:
         return store.read_chunk(shard, Component.MASTER, row)
     value = store.read_chunk(shard, Component.VALUE, row)
@@ -48,31 +48,31 @@ READ_NUMEL = 1 << 18
 
 
 class ComponentSource:
-    """Feeds `write_components`: values from `fill`, moments from `moments` or zero.
+    """Feeds `write_components`: values from `fill`, the optimizers' states from `states` or zero.
 
     What a call returns is valid until the next: buffers are used again, since chunks that come and go would leave
     holes of several times their size in the heap.
     """
 
-    def __init__(self, shard: Shard, fill: FillMaster, moments: Mapping[Component, torch.Tensor] | None = None) -> None:
-        """`moments` maps EXP_AVG and EXP_AVG_SQ to (shard_numel,) fp32."""
+    def __init__(self, shard: Shard, fill: FillMaster, states: Mapping[Component, torch.Tensor] | None = None) -> None:
+        """`states` maps components to (shard_numel,) fp32."""
         self._shard = shard
         self._fill = fill
-        self._moments = moments or {}
+        self._states = states or {}
         self._range = (-1, -1)
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
         layout, numel = self._shard.layout, end - begin
-        if component in (Component.EXP_AVG, Component.EXP_AVG_SQ):
-            moments = self._moments.get(component)
-            return torch.zeros(1).expand(numel) if moments is None else moments[begin:end]
+        if component in self._shard.states:
+            states = self._states.get(component)
+            return torch.zeros(1).expand(numel) if states is None else states[begin:end]
         if not layout.trainable or layout.dtype == torch.float32:
             return self._filled(begin, end, layout.dtype)
         value = self._buffer(layout.dtype, numel)
         if self._range != (begin, end):
             master = self._filled(begin, end, torch.float32)
-            if Component.MASTER in components_of(layout):
+            if Component.MASTER in master_components(layout):
                 convert(value, master)
             else:
                 split_master(master, value, self._buffer(torch.int16, numel))

@@ -17,7 +17,8 @@ from zero_offload.errors import IntegrityError, ZeroOffloadError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.shard import Component
-from zero_offload.storage.swap_file import Extent, Transfer
+from zero_offload.storage.extents import Extent
+from zero_offload.storage.swap_file import Transfer
 
 READS_IN_FLIGHT = 8
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
-from zero_offload.optim.adamw import group_record
+from zero_offload.optim.groups import group_records
 from zero_offload.shards.registry import Owner, owner_of
 
 
@@ -109,7 +109,7 @@ class GradScaler:
         progress.stepped = True
         if not progress.overflowed:
             return optimizer.step(**kwargs)
-        records = [group_record(group) for group in optimizer.param_groups]
+        records = group_records(optimizer)
         for owner in _owners(optimizer):
             owner.update({}, records)  # counts the step and drops its gradients
         return None

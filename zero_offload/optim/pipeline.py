@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from zero_offload.abi import Rule
-from zero_offload.kernels.update import SegmentArray, UpdateBuffers, fused_update
+from zero_offload.kernels.update import STATES, SegmentArray, UpdateBuffers, fused_update
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
@@ -29,14 +30,14 @@ from zero_offload.storage.swap_file import Transfer
 
 @dataclass(frozen=True)
 class SectionUpdate:
-    """One section's part of an update; `segments` are in elements of the shard, sorted, disjoint."""
+    """One section's part of an update; `segments` of each rule are in elements of the shard, sorted, disjoint."""
 
     unit: int
     position: int
     """Which of the unit's sections: index into a delivery's addresses."""
     shard: Shard
     grads: GradShard
-    segments: SegmentArray
+    segments: Mapping[Rule, SegmentArray]
     complete: bool
     """Whether the segments cover every parameter of the section."""
 
@@ -136,19 +137,11 @@ class UpdatePipeline:
         if delivery is not None and not section.complete:
             # The kernel writes segments only; parameters that this step leaves alone are delivered too.
             ctypes.memmove(out, chunk.addresses[Component.VALUE], (chunk.end - chunk.begin) * dtype.itemsize)
-        for source in task.grads:
-            buffers = UpdateBuffers(
-                value=chunk.addresses[Component.VALUE],
-                residual=chunk.addresses.get(Component.RESIDUAL, 0),
-                master=chunk.addresses.get(Component.MASTER, 0),
-                states=(chunk.addresses[Component.EXP_AVG], chunk.addresses[Component.EXP_AVG_SQ]),
-                grad=source.address,
-                value_out=out,
-                value_dtype=dtype,
-                grad_dtype=section.grads.dtype,
-            )
-            segments = cut_segments(section.segments, chunk.begin, chunk.begin + source.begin, chunk.begin + source.end)
-            fused_update(Rule.ADAMW, buffers, segments, self._num_threads)
+        for rule, segments in section.segments.items():
+            for source in task.grads:
+                begin, end = chunk.begin + source.begin, chunk.begin + source.end
+                buffers = _buffers(chunk, STATES[rule], source.address, out, section.grads.dtype)
+                fused_update(rule, buffers, cut_segments(segments, chunk.begin, begin, end), self._num_threads)
         task.writes = self._store.close_chunk(chunk)
         self._writing.append(task)
         if task.row == len(section.shard.layout.chunks()) - 1:
@@ -157,8 +150,9 @@ class UpdatePipeline:
 
     def _lease(self) -> Region:
         """Staging for a chunk, waiting for the oldest write when all of it is in use."""
-        if self._free is None:
-            nbytes = self._store.state_staging_bytes + CHUNK_NUMEL * 4  # states and an fp32 gradient
+        nbytes = self._store.state_staging_bytes + CHUNK_NUMEL * 4  # states and an fp32 gradient
+        # An optimizer that was built since the last update may have brought further states.
+        if self._free is None or any(region.nbytes < nbytes for region in self._free):
             self._free = [self._store.arena.allocate(nbytes) for _ in range(CHUNKS_IN_FLIGHT)]
             for region in self._free:
                 self._store.disk.add_memory(region)
@@ -175,6 +169,21 @@ class UpdatePipeline:
             write.wait()
         if task.staging is not None and self._free is not None:
             self._free.append(task.staging)
+
+
+def _buffers(
+    chunk: OpenChunk, states: Sequence[str], grad: int, value_out: int, grad_dtype: torch.dtype
+) -> UpdateBuffers:
+    return UpdateBuffers(
+        value=chunk.addresses[Component.VALUE],
+        residual=chunk.addresses.get(Component.RESIDUAL, 0),
+        master=chunk.addresses.get(Component.MASTER, 0),
+        states=tuple(chunk.addresses[Component(name)] for name in states),
+        grad=grad,
+        value_out=value_out,
+        value_dtype=chunk.shard.layout.dtype,
+        grad_dtype=grad_dtype,
+    )
 
 
 def cut_segments(segments: SegmentArray, origin: int, begin: int, end: int) -> SegmentArray:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from zero_offload.memory.arena import Region
 from zero_offload.storage.engine import Urgency
-from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
+from zero_offload.storage.extents import Extent
+from zero_offload.storage.swap_file import SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import Tier
 
@@ -26,6 +28,18 @@ class DiskArrays:
         """Room for blocks of these sizes, in bytes."""
         assert self._swap is not None
         return self._swap.allocate(name, block_sizes)
+
+    def allocate_copies(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """The same for several arrays of one shape."""
+        assert self._swap is not None
+        return self._swap.allocate_copies(names, block_sizes)
+
+    def restore_copies(
+        self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any
+    ) -> tuple[Extent, ...]:
+        """The same where they were, by a manifest's record of number `index`."""
+        assert self._swap is not None
+        return self._swap.restore_copies(names, block_sizes, index, record)
 
     def add_memory(self, region: Region) -> None:
         """Memory through which arrays pass again and again, for as long as there are any on disk."""

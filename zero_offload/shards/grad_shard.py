@@ -17,7 +17,8 @@ import torch
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.store import ShardStore
-from zero_offload.storage.swap_file import Extent, Transfer
+from zero_offload.storage.extents import Extent
+from zero_offload.storage.swap_file import Transfer
 from zero_offload.types import Tier
 
 AttachBuffer = Callable[[MovableBuffer], None]

@@ -7,8 +7,7 @@ behind it is made one layer up. Nothing is ever hung on a parameter or a module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,17 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-
-@dataclass(frozen=True)
-class AdamWHyper:
-    """Hyperparameters of one parameter for one step, captured by value."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    maximize: bool
+    from zero_offload.kernels.hyper import Hyper
 
 
 class ParamAccess(Protocol):
@@ -62,6 +51,19 @@ class ParamAccess(Protocol):
         """Where the parameter rests, for repr and messages."""
 
 
+class OptimizerStates(Protocol):
+    """What optimizers keep of offloaded parameters, by torch's names."""
+
+    def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
+        """Have room for these states, zero where they are new. Raises CapacityError."""
+
+    def read(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Copies of "step" and of these states; empty before the first step."""
+
+    def write(self, param: nn.Parameter, step: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace them."""
+
+
 class LossScaler(Protocol):
     """What generations and the step need of a `GradScaler`."""
 
@@ -77,8 +79,11 @@ class Owner(Protocol):
     @property
     def access(self) -> ParamAccess: ...
 
-    def update(self, hypers: Mapping[nn.Parameter, AdamWHyper], groups: Sequence[dict[str, Any]]) -> None:
-        """Launch one AdamW step over the parameters that have gradients; `groups` goes into generations.
+    @property
+    def states(self) -> OptimizerStates: ...
+
+    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+        """Launch one step over the parameters that have gradients; `groups` goes into generations.
 
         A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
         """
@@ -88,12 +93,6 @@ class Owner(Protocol):
 
         `overflowed` says so of gradients that are not this owner's. Generations carry the scaler's state from now on.
         """
-
-    def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies of "step", "exp_avg" and "exp_avg_sq"; empty before the first step."""
-
-    def write_optimizer_state(self, param: nn.Parameter, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace them."""
 
 
 class Recipe(Protocol):

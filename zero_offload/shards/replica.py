@@ -11,7 +11,8 @@ import torch
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.engine import Urgency
-from zero_offload.storage.swap_file import Extent, Transfer
+from zero_offload.storage.extents import Extent
+from zero_offload.storage.swap_file import Transfer
 
 
 class Replica:

@@ -7,7 +7,8 @@ A trainable shard is whole in its optimizer components; they alone make a genera
                 fp32 master; with fp32 compute it is the master; with fp16 compute it is a rounded copy of it.
     residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit.
     master      (shard_numel,) fp32, fp16 compute only: an exponent of 5 bits leaves nothing to complete.
-    exp_avg, exp_avg_sq   (shard_numel,) fp32: Adam's moments.
+    exp_avg, ...   (shard_numel,) fp32: what the optimizers of its parameters keep, by torch's names. There are none
+                before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
 
 A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU
 tier; `slots` the extents on disk: two for a trainable shard that takes part in generations, so that the
@@ -17,15 +18,16 @@ written after every update and belongs to no generation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 
-from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.replica import Replica
-from zero_offload.storage.swap_file import Extent, Transfer
+from zero_offload.storage.extents import Extent
+from zero_offload.storage.swap_file import Transfer
 from zero_offload.types import StateKind, Tier
 
 
@@ -35,13 +37,23 @@ class Component(StrEnum):
     MASTER = "master"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    MAX_EXP_AVG_SQ = "max_exp_avg_sq"
+    SUM = "sum"
+    MOMENTUM_BUFFER = "momentum_buffer"
 
 
-def components_of(layout: SectionLayout) -> tuple[Component, ...]:
-    """The components a shard of this section has."""
-    if not layout.trainable:
-        return (Component.VALUE,)
-    return (Component.VALUE, *_MASTER_PARTS[layout.dtype], Component.EXP_AVG, Component.EXP_AVG_SQ)
+ADAM_STATES = (Component.EXP_AVG, Component.EXP_AVG_SQ)
+"""What plans count before there is an optimizer."""
+
+
+def master_components(layout: SectionLayout) -> tuple[Component, ...]:
+    """The components a shard of this section has without an optimizer's states."""
+    return (Component.VALUE, *(_MASTER_PARTS[layout.dtype] if layout.trainable else ()))
+
+
+def planned_components(layout: SectionLayout) -> tuple[Component, ...]:
+    """The components it will have with AdamW."""
+    return master_components(layout) + (ADAM_STATES if layout.trainable else ())
 
 
 _MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {
@@ -58,9 +70,9 @@ def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
     return torch.int16 if component is Component.RESIDUAL else torch.float32
 
 
-def chunk_state_bytes(layout: SectionLayout) -> int:
-    """Bytes of all components of one chunk."""
-    return CHUNK_NUMEL * sum(component_dtype(layout, component).itemsize for component in components_of(layout))
+def state_bytes(layout: SectionLayout, components: Iterable[Component], numel: int) -> int:
+    """Bytes of so many elements of these components."""
+    return numel * sum(component_dtype(layout, component).itemsize for component in components)
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,8 @@ class Shard:
 
     layout: SectionLayout
     placement: ShardPlacement
+    states: tuple[Component, ...] = ()
+    """What optimizers keep, in the order of `Component`."""
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)
     slots: tuple[dict[Component, Extent], ...] = ()
     cache: Extent | None = None
@@ -101,6 +115,15 @@ class Shard:
     """Writes not yet known to be complete."""
 
     @property
+    def components(self) -> tuple[Component, ...]:
+        """All that it has, in the order of `Component`."""
+        return master_components(self.layout) + self.states
+
+    def keeps(self, states: Iterable[str]) -> bool:
+        """Whether it has all of these."""
+        return set(states) <= set(self.states)
+
+    @property
     def fresh_replica(self) -> Replica | None:
         """Where the section's newest values are whole on this rank, if they are."""
         return self.replica if self.replica is not None and self.replica.fresh else None
@@ -108,7 +131,7 @@ class Shard:
     @property
     def on_disk(self) -> bool:
         """Whether the working copy is in the slots (then generations cost no further write)."""
-        return any(component not in self.memory for component in components_of(self.layout))
+        return any(component not in self.memory for component in self.components)
 
     def settle(self) -> None:
         """Return when what was written can be read. Raises StorageError when a write failed."""

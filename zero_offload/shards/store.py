@@ -2,7 +2,8 @@
 
 Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
 nothing. The calls, and who makes them:
-    `place_memory`, `write_components`         each section once (offload);
+    `places.lay_out`, or `restore` each section of a generation; `places.place_memory`, `write_components`   (offload);
+    `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`                             parameters for forward and backward (runtime);
     `open_chunk`, the kernel, `close_chunk`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
@@ -13,28 +14,27 @@ Whatever is launched returns transfers; the caller waits for them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from zero_offload.errors import IntegrityError
 from zero_offload.memory.arena import Arena
 from zero_offload.memory.pool import LazyRegion
-from zero_offload.plan.layout import SectionLayout, ShardLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
-from zero_offload.shards.replica import Replica
+from zero_offload.shards.places import Places
 from zero_offload.shards.shard import (
     Component,
     Shard,
     ShardPlacement,
-    chunk_state_bytes,
     component_dtype,
-    components_of,
+    state_bytes,
 )
 from zero_offload.shards.snapshot import Snapshots
 from zero_offload.storage.engine import Urgency
-from zero_offload.storage.swap_file import Extent, SwapFile, Transfer
+from zero_offload.storage.swap_file import SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
@@ -79,60 +79,32 @@ class ShardStore:
         self.swap = swap
         self.counters = Counters()
         self.disk = DiskArrays(swap, self.counters)
-        self.state_staging_bytes = max(chunk_state_bytes(section) for section in layout.sections)
-        """Staging that `open_chunk` may use."""
-        self.staging = LazyRegion(arena, self.state_staging_bytes)
-        """For whole-shard calls; dropped when they are over, it is taken again by the next."""
         self.shards = tuple(Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections)
         self.snapshots = Snapshots(self.shards, self.disk, self.counters)
-        self._generations = num_slots > 1
-        for shard in self.shards:
-            self._place(shard, num_slots)
+        self.places = Places(self.shards, arena, self.disk, num_slots)
+        self._size_staging()
 
-    def _place(self, shard: Shard, num_slots: int) -> None:
-        """Plan a shard's extents; its memory is taken by `initialize`, section by section."""
-        layout, place = shard.layout, shard.placement
-        trainable_on_disk = layout.trainable and (place.optimizer is Tier.NVME or self._generations)
-        value_on_disk = place.params is Tier.NVME and (not layout.trainable or place.optimizer is Tier.NVME)
-        frozen_on_disk = not layout.trainable and (value_on_disk or self._generations)
-        if trainable_on_disk or frozen_on_disk:
-            count = num_slots if layout.trainable else 1
-            shard.slots = tuple(self._slot(layout, slot) for slot in range(count))
+    def _size_staging(self) -> None:
+        self.state_staging_bytes = max(state_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
+        """Staging that `open_chunk` may use."""
+        self.staging = LazyRegion(self.arena, self.state_staging_bytes)
+        """For whole-shard calls; dropped when they are over, it is taken again by the next."""
 
-    def _slot(self, layout: SectionLayout, slot: int) -> dict[Component, Extent]:
-        return {
-            component: self.disk.allocate(
-                f"section {layout.index} {component.value}.{slot}",
-                layout.block_sizes(component_dtype(layout, component)),
-            )
-            for component in components_of(layout)
-        }
+    def add_states(self, shard: Shard, states: Iterable[Component]) -> None:
+        """Have these states too, all zero, where the optimizer's states rest; after updates and commits under way.
 
-    def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
-        """Take memory for the components that rest in memory; `existing` brings those that have it already."""
-        place, layout = shard.placement, shard.layout
-        shard.memory.update(existing)
-        optimizer_rests = place.optimizer is not Tier.NVME and layout.trainable
-        dtypes = {
-            component: component_dtype(layout, component)
-            for component in components_of(layout)
-            if optimizer_rests or (component is Component.VALUE and place.value_in_memory)
-        }
-        # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
-        missing = [component for component in dtypes if component not in existing]
-        if not missing:
-            return
-        region = self.arena.allocate(sum(dtypes[each].itemsize for each in missing) * layout.shard_numel)
-        offset = 0
-        for component in missing:
-            shard.memory[component] = region.tensor(dtypes[component], layout.shard_numel, offset)
-            offset += shard.memory[component].nbytes
+        Raises CapacityError, and has none of them, where there is no room.
+        """
+        missing = [each for each in dict.fromkeys(states) if each not in shard.states]
+        if missing and shard.layout.trainable:
+            self.snapshots.wait_for_slots()
+            self.places.add_states(shard, missing)
+            self._size_staging()
 
-    def place_replica(self, shard: Shard) -> None:
-        """Keep the section whole on this rank too, on the tier of its parameters; before `place_memory`."""
-        layout, in_memory = shard.layout, shard.placement.value_in_memory
-        memory = self.arena.array(layout.dtype, layout.numel) if in_memory else None
-        shard.replica = Replica(layout, self.disk, memory)
+    def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
+        """Have what a generation's manifest records, in its slot; see `Places.restore`."""
+        self.places.restore(shard, slot, records, spare)
+        self._size_staging()
 
     # Parameters for forward and backward
 
@@ -163,7 +135,7 @@ class ShardStore:
         """
         begin, end = shard.layout.chunks()[row]
         chunk, rows = OpenChunk(shard, row, begin, end, {}), slice(row, row + 1)
-        for component in components_of(shard.layout):
+        for component in shard.components:
             dtype = component_dtype(shard.layout, component)
             if component in shard.memory:
                 address = shard.memory[component].data_ptr() + begin * dtype.itemsize
@@ -184,7 +156,7 @@ class ShardStore:
         writes: list[Transfer] = []
         if shard.on_disk:
             self.snapshots.wait_for_slots()
-        for component in components_of(shard.layout):
+        for component in shard.components:
             if shard.on_disk:
                 extent = shard.slots[shard.writable_slot()][component]
                 writes.append(self.disk.launch_write(extent, rows, chunk.addresses[component]))
@@ -227,13 +199,13 @@ class ShardStore:
         generation needs.
         """
         self.snapshots.wait_for_slots()
-        self._make_writable(shard)
-        self._ensure_cache(shard)
+        self.places.make_writable(shard)
+        self.places.ensure_cache(shard)
         staging = self.staging.region
         for row, (begin, end) in enumerate(shard.layout.chunks()):
             chunk = OpenChunk(shard, row, begin, end, {})
             used = 0
-            for component in components_of(shard.layout):
+            for component in shard.components:
                 values = source(component, begin, end)
                 if component in shard.memory:
                     target = shard.memory[component][begin:end]
@@ -247,34 +219,11 @@ class ShardStore:
         self.finish_update(shard)
         shard.writes.clear()
 
-    def _ensure_cache(self, shard: Shard) -> None:
-        """A cache belongs to no generation: it comes after the slots, which must lie alike for every placement."""
-        on_disk = shard.placement.params is Tier.NVME and shard.replica is None
-        if shard.cache is None and on_disk and Component.VALUE in shard.memory:
-            shard.cache = self.disk.allocate(
-                f"section {shard.layout.index} cache", shard.layout.block_sizes(shard.layout.dtype)
-            )
-
-    def _make_writable(self, shard: Shard) -> None:
-        """A frozen shard has one slot; once that is committed, a change needs a second."""
-        if shard.slots and len(shard.slots) == 1 and shard.committed is not None:
-            self.ensure_slot(shard, 1)
-
     # Generations
-
-    def ensure_slot(self, shard: Shard, slot: int) -> None:
-        """Have extents for `slot`; a frozen shard gets its second one only when it was changed."""
-        if slot == 1 and len(shard.slots) == 1:
-            shard.slots = (*shard.slots, self._slot(shard.layout, 1))
-        if not 0 <= slot < len(shard.slots):
-            raise IntegrityError(
-                f"a manifest puts section {shard.layout.index} in slot {slot}, which does not exist; "
-                "load a checkpoint, or start over with existing='discard'"
-            )
 
     def load_memory(self, shard: Shard, slot: int) -> None:
         """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""
-        self._ensure_cache(shard)
+        self.places.ensure_cache(shard)
         for component, array in shard.memory.items():
             self.disk.read_array(shard.slots[slot][component], array)
         if shard.cache is not None:

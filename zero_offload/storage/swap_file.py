@@ -1,66 +1,46 @@
 """One rank's bytes on disk: extents in preallocated files, one file per directory.
 
-Owns the map from an extent's blocks to (file, offset) and each block's checksum; never knows what the bytes
-mean. An extent's table is what the file engine reads: a write stores the block's checksum in it, a read
-is verified against it, and a manifest is a copy of it. Blocks are dealt to the directories by their weights,
-so several drives work at once and end at the same time. The calls in order: `allocate` every extent, `create`
-(or `open_existing`), `read` / `write` and `Transfer.wait`, `sync`, `close`; to go on from a manifest, `restore`
-each extent it names before anything else is allocated.
+Owns the files and what goes to and from them; never knows what the bytes mean, and leaves to `extents` where they lie.
+The calls: `allocate` every extent, `create` (or `open_existing`), `read` / `write` and `Transfer.wait`, `sync`,
+`close`; to go on from a manifest, `restore_copies` of all that it names before anything else is allocated.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
-import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
-from zero_offload.plan.dealer import Dealer
 from zero_offload.storage.directory import DataFile, RunDirectory
-from zero_offload.storage.engine import BLOCK_DTYPE, FileEngine, Lasting, Ticket, Urgency
+from zero_offload.storage.engine import FileEngine, Lasting, Ticket, Urgency
+from zero_offload.storage.extents import Extent, ExtentMap
 from zero_offload.types import SECTOR
-
-BlockTable = npt.NDArray[np.void]
 
 _STUCK: list[DataFile] = []
 """Files that a drive may still write."""
 
 
-@dataclass(frozen=True)
-class Extent:
-    """Blocks that hold one array; `blocks` has a row of `BLOCK_DTYPE` each, checksums included."""
-
-    name: str
-    blocks: BlockTable
-    directories: npt.NDArray[np.int32]
-    """Which directory each block is in."""
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.blocks["nbytes"].sum())
-
-
 class Transfer:
     """Blocks on their way; any thread may wait, any number of times, and each sees the same outcome."""
 
-    def __init__(self, engine: FileEngine, ticket: Ticket, on_error: Callable[[Exception], None]) -> None:
+    def __init__(self, engine: FileEngine, ticket: Ticket | None, on_error: Callable[[Exception], None]) -> None:
+        """Without a `ticket` there is nothing to wait for."""
         self._engine = engine
         self._ticket = ticket
         self._on_error = on_error
         self._lock = threading.Lock()
-        self._finished = False
+        self._finished = ticket is None
         self._error: ZeroOffloadError | None = None
 
     def wait(self) -> None:
         """Return when the bytes have arrived. Raises StorageError or IntegrityError."""
         with self._lock:
-            if not self._finished:
+            if not self._finished and self._ticket is not None:
                 try:
                     self._engine.wait(self._ticket)
                 except ZeroOffloadError as error:
@@ -74,7 +54,7 @@ class Transfer:
         """Whether `wait` would return at once."""
         # Without the lock: a signal's handler may raise between taking it and any line that would give it back.
         try:
-            return self._finished or self._engine.done(self._ticket)
+            return self._finished or self._ticket is None or self._engine.done(self._ticket)
         except ConfigError:
             return True  # someone has just waited for it
 
@@ -92,11 +72,9 @@ class SwapFile:
     ) -> None:
         """`weights` are the directories' shares of all bytes, by default equal. The same ones give the same places."""
         self._directories = tuple(directories)
-        self._dealer = Dealer(dict(enumerate(weights or [1 / len(directories)] * len(directories))))
+        self._map = ExtentMap(seed, weights or [1 / len(directories)] * len(directories))
         self._name = name
         self._engine = engine
-        self._seed = seed
-        self._sizes = [0] * len(self._directories)
         self._files: list[DataFile] = []
         self._extents: list[Extent] = []
         self.on_error: Callable[[Exception], None] = lambda _: None
@@ -106,7 +84,7 @@ class SwapFile:
 
     @property
     def nbytes(self) -> int:
-        return sum(self._sizes)
+        return sum(self._map.sizes)
 
     @property
     def name(self) -> str:
@@ -115,43 +93,47 @@ class SwapFile:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of the file in each directory."""
-        return tuple(self._sizes)
+        return tuple(self._map.sizes)
 
     def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
         """Plan an extent of blocks of these sizes (bytes, whole sectors). After `create` the files grow."""
-        table = np.zeros(len(block_sizes), dtype=BLOCK_DTYPE)
-        extent = Extent(name, table, np.zeros(len(block_sizes), dtype=np.int32))
-        with self._lock:
-            for i, nbytes in enumerate(block_sizes):
-                assert nbytes % SECTOR == 0
-                place = self._dealer.deal(nbytes)
-                table[i]["offset"] = self._sizes[place]
-                table[i]["nbytes"] = nbytes
-                # A block of another run, extent or position fails its checksum even where its bytes are valid.
-                table[i]["seed"] = _mix(self._seed, zlib.crc32(name.encode()), i)
-                extent.directories[i] = place
-                self._sizes[place] += nbytes
-            self._extents.append(extent)
-            if self._files:
-                for file, size in zip(self._files, self._sizes, strict=True):
-                    file.grow(size)
-                self._bind(extent)
+        (extent,) = self.allocate_copies([name], block_sizes)
         return extent
 
-    def restore(self, extent: Extent, record: Any) -> None:
-        """Take a manifest's record of an extent. Raises IntegrityError unless it fits."""
-        limits = {"offset": 2**62, "crc": 2**32, "directory": len(self._directories)}
-        values = {key: _numbers(record, key, limit, extent) for key, limit in limits.items()}
-        extent.blocks["offset"], extent.blocks["crc"] = values["offset"], values["crc"]
-        extent.directories[:] = values["directory"]
-        ends = extent.blocks["offset"] + extent.blocks["nbytes"]
-        for place in range(len(self._directories)):
-            # What is allocated from here on must not overlap what the manifest names.
-            end = int(ends[extent.directories == place].max(initial=0))
-            self._sizes[place] = max(self._sizes[place], end)
+    def allocate_copies(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """The same for arrays of one shape, of which a manifest needs to name one only.
+
+        Raises CapacityError when a file cannot grow so far; nothing is planned then.
+        """
+        with self._lock:
+            before = list(self._map.sizes)
+            extents = self._map.allocate(names, block_sizes)
+            try:
+                for file, size in zip(self._files, self._map.sizes, strict=False):
+                    file.grow(size)
+            except BaseException:
+                self._map.sizes = before
+                raise
+            self._know(extents)
+        return extents
+
+    def restore_copies(
+        self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any
+    ) -> tuple[Extent, ...]:
+        """What `allocate_copies` has made, of which a manifest records number `index`; the others are blank.
+
+        Raises IntegrityError when the record does not fit.
+        """
+        extents = self._map.restore_copies(names, block_sizes, index, record)
+        self._know(extents)
+        return extents
+
+    def _know(self, extents: Sequence[Extent]) -> None:
+        self._extents += extents
         if self._files:
             self._check_sizes(self._files)
-            self._bind(extent)
+            for extent in extents:
+                self._bind(extent)
 
     def create(self) -> None:
         """Preallocate the files. Raises CapacityError when a directory is too small."""
@@ -164,7 +146,7 @@ class SwapFile:
     def _make(self, create: Callable[[RunDirectory, int], DataFile]) -> None:
         with contextlib.ExitStack() as undo:
             files = []
-            for directory, size in self._pairs():
+            for directory, size in zip(self._directories, self._map.sizes, strict=True):
                 files.append(create(directory, max(size, SECTOR)))
                 undo.callback(files[-1].close)
             undo.pop_all()
@@ -182,7 +164,7 @@ class SwapFile:
         self._open(files)
 
     def _check_sizes(self, files: Sequence[DataFile]) -> None:
-        for file, size in zip(files, self._sizes, strict=True):
+        for file, size in zip(files, self._map.sizes, strict=True):
             if file.nbytes < size:
                 raise IntegrityError(
                     f"{file.path} is truncated: {file.nbytes} bytes of {size}. Restore the file, "
@@ -190,11 +172,15 @@ class SwapFile:
                 )
 
     def read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
-        """Launch the read of some blocks to consecutive memory; verified against their checksums."""
+        """Launch the read of blocks to consecutive memory, verified; of blocks that were all never written, zeros."""
+        if not extent.written[rows].any():
+            ctypes.memset(address, 0, int(extent.blocks[rows]["nbytes"].sum()))
+            return Transfer(self._engine, None, self.on_error)
         return Transfer(self._engine, self._engine.read(extent.blocks[rows], address, urgency), self.on_error)
 
     def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
+        extent.written[rows] = True
         return Transfer(self._engine, self._engine.write(extent.blocks[rows], address), self.on_error)
 
     def add_memory(self, region: Lasting) -> None:
@@ -217,9 +203,6 @@ class SwapFile:
                 file.close()
         self._files = []
 
-    def _pairs(self) -> list[tuple[RunDirectory, int]]:
-        return list(zip(self._directories, self._sizes, strict=True))
-
     def _open(self, files: list[DataFile]) -> None:
         self._files = files
         for drive, file in enumerate(files):
@@ -229,31 +212,3 @@ class SwapFile:
 
     def _bind(self, extent: Extent) -> None:
         extent.blocks["fd"] = np.asarray([file.fd for file in self._files], dtype=np.int32)[extent.directories]
-
-
-def extent_record(extent: Extent) -> dict[str, list[int]]:
-    """What a manifest keeps of an extent: where each block is and its checksum."""
-    columns = {"offset": extent.blocks["offset"], "crc": extent.blocks["crc"], "directory": extent.directories}
-    return {key: [int(value) for value in values] for key, values in columns.items()}
-
-
-def _numbers(record: Any, key: str, limit: int, extent: Extent) -> list[int]:
-    """A list of a manifest's record, checked."""
-    values = record.get(key) if isinstance(record, dict) else None
-    valid = isinstance(values, list) and len(values) == len(extent.blocks)
-    if not valid or not all(type(value) is int and 0 <= value < limit for value in values or ()):
-        raise IntegrityError(
-            f"the manifest's {key} list of {extent.name} is not {len(extent.blocks)} valid numbers; "
-            "load a checkpoint, or start over with existing='discard'"
-        )
-    assert isinstance(values, list)
-    return values
-
-
-def _mix(*words: int) -> int:
-    """Spread a few integers over 32 bits (FNV-1a over their 64-bit forms)."""
-    value = 0x811C9DC5
-    for word in words:
-        for byte in word.to_bytes(8, "little"):
-            value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
-    return value

@@ -21,7 +21,7 @@ from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
-from zero_offload.shards.shard import components_of
+from zero_offload.shards.shard import planned_components
 
 IN_MEMORY = {"params": "cpu", "optimizer": "cpu"}
 PLACEMENTS: list[dict[str, Any]] = [{}, IN_MEMORY, {"params": {"cpu": 0.5, "nvme": 0.5}, "grads": "nvme"}]
@@ -98,7 +98,7 @@ def test_other_numbers_of_shards_read_the_same_elements(num_shards: int, saved: 
     whole, layout = _layout(1), _layout(num_shards)
     with SavedCheckpoint.open(saved, whole, Ranks(0, 1, CommitGroup(RankGroup.of(zo.OffloadConfig())))) as checkpoint:
         for section, cut in zip(whole.sections, layout.sections, strict=True):
-            for component in components_of(section):
+            for component in planned_components(section):
                 expected = checkpoint.source(section, 0)(component, 0, section.shard_numel)
                 parts = [checkpoint.source(cut, i)(component, 0, cut.shard_numel) for i in range(num_shards)]
                 found = torch.cat(parts)

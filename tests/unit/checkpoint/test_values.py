@@ -15,7 +15,7 @@ from zero_offload.memory.arena import Arena
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.shard import Component
+from zero_offload.shards.shard import ADAM_STATES, Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.types import StateKind, Tier
 
@@ -40,7 +40,8 @@ def _store(layout: ShardLayout) -> ShardStore:
     """Everything in memory."""
     store = ShardStore(layout, [dict.fromkeys(StateKind, Tier.CPU)] * len(layout.units), Arena(0), None, num_slots=1)
     for shard in store.shards:
-        store.place_memory(shard, {})
+        store.places.place_memory(shard, {})
+        store.add_states(shard, ADAM_STATES)
     return store
 
 

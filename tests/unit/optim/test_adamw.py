@@ -205,12 +205,6 @@ def test_all_bad_hyperparameters_are_named() -> None:
         zo.AdamW([])
 
 
-def test_amsgrad_is_refused_on_offloaded_parameters() -> None:
-    model = zo.offload(nn.Linear(4, 4), zo.OffloadConfig())
-    with pytest.raises(zo.ConfigError, match="amsgrad"):
-        zo.AdamW(model.parameters(), amsgrad=True)
-
-
 def test_offloaded_and_ordinary_parameters_in_one_optimizer() -> None:
     torch.manual_seed(0)
     first, second, plain = nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -8,7 +8,7 @@ from torch import nn
 
 from zero_offload.config import OffloadConfig
 from zero_offload.plan.dtypes import ComputeDtypes
-from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
+from zero_offload.plan.layout import make_layout
 from zero_offload.plan.memory import (
     CHUNKS_IN_FLIGHT,
     GRADS_IN_FLIGHT,
@@ -22,7 +22,7 @@ from zero_offload.plan.memory import (
 )
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
-from zero_offload.shards.shard import chunk_state_bytes, component_dtype, components_of
+from zero_offload.shards.shard import planned_components, state_bytes
 from zero_offload.types import GIB, MIB, StateKind, Tier
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
@@ -74,9 +74,8 @@ def test_the_table_is_what_shards_have(precision: str) -> None:
     spec = ModelSpec.from_module(nn.Linear(512, 512, bias=False))
     (section,) = make_layout(spec, ComputeDtypes(getattr(torch, config.compute_dtype_name)), 1).sections
     (unit,) = measure_units([UnitNumel("a", section.numel)], config)
-    sizes = [component_dtype(section, each).itemsize for each in components_of(section)]
-    assert (unit.optimizer_bytes, unit.params_bytes) == (sum(sizes) * section.numel, section.nbytes)
-    assert chunk_state_bytes(section) == sum(sizes) * CHUNK_NUMEL
+    expected = state_bytes(section, planned_components(section), section.numel)
+    assert (unit.optimizer_bytes, unit.params_bytes) == (expected, section.nbytes)
 
 
 def test_fp32_has_the_parameter_as_its_master() -> None:

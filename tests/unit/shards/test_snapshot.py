@@ -17,7 +17,7 @@ from tests.helpers.stores import fill, open_store
 from zero_offload.errors import StorageError
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
 from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Component, components_of
+from zero_offload.shards.shard import Component
 from zero_offload.shards.snapshot import ChunkCopy, Snapshot
 from zero_offload.shards.store import OpenChunk, ShardStore
 
@@ -53,7 +53,7 @@ def committed(store: ShardStore) -> dict[Component, torch.Tensor]:
     """What the generation has of the first shard, read from disk."""
     shard = store.shards[0]
     assert shard.committed is not None
-    found = {component: torch.empty(0) for component in components_of(shard.layout)}
+    found = {component: torch.empty(0) for component in shard.components}
     for component, extent in shard.slots[shard.committed].items():
         array = shard.memory[component]
         found[component] = store.arena.array(array.dtype, array.numel())

@@ -10,7 +10,7 @@ from torch import nn
 from tests.helpers.stores import fill, open_store
 from zero_offload.errors import IntegrityError
 from zero_offload.memory.arena import Arena
-from zero_offload.shards.shard import Component, Shard, components_of
+from zero_offload.shards.shard import Component, Shard
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.engine import Urgency
 from zero_offload.types import Tier
@@ -33,7 +33,7 @@ def update(store: ShardStore, shard: Shard, add: int) -> None:
     for row in range(len(shard.layout.chunks())):
         chunk = store.open_chunk(shard, row, staging.address)
         chunk.wait()
-        for component in components_of(shard.layout):
+        for component in shard.components:
             view = view_of(store, shard, chunk.addresses[component], component, chunk.end - chunk.begin, staging)
             view += add
         for write in store.close_chunk(chunk):
@@ -66,7 +66,7 @@ def test_what_is_written_is_read_back(tiers: tuple[str, str, str], dtype: torch.
         (shard,) = store.shards
         for seed in range(3):
             values = fill(store, shard, seed)
-            assert set(values) == set(components_of(shard.layout))
+            assert set(values) == set(shard.components)
             for component, expected in values.items():
                 assert torch.equal(store.read_component(shard, component), expected)
             assert torch.equal(fetched(store, shard), values[Component.VALUE])
@@ -135,7 +135,7 @@ def test_a_frozen_shard_has_a_value_and_gets_a_second_slot_only_when_changed(nvm
         assert len(shard.slots) == 2 and shard.current == 1
         assert torch.equal(fetched(store, shard), second[Component.VALUE])
         with pytest.raises(IntegrityError, match="slot 2"):
-            store.ensure_slot(shard, 2)
+            store.restore(shard, 2, {"value": None}, None)
 
 
 def test_a_flipped_bit_is_found(nvme: Path) -> None:

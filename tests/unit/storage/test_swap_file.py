@@ -12,7 +12,8 @@ from zero_offload.errors import CapacityError, IntegrityError, StorageError
 from zero_offload.memory.arena import Arena
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
-from zero_offload.storage.swap_file import Extent, SwapFile, extent_record
+from zero_offload.storage.extents import Extent, extent_record
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import MIB
 
 BLOCK = 4096
@@ -76,9 +77,9 @@ def test_a_stripe_is_read_back_from_its_record(tmp_path: Path) -> None:
         swap.write(extent, slice(None), region.address).wait()
         record = extent_record(extent)
     values[:] = 0
-    with open_swap(paths, [0.5, 0.3, 0.2]) as (swap, (extent,)):
+    with open_swap(paths, [0.5, 0.3, 0.2], extents=0) as (swap, _):
         swap.open_existing()
-        swap.restore(extent, record)
+        (extent,) = swap.restore_copies(["extent 0"], [BLOCK] * 40, 0, record)
         swap.read(extent, slice(None), region.address).wait()
         assert np.array_equal(values, before)
         (tmp_path / "b" / "rank0.swap").write_bytes(b"\0" * swap.sizes[1])

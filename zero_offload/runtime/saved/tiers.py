@@ -24,7 +24,8 @@ from zero_offload.memory.arena import Arena
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.engine import Urgency
-from zero_offload.storage.swap_file import Extent, Transfer
+from zero_offload.storage.extents import Extent
+from zero_offload.storage.swap_file import Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import SECTOR, Tier
 

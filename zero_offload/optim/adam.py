@@ -1,0 +1,103 @@
+"""AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) and Adam (Kingma and Ba 2015, arXiv:1412.6980)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adam import adam as torch_adam
+from torch.optim.adamw import adamw as torch_adamw
+
+from zero_offload.abi import Rule
+from zero_offload.kernels.hyper import Hyper
+from zero_offload.optim.optimizer import FusedOptimizer, State, negatives, not_decays
+
+
+class _AdamBase(FusedOptimizer):
+    _rules: tuple[Rule, Rule]
+    """Without and with AMSGrad."""
+    _torch_function: Any
+
+    def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
+        yield from negatives(group, "lr", "eps", "weight_decay")
+        yield from not_decays(group)
+
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        beta1, beta2 = map(float, group["betas"])
+        rule = self._rules[bool(group["amsgrad"])]
+        lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        return Hyper(rule, lr, beta1, beta2, eps, decay, group["maximize"])
+
+    def _count_step(self, state: State, is_new: bool) -> int:
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        return int(state["step"])
+
+    def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
+        state.setdefault("step", torch.tensor(0.0))
+        beta1, beta2 = group["betas"]
+        self._torch_function(
+            [param],
+            [param.grad],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [state["max_exp_avg_sq"]] if group["amsgrad"] else [],
+            [state["step"]],
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+        )
+
+
+class AdamW(_AdamBase):
+    """AdamW with decoupled weight decay; the arguments mean what they mean in torch.optim.AdamW.
+
+    `amsgrad` keeps the maximum of the second moment (Reddi et al. 2018). Raises ConfigError for hyperparameters out of
+    range, and CapacityError where there is no room for the states of offloaded parameters.
+    """
+
+    _rules = (Rule.ADAMW, Rule.ADAMW_AMSGRAD)
+    _torch_function = staticmethod(torch_adamw)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
+
+
+class Adam(_AdamBase):
+    """Adam, whose weight decay is added to the gradient (L2); the arguments mean what they mean in torch.optim.Adam.
+
+    Raises as `AdamW`.
+    """
+
+    _rules = (Rule.ADAM, Rule.ADAM_AMSGRAD)
+    _torch_function = staticmethod(torch_adam)
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})

@@ -1,0 +1,74 @@
+"""Param groups as generations keep them: JSON values, compared and restored when a run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.errors import CheckpointError
+from zero_offload.shards.registry import owner_of
+
+_NOT_HYPER = ("params", "optimizer")
+
+
+def group_records(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Every group: the optimizer's class, its hyperparameters, and the names of its parameters."""
+    return [_record(optimizer, group) for group in optimizer.param_groups]
+
+
+def _record(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "optimizer": type(optimizer).__name__,
+        "params": [_name(param) for param in group["params"]],
+    }
+    for name, value in group.items():
+        if name not in _NOT_HYPER:
+            record[name] = value.item() if isinstance(value, Tensor) else value
+    return record
+
+
+def _name(param: nn.Parameter) -> str:
+    owner = owner_of(param)
+    return "(not offloaded)" if owner is None else owner.access.name_of(param)
+
+
+def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raise CheckpointError, naming the first difference, when a generation's groups are not those of `optimizer`."""
+    here = [[_name(param) for param in group["params"]] for group in optimizer.param_groups]
+    saved = [record.get("params") for record in records]
+    counts = [len(names) if isinstance(names, list) else 0 for names in saved]
+    if counts != [len(names) for names in here]:
+        raise CheckpointError(
+            f"{where} was written with param groups of {counts} parameters, this optimizer has "
+            f"{[len(names) for names in here]}; build the optimizer with the same groups"
+        )
+    kind = type(optimizer).__name__
+    for number, (mine, theirs, record) in enumerate(zip(here, saved, records, strict=True)):
+        # Once AdamW was the only one, and had no need to be named.
+        if (written := record.get("optimizer", "AdamW")) != kind:
+            raise CheckpointError(
+                f"{where} was written with {written}, whose states are not those of {kind}; build zo.{written}, or "
+                "export its weights and start over from them"
+            )
+        for name, other in zip(mine, theirs or (), strict=True):
+            if name != other:
+                raise CheckpointError(
+                    f"{where} has {other} in param group {number}, where this optimizer has {name}; "
+                    "build the optimizer with the same groups in the same order"
+                )
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Put a generation's hyperparameters into `optimizer`. Raises CheckpointError when its groups differ."""
+    check_groups(optimizer, records, where)
+    for group, record in zip(optimizer.param_groups, records, strict=True):
+        for name, value in record.items():
+            if name in _NOT_HYPER:
+                continue
+            if isinstance(group.get(name), Tensor):
+                group[name].fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(value, list) else value

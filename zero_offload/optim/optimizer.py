@@ -1,0 +1,234 @@
+"""What all optimizers share: for offloaded parameters a launch, for ordinary ones one fused pass on the spot.
+
+Owns hyperparameters (param groups) and the states of ordinary parameters; the states of offloaded ones are
+their runtime's. `step` captures hyperparameters by value, so that a scheduler may change them while the update
+is still running. A subclass says which rule its groups follow, and what torch does where there is no kernel.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.kernels.hyper import Hyper
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.optim.groups import group_records
+from zero_offload.shards.registry import Owner, owner_of
+
+State = dict[str, Any]
+"""What an optimizer keeps of one ordinary parameter, by torch's names."""
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """On offloaded parameters the master is fp32 (bf16 compute: the bf16 half and a 16-bit residual) and the states
+    are fp32, wherever they rest. On ordinary CPU parameters it is a plain optimizer with one fused pass; bf16
+    parameters get an fp32 master by the same means, kept in `state`."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._check(defaults)
+        super().__init__(params, defaults)
+
+    # What a subclass says
+
+    @abstractmethod
+    def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
+        """What is wrong with a group's hyperparameters, and what to use instead."""
+
+    @abstractmethod
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        """A group's rule and its numbers, by value."""
+
+    @abstractmethod
+    def _count_step(self, state: State, is_new: bool) -> int:
+        """Number, from 1 on, of the step that an ordinary parameter takes now; kept in `state` as torch does."""
+
+    @abstractmethod
+    def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
+        """The update in torch's own way, for layouts and dtypes without a kernel. What `state` lacked is zero."""
+
+    # What users call
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check(group)
+            names = self._hyper(group).states
+            for owner, params in _by_owner(group["params"]).values():
+                owner.states.add(params, names)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: Mapping[str, Any]) -> None:
+        if problems := list(self._problems(group)):
+            raise ConfigError(f"{type(self).__name__}: " + "; ".join(problems))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hypers: dict[nn.Parameter, Hyper] = {}
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            for param in group["params"]:
+                if owner_of(param) is not None:
+                    hypers[param] = hyper
+                elif param.grad is not None:
+                    self._update_ordinary(param, hyper, group)
+        if hypers and torch._C._current_graph_task_id() != -1:
+            raise ZeroOffloadError(
+                "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
+                "gradients are taken off memory as they come, which is what stepping in hooks is for"
+            )
+        groups = group_records(self) if hypers else []
+        for owner, params in _by_owner(hypers).values():
+            owner.update({param: hypers[param] for param in params}, groups)
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks before it steps: it would see no gradient of an offloaded parameter."""
+        if any(owner_of(param) is not None for param in self._params()):
+            raise ConfigError(
+                "torch.amp.GradScaler cannot see the gradients of offloaded parameters; use zo.GradScaler, which takes "
+                "the same calls"
+            )
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that no step has consumed."""
+        ordinary = []
+        for param in self._params():
+            owner = owner_of(param)
+            if owner is not None:
+                owner.access.write_grad(param, None)
+            elif param.grad is not None:
+                ordinary.append(param)
+        for param in ordinary:
+            if set_to_none:
+                param.grad = None
+            else:
+                assert param.grad is not None
+                param.grad.detach_().zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As that of torch's optimizer, states of offloaded parameters read from their tiers (one rank)."""
+        state: dict[str, Any] = super().state_dict()
+        for index, (param, hyper) in enumerate(self._params_and_hypers()):
+            owner = owner_of(param)
+            if owner is not None and (entry := owner.states.read(param, hyper.states)):
+                state["state"][index] = entry
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a `state_dict`, this class's or that of torch's optimizer."""
+        away = {i for i, param in enumerate(self._params()) if owner_of(param) is not None}
+        # What has made no step yet may be anything; torch's Adagrad keeps its initial sum.
+        entries = {key: value for key, value in state_dict["state"].items() if value.get("step", 1) != 0}
+        mine = {key: value for key, value in entries.items() if key not in away}
+        super().load_state_dict({**state_dict, "state": mine})
+        for index, (param, hyper) in enumerate(self._params_and_hypers()):
+            if index not in entries:
+                continue
+            kept = {name: entries[index][name] for name in hyper.states if entries[index].get(name) is not None}
+            owner = owner_of(param)
+            if owner is not None:
+                owner.states.write(param, entries[index].get("step", torch.tensor(1.0)), kept)
+            elif _has_kernel(param):
+                # torch has cast the states to the parameter's dtype; the kernel's are fp32.
+                _restore_exact(param, self.state[param], kept, entries[index].get("residual"))
+
+    def _params(self) -> Iterable[nn.Parameter]:
+        return (param for group in self.param_groups for param in group["params"])
+
+    def _params_and_hypers(self) -> Iterator[tuple[nn.Parameter, Hyper]]:
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            for param in group["params"]:
+                yield param, hyper
+
+    def _update_ordinary(self, param: nn.Parameter, hyper: Hyper, group: Mapping[str, Any]) -> None:
+        grad, state = param.grad, self.state[param]
+        assert grad is not None
+        if grad.is_sparse:
+            raise ConfigError(
+                f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam, SGD or Adagrad"
+            )
+        names, exact = hyper.states, _has_kernel(param)
+        is_new = any(state.get(name) is None for name in names)
+        _fill_in(param, state, names, torch.float32 if exact else param.dtype)
+        if not exact:
+            self._torch_update(param, state, group, is_new)
+            return
+        step = self._count_step(state, is_new)
+        if param.numel() == 0:
+            return
+        if param.dtype == torch.bfloat16 and "residual" not in state:
+            state["residual"] = torch.zeros_like(param, dtype=torch.int16)
+        grad = grad.contiguous()
+        buffers = UpdateBuffers(
+            value=param.data_ptr(),
+            residual=state["residual"].data_ptr() if "residual" in state else 0,
+            master=0,
+            states=tuple(state[name].data_ptr() for name in names),
+            grad=grad.data_ptr(),
+            value_out=0,
+            value_dtype=param.dtype,
+            grad_dtype=grad.dtype,
+        )
+        segment = hyper.segment(0, param.numel(), 1.0, step)
+        fused_update(hyper.rule, buffers, [segment], torch.get_num_threads())
+        torch.autograd.graph.increment_version(param)
+
+
+def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
+    """What is wrong with hyperparameters that are 0 or more."""
+    for name in names:
+        if not float(group[name]) >= 0:
+            yield f"{name}={group[name]} is negative; use 0 or more"
+
+
+def not_decays(group: Mapping[str, Any]) -> Iterator[str]:
+    """What is wrong with `betas`."""
+    for i, beta in enumerate(group["betas"]):
+        if not 0 <= beta < 1:
+            yield f"betas[{i}]={beta} is outside [0, 1)"
+
+
+def _by_owner(params: Iterable[nn.Parameter]) -> dict[int, tuple[Owner, list[nn.Parameter]]]:
+    """Offloaded parameters, by the model they belong to."""
+    found: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    for param in params:
+        owner = owner_of(param)
+        if owner is not None:
+            found.setdefault(id(owner), (owner, []))[1].append(param)
+    return found
+
+
+def _has_kernel(param: nn.Parameter) -> bool:
+    """Whether the fused kernel updates this parameter; its states are fp32 then."""
+    plain = param.device.type == "cpu" and param.is_contiguous()
+    return plain and param.dtype in (torch.float32, torch.bfloat16)
+
+
+def _fill_in(param: nn.Parameter, state: State, names: Iterable[str], dtype: torch.dtype) -> None:
+    for name in names:
+        if state.get(name) is None:
+            state[name] = torch.zeros_like(param, dtype=dtype)
+
+
+def _restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:
+    """Take states and residual bit for bit; torch's state dict has no residual: then the value is the master."""
+    for name, values in kept.items():
+        state[name] = values.detach().to(torch.float32, copy=True).contiguous()
+    if param.dtype == torch.bfloat16:
+        state["residual"] = torch.zeros_like(param, dtype=torch.int16) if residual is None else residual.clone()

@@ -1,0 +1,145 @@
+"""What a shard has and where: memory and extents, taken when there is something to put there.
+
+Owns which components of a shard rest in memory and how many slots it has on disk; moves no byte. The calls: `lay_out`,
+or `restore` what a manifest names; `place_memory`; later `add_states`, `make_writable`, `ensure_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero_offload.errors import IntegrityError
+from zero_offload.memory.arena import Arena
+from zero_offload.plan.layout import SectionLayout
+from zero_offload.shards.disk import DiskArrays
+from zero_offload.shards.replica import Replica
+from zero_offload.shards.shard import Component, Shard, component_dtype, master_components, state_bytes
+from zero_offload.storage.extents import Extent
+from zero_offload.types import Tier
+
+
+class Places:
+    """Of all shards of a store."""
+
+    def __init__(self, shards: Sequence[Shard], arena: Arena, disk: DiskArrays, num_slots: int) -> None:
+        self._shards = shards
+        self._arena = arena
+        self._disk = disk
+        self._num_slots = num_slots
+
+    def lay_out(self) -> None:
+        """Plan the extents of all shards, anew."""
+        for shard in self._shards:
+            self._lay_out(shard, shard.components)
+
+    def _lay_out(self, shard: Shard, components: Sequence[Component]) -> None:
+        count = self._slots_on_disk(shard)
+        if count == 0:
+            return
+        planned = {each: self._disk.allocate_copies(*_named(shard.layout, each, range(count))) for each in components}
+        slots = shard.slots or tuple({} for _ in range(count))
+        for number, slot in enumerate(slots):
+            slot.update({component: extents[number] for component, extents in planned.items()})
+        shard.slots = slots
+
+    def _slots_on_disk(self, shard: Shard) -> int:
+        kept = self._num_slots > 1  # in generations
+        if shard.layout.trainable:
+            return self._num_slots if kept or shard.placement.optimizer is Tier.NVME else 0
+        return int(kept or shard.placement.params is Tier.NVME)
+
+    def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
+        """Have what a generation's manifest records, in its slot; the other slot lies beside it.
+
+        `records` are those of extents, by component; `spare` is that of the other slot of a frozen shard, which was
+        made later and somewhere else, or None. Raises IntegrityError for a slot that cannot be.
+        """
+        layout, count = shard.layout, self._slots_on_disk(shard)
+        components = [Component(name) for name in records]
+        lacking = set(master_components(layout)) - set(components)
+        if lacking or not 0 <= slot < 2:
+            raise IntegrityError(
+                f"a manifest puts section {layout.index} in slot {slot} without {sorted(lacking) or 'trouble'}; "
+                "load a checkpoint, or start over with existing='discard'"
+            )
+        known = {slot: records}
+        if not layout.trainable and spare is not None:
+            known[1 - slot] = spare
+        slots: tuple[dict[Component, Extent], ...] = tuple({} for _ in range(max(count, 1 + max(known))))
+        for origin, found in known.items():
+            together = range(count) if layout.trainable else [origin]
+            for component in components:
+                where = together.index(origin), found[component.value]
+                extents = self._disk.restore_copies(*_named(layout, component, together), *where)
+                for number, extent in zip(together, extents, strict=True):
+                    slots[number][component] = extent
+        shard.slots, shard.current = slots, slot
+        self._take(shard, [each for each in components if each not in master_components(layout)])
+
+    def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
+        """Take memory for the components that rest in memory; `existing` brings those that have it already."""
+        shard.memory.update(existing)
+        self._take_memory(shard, shard.components)
+
+    def _take_memory(self, shard: Shard, components: Iterable[Component]) -> None:
+        place, layout = shard.placement, shard.layout
+        optimizer_rests = place.optimizer is not Tier.NVME and layout.trainable
+        dtypes = {
+            component: component_dtype(layout, component)
+            for component in components
+            if optimizer_rests or (component is Component.VALUE and place.value_in_memory)
+        }
+        # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
+        missing = [component for component in dtypes if component not in shard.memory]
+        if not missing:
+            return
+        region = self._arena.allocate(state_bytes(layout, missing, layout.shard_numel))
+        offset = 0
+        for component in missing:
+            shard.memory[component] = region.tensor(dtypes[component], layout.shard_numel, offset)
+            offset += shard.memory[component].nbytes
+
+    def add_states(self, shard: Shard, states: Sequence[Component]) -> None:
+        """Room for further states, all zero. Raises CapacityError, and has none of them, where there is none."""
+        self._lay_out(shard, states)
+        self._take(shard, states)
+
+    def _take(self, shard: Shard, states: Iterable[Component]) -> None:
+        """Extents have been found."""
+        self._take_memory(shard, states)
+        shard.states = tuple(each for each in Component if each in {*shard.states, *states})
+        shard.dirty = True
+
+    def place_replica(self, shard: Shard) -> None:
+        """Keep the section whole on this rank too, on the tier of its parameters; before `place_memory`."""
+        layout, in_memory = shard.layout, shard.placement.value_in_memory
+        memory = self._arena.array(layout.dtype, layout.numel) if in_memory else None
+        shard.replica = Replica(layout, self._disk, memory)
+
+    def ensure_cache(self, shard: Shard) -> None:
+        """A cache belongs to no generation: it comes after what a manifest names."""
+        on_disk = shard.placement.params is Tier.NVME and shard.replica is None
+        if shard.cache is None and on_disk and Component.VALUE in shard.memory:
+            shard.cache = self._disk.allocate(
+                f"section {shard.layout.index} cache", shard.layout.block_sizes(shard.layout.dtype)
+            )
+
+    def make_writable(self, shard: Shard) -> None:
+        """A frozen shard has one slot; once that is committed, a change needs a second."""
+        if shard.layout.trainable or shard.committed is None:
+            return
+        slots = [*shard.slots, {}][:2]
+        other = 1 - shard.committed
+        if not slots[other]:
+            (extent,) = self._disk.allocate_copies(*_named(shard.layout, Component.VALUE, [other]))
+            slots[other][Component.VALUE] = extent
+        shard.slots = tuple(slots)
+
+
+def _named(layout: SectionLayout, component: Component, slots: Sequence[int]) -> tuple[list[str], list[int]]:
+    """The names of a component's extents, and the bytes of the blocks of each."""
+    names = [f"section {layout.index} {component.value}.{slot}" for slot in slots]
+    return names, layout.block_sizes(component_dtype(layout, component))
