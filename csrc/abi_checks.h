@@ -36,6 +36,20 @@ inline int check_pointer(const char *call, const char *name, const void *pointer
     return fail(ZO_INVALID, "%s: %s is NULL", call, name);
 }
 
+inline int check_range(const char *call, int64_t numel, uint32_t num_threads) {
+    constexpr uint32_t kMaxThreads = 1024;
+    if (numel < 0) return fail(ZO_INVALID, "%s: numel is %lld, not 0 or more", call, (long long)numel);
+    if (num_threads < 1 || num_threads > kMaxThreads) {
+        return fail(ZO_INVALID, "%s: num_threads is %u, not 1 to %u", call, num_threads, kMaxThreads);
+    }
+    return ZO_OK;
+}
+
+inline int check_kind(const char *call, const char *name, uint32_t kind) {
+    if (kind < ZO_NUM_KINDS) return ZO_OK;
+    return fail(ZO_INVALID, "%s: %s is %u, not 0 (fp32), 1 (bf16) or 2 (fp16)", call, name, kind);
+}
+
 // The first failing check decides; the rest are not evaluated.
 #define ZO_CHECK(check)                     \
     do {                                    \

@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 7
+VERSION = 8
 
 
 class Isa(IntEnum):
@@ -39,6 +39,17 @@ class Rule(IntEnum):
     SGD_MOMENTUM = 7
     SGD_NESTEROV = 8
 
+
+class StateFormat(IntEnum):
+    """How an optimizer's states rest in memory: whole, in 16 bits, or as 8-bit codes with scales."""
+
+    FP32 = 0
+    BF16 = 1
+    COMPACT = 2
+
+
+STATE_BLOCK = 256
+"""Elements of a compact state that share a scale."""
 
 MAX_STATES = 3
 """Arrays that a rule may keep beside the value."""
@@ -119,15 +130,18 @@ class UpdateArgsStruct(C.Structure):
         ("value_kind", C.c_uint32),
         ("grad_kind", C.c_uint32),
         ("num_threads", C.c_uint32),
-        ("reserved", C.c_uint32),
+        ("state_format", C.c_uint32),
         ("num_segments", C.c_int64),
         ("value", C.c_void_p),
         ("residual", C.c_void_p),
         ("master", C.c_void_p),
         ("states", C.c_void_p * MAX_STATES),
+        ("scales", C.c_void_p * MAX_STATES),
         ("grad", C.c_void_p),
         ("value_out", C.c_void_p),
         ("segments", C.c_void_p),
+        ("seed", C.c_uint64),
+        ("origin", C.c_int64),
     ]
 
 
@@ -229,6 +243,10 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_update": (_INT, [C.POINTER(UpdateArgsStruct)]),
     "zo_master_split": (_INT, [_P, _P, _P, _I64, _U32]),
     "zo_master_join": (_INT, [_P, _P, _P, _I64, _U32]),
+    "zo_short_master_split": (_INT, [_P, _P, _P, _I64, _U32]),
+    "zo_short_master_join": (_INT, [_P, _P, _P, _I64, _U32]),
+    "zo_states_decode": (_INT, [_U32, _U32, _P, _P, _P, _I64, _U32]),
+    "zo_states_encode": (_INT, [_U32, _U32, _P, _P, _P, _I64, _U32]),
     "zo_convert": (_INT, [_U32, _P, _U32, _P, _I64, _U32]),
     "zo_grad_store": (_INT, [C.POINTER(GradArgsStruct)]),
     "zo_sumsq": (_INT, [_U32, _P, _I64, _U32, C.POINTER(C.c_double), C.POINTER(C.c_int32)]),

@@ -19,7 +19,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_offload import abi
-from zero_offload.abi import Fault, GradMode, IoKind, IoOp, IoResultStruct, IoStatsStruct, IoStatus, Isa, Kind, Rule
+from zero_offload.abi import (
+    Fault,
+    GradMode,
+    IoKind,
+    IoOp,
+    IoResultStruct,
+    IoStatsStruct,
+    IoStatus,
+    Isa,
+    Kind,
+    Rule,
+    StateFormat,
+)
 from zero_offload.errors import CapacityError, ConfigError, StorageError, ZeroOffloadError
 
 LIBRARY_PATH = Path(__file__).resolve().with_name("_native.so")
@@ -44,6 +56,23 @@ class UpdateArgs:
     grad_kind: Kind
     segments: int
     num_segments: int
+    num_threads: int
+    scales: tuple[int, ...]
+    state_format: StateFormat
+    seed: int
+    origin: int
+
+
+@dataclass(frozen=True)
+class StateArgs:
+    """One `zo_states_decode` or `zo_states_encode` call: addresses of the two sides, and how one of them rests."""
+
+    format: StateFormat
+    signed: bool
+    states: int
+    scales: int
+    fp32: int
+    numel: int
     num_threads: int
 
 
@@ -142,6 +171,24 @@ def master_split(master: int, half: int, residual: int, numel: int, num_threads:
 
 def master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
     _check(lib().zo_master_join(half, residual, master, numel, num_threads))
+
+
+def short_master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    _check(lib().zo_short_master_split(master, half, residual, numel, num_threads))
+
+
+def short_master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    _check(lib().zo_short_master_join(half, residual, master, numel, num_threads))
+
+
+def states_decode(args: StateArgs) -> None:
+    a = args
+    _check(lib().zo_states_decode(a.format, a.signed, a.states, a.scales, a.fp32, a.numel, a.num_threads))
+
+
+def states_encode(args: StateArgs) -> None:
+    a = args
+    _check(lib().zo_states_encode(a.format, a.signed, a.fp32, a.states, a.scales, a.numel, a.num_threads))
 
 
 def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:

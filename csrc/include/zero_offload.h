@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 7
+#define ZO_ABI_VERSION 8
 
 enum zo_status {
     ZO_OK = 0,
@@ -81,13 +81,26 @@ enum zo_rule {
     ZO_ADAMW_AMSGRAD = 1, /* exp_avg, exp_avg_sq, max_exp_avg_sq */
     ZO_ADAM = 2,          /* as AdamW, but weight_decay is added to the gradient (L2) */
     ZO_ADAM_AMSGRAD = 3,  /* the same with max_exp_avg_sq */
-    ZO_ADAGRAD = 4,       /* sum; beta1 is lr_decay */
+    ZO_ADAGRAD = 4,       /* sum; beta1 is lr_decay, beta2 initial_accumulator_value */
     ZO_LION = 5,          /* exp_avg */
     ZO_SGD = 6,           /* no state */
     ZO_SGD_MOMENTUM = 7,  /* momentum_buffer; beta1 is the momentum, beta2 the dampening */
     ZO_SGD_NESTEROV = 8   /* the same */
 };
 #define ZO_NUM_RULES 9
+
+/* How the states rest in memory, and what an update rounds at random, each so that it keeps its mean:
+ *   ZO_STATES_FP32     nothing;
+ *   ZO_STATES_BF16     states to uint16_t halves;
+ *   ZO_STATES_COMPACT  states to 8-bit codes, with an fp32 scale for each ZO_STATE_BLOCK elements, counted
+ * from the start of the section; the master of a bf16 value to its upper 24 bits, so that its residual has 8.
+ * An fp32 value and the master of an fp16 one stay whole. A step itself uses the new states before they are
+ * rounded. A code is the root of a value in units of its block's scale, q: with code c, a state that is never
+ * negative (uint8_t) is (c q)^2, another (int8_t) is c |c| q^2. Codes of what is above 0 and never negative
+ * are not 0. A block with a NaN or an infinity gets the scale NaN: all of it decodes to NaN. */
+enum zo_state_format { ZO_STATES_FP32 = 0, ZO_STATES_BF16 = 1, ZO_STATES_COMPACT = 2 };
+#define ZO_NUM_STATE_FORMATS 3
+#define ZO_STATE_BLOCK 256
 
 /* Elements [begin, end) of all buffers share these hyperparameters; `step` counts from 1. A grad_scale below
  * 0 maximizes. */
@@ -109,20 +122,27 @@ typedef struct {
     uint32_t value_kind;
     uint32_t grad_kind;
     uint32_t num_threads;
-    uint32_t reserved;
+    uint32_t state_format;
     int64_t num_segments;
     void *value;
-    uint16_t *residual;
+    void *residual; /* uint16_t, beside compact states uint8_t */
     float *master;
-    float *states[3];
+    void *states[3];
+    float *scales[3]; /* of compact states */
     const void *grad;
     void *value_out;
     const zo_segment *segments;
+    uint64_t seed;  /* of what is rounded at random */
+    int64_t origin; /* the index in its section of the buffers' element 0 */
 } zo_update_args;
 
 /* One fused pass over the segments, which are sorted and disjoint; elements in no segment are not touched.
  * `residual` is read for bf16 values only, `master` for fp16 values only. `value_out`, when not NULL,
- * receives a second copy of the new value. No two buffers may overlap. */
+ * receives a second copy of the new value. No two buffers may overlap.
+ * What is rounded at random depends on `seed`, the segment's step and the element's index in its section
+ * alone: not on how a section is cut into calls and segments. Sections need seeds of their own. Beside
+ * compact states, `origin` and each segment's begin are multiples of ZO_STATE_BLOCK. A segment may end inside
+ * a block: what follows it there is not touched and counts as 0, so it must not be anyone's. */
 ZO_API int zo_update(const zo_update_args *args);
 
 /* ---- master weights and conversions -----------------------------------------------------------------------
@@ -137,6 +157,21 @@ ZO_API int zo_master_split(const float *master, uint16_t *half, uint16_t *residu
                            uint32_t num_threads);
 ZO_API int zo_master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,
                           uint32_t num_threads);
+
+/* The same with the upper 24 bits of the master, rounded to nearest, and their lower 8 as the residual.
+ * Half-way cases round away from zero; a NaN becomes 0x7FC0 with residual 0. */
+ZO_API int zo_short_master_split(const float *master, uint16_t *half, uint8_t *residual, int64_t numel,
+                                 uint32_t num_threads);
+ZO_API int zo_short_master_join(const uint16_t *half, const uint8_t *residual, float *master, int64_t numel,
+                                uint32_t num_threads);
+
+/* One state between fp32 and a zo_state_format, from element 0 of a block on. Encoding rounds to nearest;
+ * decoded and encoded again, codes and scales come back as they were. `scales` (one for each block that is
+ * begun) and `is_signed` (0 or 1) are read for compact states only. */
+ZO_API int zo_states_decode(uint32_t format, uint32_t is_signed, const void *states, const float *scales,
+                            float *fp32, int64_t numel, uint32_t num_threads);
+ZO_API int zo_states_encode(uint32_t format, uint32_t is_signed, const float *fp32, void *states,
+                            float *scales, int64_t numel, uint32_t num_threads);
 
 /* Between fp32 and each zo_kind. To bf16 and fp16: round to nearest, ties to even; any NaN becomes 0x7FC0 or
  * 0x7E00. Between bf16 and fp16 is not offered: it would round what was whole. */

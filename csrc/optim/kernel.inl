@@ -1,98 +1,104 @@
-// The update's loop, once, for whatever Vec was included before. Serial; no branch on an option inside the
-// loop. A NaN is stored as 0x7FC00000 whatever its origin.
+// The update's loop, once, for whatever Vec was included before. Serial. A NaN is stored as 0x7FC00000
+// whatever its origin.
 
+#include "optim/masters.inl"
 #include "optim/rules.inl"
-#include "simd/elements.inl"
+#include "simd/random.inl"
 
 namespace zo {
 namespace {
 
-// Where the fp32 master lives: in one fp32 array, in a bf16 half and a residual, or beside its fp16 copy.
-struct WholeMaster {
+// How a state rests in memory: whole, or rounded at random to bf16.
+struct WholeStates {
+    using Element = float;
+    static constexpr bool kRandom = false;
     template <class W>
-    static typename W::F load(const UpdateBuffers &b, int64_t i) {
-        return W::load(static_cast<const float *>(b.value) + i);
+    static typename W::F load(const float *p) {
+        return W::load(p);
     }
-    template <class W, bool kCopy>
-    static void store(const UpdateBuffers &b, int64_t i, typename W::F p) {
-        W::store(static_cast<float *>(b.value) + i, p);
-        if (kCopy) W::store(static_cast<float *>(b.value_out) + i, p);
+    template <class W>
+    static void store(float *p, typename W::F x, typename W::I, int) {
+        W::store(p, x);
     }
 };
 
-struct SplitMaster {
+struct Bf16States {
+    using Element = uint16_t;
+    static constexpr bool kRandom = true;
     template <class W>
-    static typename W::F load(const UpdateBuffers &b, int64_t i) {
-        return join_master<W>(static_cast<const uint16_t *>(b.value) + i, b.residual + i);
+    static typename W::F load(const uint16_t *p) {
+        return from_bf16<W>(p);
     }
-    template <class W, bool kCopy>
-    static void store(const UpdateBuffers &b, int64_t i, typename W::F p) {
-        const typename W::I half = half_of<W>(W::bits(p));
-        W::store_u16(static_cast<uint16_t *>(b.value) + i, half);
-        W::store_u16(b.residual + i, W::bits(p));
-        if (kCopy) W::store_u16(static_cast<uint16_t *>(b.value_out) + i, half);
+    template <class W>
+    static void store(uint16_t *p, typename W::F x, typename W::I random, int state) {
+        W::store_u16(p, W::template down<16>(round_bf16_at_random<W>(x, upper_bits<W>(random, state))));
     }
 };
 
-struct MasterBeside {
-    template <class W>
-    static typename W::F load(const UpdateBuffers &b, int64_t i) {
-        return W::load(b.master + i);
-    }
-    template <class W, bool kCopy>
-    static void store(const UpdateBuffers &b, int64_t i, typename W::F p) {
-        W::store(b.master + i, p);
-        W::store_f16(static_cast<uint16_t *>(b.value) + i, p);
-        if (kCopy) W::store_f16(static_cast<uint16_t *>(b.value_out) + i, p);
-    }
-};
-
-template <class W, class Rule, class Master, class Grad, bool kCopy>
-inline void update_lanes(const UpdateBuffers &b, const Lanes<W> &c, int64_t i) {
+template <class W, class Rule, class States, class Master, class Grad>
+inline void update_lanes(const UpdateBuffers &b, const Lanes<W> &c, const RandomWords<W> &random, int64_t i,
+                         bool copy) {
     using F = typename W::F;
     const F g =
         W::mul(Grad::template load<W>(static_cast<const typename Grad::Element *>(b.grad) + i), c.grad_scale);
     F p = Master::template load<W>(b, i);
-    F states[Rule::kStates + 1];  // one more, as there are rules without any
-    for (int k = 0; k < Rule::kStates; ++k) states[k] = W::load(b.states[k] + i);
+    F states[Rule::kStates + 1];  // see [Note: roots]
+    const auto state = [&](int k) { return static_cast<typename States::Element *>(b.states[k]) + i; };
+    for (int k = 0; k < Rule::kStates; ++k) states[k] = States::template load<W>(state(k));
     Rule::template step<W>(c, g, p, states);
-    for (int k = 0; k < Rule::kStates; ++k) W::store(b.states[k] + i, canonical<W>(states[k]));
-    Master::template store<W, kCopy>(b, i, canonical<W>(p));
+    constexpr bool kRandom = States::kRandom && Rule::kStates > 0;
+    const typename W::I word = kRandom ? random.at(b.origin + uint32_t(i)) : W::set_bits(0);
+    for (int k = 0; k < Rule::kStates; ++k) {
+        States::template store<W>(state(k), canonical<W>(states[k]), word, k);
+    }
+    Master::template store<W>(b, i, canonical<W>(p), copy);
 }
 
 // By value: as locals the pointers stay in registers whatever the stores may alias.
-template <class Rule, class Master, class Grad, bool kCopy>
-void update_range(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
+template <class Rule, class States, class Master, class Grad>
+inline void update_range(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end,
+                         bool copy) {
     int64_t i = begin;
     const Lanes<Vec> wide(scalars);
+    const RandomWords<Vec> wide_random(scalars.key);
     for (; i + Vec::kLanes <= end; i += Vec::kLanes)
-        update_lanes<Vec, Rule, Master, Grad, kCopy>(buffers, wide, i);
+        update_lanes<Vec, Rule, States, Master, Grad>(buffers, wide, wide_random, i, copy);
     const Lanes<ScalarVec> single(scalars);
-    for (; i < end; ++i) update_lanes<ScalarVec, Rule, Master, Grad, kCopy>(buffers, single, i);
+    const RandomWords<ScalarVec> single_random(scalars.key);
+    for (; i < end; ++i)
+        update_lanes<ScalarVec, Rule, States, Master, Grad>(buffers, single, single_random, i, copy);
 }
 
-// A table's rows: without and with a second copy; by gradient; by value.
+// With whole states no branch on an option is inside the loop; beside random words one is not seen.
+template <class Rule, class Master, class Grad, bool kCopy>
+void update_whole(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
+    update_range<Rule, WholeStates, Master, Grad>(buffers, scalars, begin, end, kCopy);
+}
+
+template <class Rule, class Master, class Grad>
+void update_bf16(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
+    update_range<Rule, Bf16States, Master, Grad>(buffers, scalars, begin, end, buffers.value_out != nullptr);
+}
+
+// A table's rows: without and with a second copy; by gradient; by value; by rule.
 #define ZO_COPIES(Rule, Master, Grad) \
-    {update_range<Rule, Master, Grad, false>, update_range<Rule, Master, Grad, true>}
+    {update_whole<Rule, Master, Grad, false>, update_whole<Rule, Master, Grad, true>}
 #define ZO_GRADS(Rule, Master) \
     {ZO_COPIES(Rule, Master, Fp32), ZO_COPIES(Rule, Master, Bf16), ZO_COPIES(Rule, Master, Fp16)}
-#define ZO_VALUES(Rule) \
+#define ZO_WHOLE(Rule) \
     {ZO_GRADS(Rule, WholeMaster), ZO_GRADS(Rule, SplitMaster), ZO_GRADS(Rule, MasterBeside)}
+#define ZO_BF16_GRADS(Rule, Master) \
+    {update_bf16<Rule, Master, Fp32>, update_bf16<Rule, Master, Bf16>, update_bf16<Rule, Master, Fp16>}
+#define ZO_BF16(Rule) \
+    {ZO_BF16_GRADS(Rule, WholeMaster), ZO_BF16_GRADS(Rule, SplitMaster), ZO_BF16_GRADS(Rule, MasterBeside)}
+#define ZO_COUNT(Rule) Rule::kStates
 
-using AdamW = AdamRule<Decay::kDecoupled, false>;
-using AdamWAmsgrad = AdamRule<Decay::kDecoupled, true>;
-using Adam = AdamRule<Decay::kL2, false>;
-using AdamAmsgrad = AdamRule<Decay::kL2, true>;
-using Sgd = SgdRule<Momentum::kNone>;
-using SgdMomentum = SgdRule<Momentum::kPlain>;
-using SgdNesterov = SgdRule<Momentum::kNesterov>;
+constexpr UpdateTable kTable = {ZO_RULES(ZO_WHOLE), ZO_RULES(ZO_BF16), ZO_RULES(ZO_COUNT)};
 
-// In the order of zo_rule.
-constexpr UpdateTable kTable = {{ZO_VALUES(AdamW), ZO_VALUES(AdamWAmsgrad), ZO_VALUES(Adam),
-                                 ZO_VALUES(AdamAmsgrad), ZO_VALUES(AdagradRule), ZO_VALUES(LionRule),
-                                 ZO_VALUES(Sgd), ZO_VALUES(SgdMomentum), ZO_VALUES(SgdNesterov)}};
-
-#undef ZO_VALUES
+#undef ZO_COUNT
+#undef ZO_BF16
+#undef ZO_BF16_GRADS
+#undef ZO_WHOLE
 #undef ZO_GRADS
 #undef ZO_COPIES
 

@@ -3,6 +3,11 @@
 // [Note: rounding] Each line is one IEEE operation per call, rounded once; `fma` is the only fused one.
 // Before a rule comes g = grad * grad_scale. Constants come rounded to float. A port that keeps these lists
 // returns the same bits.
+//
+// [Note: roots] A rule has kStates states, of which the first kSigned may be below 0 and the others are means
+// or sums of squares. Where the last is one of those, `step` leaves its root behind the states: a state that
+// rests as codes is stored by its root. So `states` has one element more than the rule has states.
+#pragma once
 
 #include "optim/update.h"
 
@@ -23,9 +28,10 @@ struct Lanes {
           inv_sqrt_bias2(W::set(s.inv_sqrt_bias2)),
           eps(W::set(s.eps)),
           neg_step_size(W::set(s.neg_step_size)),
-          grad_share(W::set(s.grad_share)) {}
+          grad_share(W::set(s.grad_share)),
+          first_sum(W::set(s.first_sum)) {}
     F grad_scale, decay, l2, beta1, beta2, one_minus_beta1, one_minus_beta2, inv_sqrt_bias2, eps,
-        neg_step_size, grad_share;
+        neg_step_size, grad_share, first_sum;
 };
 
 enum class Decay { kDecoupled, kL2 };
@@ -40,7 +46,7 @@ enum class Decay { kDecoupled, kL2 };
 //     p = fma(-lr / (1 - beta1^t), m / d, p)
 template <Decay kDecay, bool kAmsgrad>
 struct AdamRule {
-    static constexpr int kStates = kAmsgrad ? 3 : 2;
+    static constexpr int kStates = kAmsgrad ? 3 : 2, kSigned = 1;
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         typename W::F &m = states[0], &v = states[1];
@@ -52,22 +58,23 @@ struct AdamRule {
         m = W::fma(c.one_minus_beta1, W::sub(g, m), m);
         v = W::fma(c.beta2, v, W::mul(c.one_minus_beta2, W::mul(g, g)));
         if (kAmsgrad) states[2] = W::greater(v, states[2]);
-        const typename W::F root = W::sqrt(kAmsgrad ? states[2] : v);
+        const typename W::F root = states[kStates] = W::sqrt(states[kStates - 1]);
         p = W::fma(c.neg_step_size, W::div(m, W::fma(root, c.inv_sqrt_bias2, c.eps)), p);
     }
 };
 
 // Duchi et al. 2011, with torch's decay of the learning rate:
 //     g = fma(l2, p, g)
-//     s = fma(g, g, s)
+//     s = fma(g, g, s + first)                 first: the initial sum in the first step, later 0
 //     p = fma(-lr / (1 + (t - 1) * lr_decay), g / (sqrt(s) + eps), p)
 struct AdagradRule {
-    static constexpr int kStates = 1;
+    static constexpr int kStates = 1, kSigned = 0;
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         g = W::fma(c.l2, p, g);
-        states[0] = W::fma(g, g, states[0]);
-        p = W::fma(c.neg_step_size, W::div(g, W::add(W::sqrt(states[0]), c.eps)), p);
+        states[0] = W::fma(g, g, W::add(states[0], c.first_sum));
+        states[1] = W::sqrt(states[0]);
+        p = W::fma(c.neg_step_size, W::div(g, W::add(states[1], c.eps)), p);
     }
 };
 
@@ -76,7 +83,7 @@ struct AdagradRule {
 //     p = fma(-lr, sign(fma(1 - beta1, g - m, m)), p)
 //     m = fma(1 - beta2, g - m, m)
 struct LionRule {
-    static constexpr int kStates = 1;
+    static constexpr int kStates = 1, kSigned = 1;
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         typename W::F &m = states[0];
@@ -96,7 +103,7 @@ enum class Momentum { kNone, kPlain, kNesterov };
 //     p = fma(-lr, g, p)
 template <Momentum kMomentum>
 struct SgdRule {
-    static constexpr int kStates = kMomentum == Momentum::kNone ? 0 : 1;
+    static constexpr int kStates = kMomentum == Momentum::kNone ? 0 : 1, kSigned = kStates;
     template <class W>
     static void step(const Lanes<W> &c, typename W::F g, typename W::F &p, typename W::F *states) {
         g = W::fma(c.l2, p, g);
@@ -107,6 +114,19 @@ struct SgdRule {
         p = W::fma(c.neg_step_size, g, p);
     }
 };
+
+using AdamW = AdamRule<Decay::kDecoupled, false>;
+using AdamWAmsgrad = AdamRule<Decay::kDecoupled, true>;
+using Adam = AdamRule<Decay::kL2, false>;
+using AdamAmsgrad = AdamRule<Decay::kL2, true>;
+using Sgd = SgdRule<Momentum::kNone>;
+using SgdMomentum = SgdRule<Momentum::kPlain>;
+using SgdNesterov = SgdRule<Momentum::kNesterov>;
+
+// Every rule, in the order of zo_rule, for the rows of a table.
+#define ZO_RULES(Row)                                                                        \
+    {Row(AdamW),    Row(AdamWAmsgrad), Row(Adam),        Row(AdamAmsgrad), Row(AdagradRule), \
+     Row(LionRule), Row(Sgd),          Row(SgdMomentum), Row(SgdNesterov)}
 
 }  // namespace
 }  // namespace zo

@@ -4,13 +4,15 @@
 #include <cmath>
 #include <vector>
 
+#include "compact/compact.h"
 #include "util/parallel.h"
 
 namespace zo {
 namespace {
 
-// Elements per parallel chunk: about 400 KiB of traffic, far above the cost of taking a chunk.
+// Elements per parallel chunk: 200 to 400 KiB of traffic, far above the cost of taking a chunk.
 constexpr int64_t kChunk = 16384;
+static_assert(kChunk % kBlock == 0);
 
 const UpdateTable &table() {
 #if ZO_X86
@@ -42,29 +44,59 @@ UpdateScalars scalars_of(uint32_t rule, const zo_segment &s) {
     c.eps = float(s.eps);
     c.neg_step_size = float(-step_size(rule, s));
     c.grad_share = s.step == 1 ? 1.0f : float(1.0 - s.beta2);
+    c.first_sum = s.step == 1 ? float(s.beta2) : 0.0f;
+    c.key[0] = c.key[1] = 0;
     return c;
+}
+
+// The finalizer of SplitMix64 (Steele, Lea and Flood 2014).
+uint64_t mixed(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+// Random words number the elements of a section modulo 2^32; which turn it is is a part of their key.
+void set_key(UpdateScalars &scalars, uint64_t seed, int64_t step, uint64_t turn) {
+    const uint64_t key = mixed(mixed(mixed(seed) ^ uint64_t(step)) ^ turn);
+    scalars.key[0] = uint32_t(key);
+    scalars.key[1] = uint32_t(key >> 32);
+}
+
+UpdateKernel kernel_of(const zo_update_args &args) {
+    const uint32_t rule = args.rule, value = args.value_kind, grad = args.grad_kind;
+    if (args.state_format == ZO_STATES_COMPACT) return compact_table().update[rule][value][grad];
+    if (args.state_format == ZO_STATES_BF16) return table().bf16[rule][value][grad];
+    return table().fp32[rule][value][grad][args.value_out != nullptr];
 }
 
 }  // namespace
 
-int num_states(uint32_t rule) {
-    constexpr int kCounts[ZO_NUM_RULES] = {2, 3, 2, 3, 1, 1, 0, 1, 1};
-    return kCounts[rule];
-}
+int num_states(uint32_t rule) { return update_scalar.num_states[rule]; }
 
 void update(const zo_update_args &args) {
-    const UpdateKernel kernel =
-        table().kernel[args.rule][args.value_kind][args.grad_kind][args.value_out != nullptr];
-    const UpdateBuffers buffers = {args.value,  args.residual,
-                                   args.master, {args.states[0], args.states[1], args.states[2]},
-                                   args.grad,   args.value_out};
+    const UpdateKernel kernel = kernel_of(args);
+    const auto origin = uint64_t(args.origin);
+    UpdateBuffers buffers = {};
+    buffers.value = args.value;
+    buffers.residual = args.residual;
+    buffers.master = args.master;
+    std::copy_n(args.states, 3, buffers.states);
+    std::copy_n(args.scales, 3, buffers.scales);
+    buffers.grad = args.grad;
+    buffers.value_out = args.value_out;
+    buffers.origin = uint32_t(origin);
 
     // Segments laid end to end: chunks are cut from this line, so a thousand small segments share one region.
+    // Blocks of codes stay whole: each segment takes whole ones of the line.
+    const int64_t grain = args.state_format == ZO_STATES_COMPACT ? kBlock : 1;
     const auto num_segments = size_t(args.num_segments);
     std::vector<int64_t> first(num_segments + 1, 0);
     std::vector<UpdateScalars> scalars(num_segments);
     for (size_t s = 0; s < num_segments; ++s) {
-        first[s + 1] = first[s] + (args.segments[s].end - args.segments[s].begin);
+        const int64_t numel = args.segments[s].end - args.segments[s].begin;
+        first[s + 1] = first[s] + (numel + grain - 1) / grain * grain;
         scalars[s] = scalars_of(args.rule, args.segments[s]);
     }
     const int64_t total = first[num_segments];
@@ -73,11 +105,19 @@ void update(const zo_update_args &args) {
         int64_t at = chunk * kChunk;
         const int64_t stop = std::min(at + kChunk, total);
         auto s = size_t(std::upper_bound(first.begin(), first.end(), at) - first.begin()) - 1;
-        for (; at < stop; ++s) {
-            const int64_t until = std::min(stop, first[s + 1]);
-            const int64_t shift = args.segments[s].begin - first[s];
-            kernel(buffers, scalars[s], at + shift, until + shift);
+        while (at < stop) {
+            const zo_segment &segment = args.segments[s];
+            const int64_t shift = segment.begin - first[s];
+            const uint64_t turn = (origin + uint64_t(at + shift)) >> 32;
+            // The first element of the next turn, as far as this chunk can come near to it.
+            const uint64_t left = ((turn + 1) << 32) - (origin + uint64_t(at + shift));
+            const int64_t until =
+                std::min({stop, first[s + 1], at + int64_t(std::min<uint64_t>(left, kChunk))});
+            UpdateScalars mine = scalars[s];
+            if (args.state_format != ZO_STATES_FP32) set_key(mine, args.seed, segment.step, turn);
+            kernel(buffers, mine, at + shift, std::min(until + shift, segment.end));
             at = until;
+            if (at == first[s + 1]) ++s;
         }
     });
 }

@@ -9,11 +9,13 @@ namespace zo {
 
 struct UpdateBuffers {
     void *value;
-    uint16_t *residual;
+    void *residual;
     float *master;
-    float *states[3];
+    void *states[3];
+    float *scales[3];
     const void *grad;
     void *value_out;
+    uint32_t origin;  // what element 0 counts as for random words, modulo 2^32
 };
 
 // Everything of a segment that does not depend on the element, computed in double and rounded to float once.
@@ -28,13 +30,17 @@ struct UpdateScalars {
     float eps;
     float neg_step_size;  // -lr; Adam: over 1 - beta1^step; Adagrad: over 1 + (step - 1) * lr_decay
     float grad_share;     // SGD: 1 - dampening; 1 in the first step
+    float first_sum;      // Adagrad: the initial sum in the first step; later 0
+    uint32_t key[2];      // of random words; of a range within which `origin` does not pass 2^32
 };
 
 using UpdateKernel = void (*)(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end);
 
-// [rule][value kind][grad kind][0: no value_out, 1: with]
+// [rule][value kind][grad kind]; compact states have a table of their own.
 struct UpdateTable {
-    UpdateKernel kernel[ZO_NUM_RULES][ZO_NUM_KINDS][ZO_NUM_KINDS][2];
+    UpdateKernel fp32[ZO_NUM_RULES][ZO_NUM_KINDS][ZO_NUM_KINDS][2];  // [0: no value_out, 1: with]
+    UpdateKernel bf16[ZO_NUM_RULES][ZO_NUM_KINDS][ZO_NUM_KINDS];
+    int num_states[ZO_NUM_RULES];
 };
 
 extern const UpdateTable update_scalar;

@@ -83,7 +83,7 @@ struct StoreBf16 {
     typename W::F at(int64_t i) const {
         typename W::I word = W::bits(Src::template load<W>(src + i));
         if (kScaled) word = round_bf16<W>(W::mul(W::from_bits(word), W::set(scale)));
-        W::store_u16(dst + i, W::down16(word));
+        W::store_u16(dst + i, W::template down<16>(word));
         return W::from_bits(W::and_bits(word, W::set_bits(0xFFFF0000u)));
     }
 };
@@ -114,14 +114,6 @@ ChunkSum sumsq_chunk(const void *values, int64_t numel) {
     return sum_chunk(Read<Kind>{static_cast<const typename Kind::Element *>(values)}, numel);
 }
 
-// Calls each.at<Vec>(i), then each.at<ScalarVec>(i) for the tail.
-template <class Each>
-inline void for_each_lane(const Each &each, int64_t numel) {
-    int64_t i = 0;
-    for (; i + Vec::kLanes <= numel; i += Vec::kLanes) each.template at<Vec>(i);
-    for (; i < numel; ++i) each.template at<ScalarVec>(i);
-}
-
 template <class Src>
 struct Widen {
     const uint16_t *src;
@@ -137,7 +129,7 @@ struct NarrowBf16 {
     uint16_t *dst;
     template <class W>
     void at(int64_t i) const {
-        W::store_u16(dst + i, W::down16(round_bf16<W>(W::load(src + i))));
+        W::store_u16(dst + i, W::template down<16>(round_bf16<W>(W::load(src + i))));
     }
 };
 
@@ -159,7 +151,7 @@ struct Split {
         const typename W::F x = W::load(master + i);
         const typename W::I word = W::bits(x);
         // A plain rounding would carry a NaN of all ones over into -0.0.
-        const typename W::I quiet = W::or_bits(W::down16(word), W::set_bits(0x40));
+        const typename W::I quiet = W::or_bits(W::template down<16>(word), W::set_bits(0x40));
         W::store_u16(half + i, W::select_nan(x, quiet, half_of<W>(word)));
         W::store_u16(residual + i, W::select_nan(x, W::set_bits(0), word));
     }

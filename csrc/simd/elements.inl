@@ -1,4 +1,5 @@
 // Elements in memory <-> fp32 lanes, written once over a Vec. Included by the kernels, after a vec_*.h.
+#pragma once
 
 #include <stdint.h>
 
@@ -15,27 +16,42 @@ inline typename W::F canonical(typename W::F x) {
 
 template <class W>
 inline typename W::F from_bf16(const uint16_t *p) {
-    return W::from_bits(W::up16(W::load_u16(p)));
+    return W::from_bits(W::template up<16>(W::load_u16(p)));
 }
 
 // The bf16 nearest to x, ties to even, in the upper half of each word (the lower half is arbitrary).
 template <class W>
 inline typename W::I round_bf16(typename W::F x) {
     const typename W::I word = W::bits(canonical<W>(x));
-    const typename W::I odd = W::and_bits(W::down16(word), W::set_bits(1));
+    const typename W::I odd = W::and_bits(W::template down<16>(word), W::set_bits(1));
     return W::add_bits(W::add_bits(word, W::set_bits(0x7FFF)), odd);
 }
 
 // See zo_master_split: the fp32 master that a half and its residual stand for.
 template <class W>
 inline typename W::F join_master(const uint16_t *half, const uint16_t *residual) {
-    return W::from_bits(W::add_bits(W::up16(W::load_u16(half)), W::load_s16(residual)));
+    return W::from_bits(W::add_bits(W::template up<16>(W::load_u16(half)), W::load_s16(residual)));
+}
+
+// The same with a residual of 8 bits, for a master whose lower 8 bits are 0.
+template <class W>
+inline typename W::F join_short_master(const uint16_t *half, const uint8_t *residual) {
+    const typename W::I upper = W::template up<16>(W::load_u16(half));
+    return W::from_bits(W::add_bits(upper, W::template up<8>(W::load_s8(residual))));
 }
 
 // The half of a master, ready for store_u16. Right for the canonical NaN too, but for no other NaN.
 template <class W>
 inline typename W::I half_of(typename W::I master) {
-    return W::down16(W::add_bits(master, W::set_bits(0x8000)));
+    return W::template down<16>(W::add_bits(master, W::set_bits(0x8000)));
+}
+
+// Calls each.at<Vec>(i), then each.at<ScalarVec>(i) for the tail.
+template <class Each>
+inline void for_each_lane(const Each &each, int64_t numel) {
+    int64_t i = 0;
+    for (; i + Vec::kLanes <= numel; i += Vec::kLanes) each.template at<Vec>(i);
+    for (; i < numel; ++i) each.template at<ScalarVec>(i);
 }
 
 // An element type in memory: its C type and its way to fp32.

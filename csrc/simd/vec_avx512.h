@@ -21,6 +21,11 @@ struct Vec {
     static void store_u16(uint16_t *p, I x) {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(x));
     }
+    static I load_u8(const uint8_t *p) { return _mm512_cvtepu8_epi32(quarter_register(p)); }
+    static I load_s8(const uint8_t *p) { return _mm512_cvtepi8_epi32(quarter_register(p)); }
+    static void store_u8(uint8_t *p, I x) {
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(x));
+    }
 
     static F load_f16(const uint16_t *p) { return _mm512_cvtph_ps(half_register(p)); }
     static void store_f16(uint16_t *p, F x) {
@@ -43,20 +48,42 @@ struct Vec {
     static I set_bits(uint32_t x) { return _mm512_set1_epi32(int32_t(x)); }
     static I bits(F x) { return _mm512_castps_si512(x); }
     static F from_bits(I x) { return _mm512_castsi512_ps(x); }
+    static F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+    static I to_int(F x) { return _mm512_cvttps_epi32(x); }
+
+    static I iota() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
     static I add_bits(I a, I b) { return _mm512_add_epi32(a, b); }
+    static I mul_bits(I a, I b) { return _mm512_mullo_epi32(a, b); }
     static I and_bits(I a, I b) { return _mm512_and_si512(a, b); }
     static I or_bits(I a, I b) { return _mm512_or_si512(a, b); }
-    static I up16(I x) { return _mm512_slli_epi32(x, 16); }
-    static I down16(I x) { return _mm512_srli_epi32(x, 16); }
+    static I xor_bits(I a, I b) { return _mm512_xor_si512(a, b); }
+    template <int kBits>
+    static I up(I x) {
+        return _mm512_slli_epi32(x, kBits);
+    }
+    template <int kBits>
+    static I down(I x) {
+        return _mm512_srli_epi32(x, kBits);
+    }
     static I max_bits(I a, I b) { return _mm512_max_epu32(a, b); }
+    static I min_bits(I a, I b) { return _mm512_min_epu32(a, b); }
     static uint32_t max_lane(I x) { return _mm512_reduce_max_epu32(x); }
     static I select_nan(F x, I instead, I otherwise) {
         return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), instead);
+    }
+    static I count_if_reached(I x, F a, F b) {
+        return _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x, _mm512_set1_epi32(1));
+    }
+    static I with_sign(I x, F sign) {
+        return _mm512_mask_sub_epi32(x, _mm512_movepi32_mask(bits(sign)), _mm512_setzero_si512(), x);
     }
 
   private:
     static __m256i half_register(const uint16_t *p) {
         return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    }
+    static __m128i quarter_register(const uint8_t *p) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
     }
 };
 

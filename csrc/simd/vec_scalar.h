@@ -20,6 +20,9 @@ struct ScalarVec {
     static I load_u16(const uint16_t *p) { return *p; }
     static I load_s16(const uint16_t *p) { return I(int32_t(int16_t(*p))); }
     static void store_u16(uint16_t *p, I x) { *p = uint16_t(x); }  // the low half of each word
+    static I load_u8(const uint8_t *p) { return *p; }
+    static I load_s8(const uint8_t *p) { return I(int32_t(int8_t(*p))); }
+    static void store_u8(uint8_t *p, I x) { *p = uint8_t(x); }  // the low byte of each word
 
     // fp16 to fp32; a NaN becomes quiet and keeps its payload.
     static F load_f16(const uint16_t *p) {
@@ -66,16 +69,34 @@ struct ScalarVec {
         __builtin_memcpy(&value, &x, sizeof(value));
         return value;
     }
+    // Signed integers: exact to 24 bits, and toward zero, where x is a number that an int32_t holds.
+    static F to_float(I x) { return float(int32_t(x)); }
+    static I to_int(F x) { return I(int32_t(x)); }
+
+    static I iota() { return 0; }  // the number of each lane
     static I add_bits(I a, I b) { return a + b; }
+    static I mul_bits(I a, I b) { return a * b; }  // the low 32 bits
     static I and_bits(I a, I b) { return a & b; }
     static I or_bits(I a, I b) { return a | b; }
-    static I up16(I x) { return x << 16; }
-    static I down16(I x) { return x >> 16; }
+    static I xor_bits(I a, I b) { return a ^ b; }
+    template <int kBits>
+    static I up(I x) {
+        return x << kBits;
+    }
+    template <int kBits>
+    static I down(I x) {
+        return x >> kBits;
+    }
     static I max_bits(I a, I b) { return a > b ? a : b; }  // unsigned
+    static I min_bits(I a, I b) { return a < b ? a : b; }
     static uint32_t max_lane(I x) { return x; }
 
     // `instead` in the lanes where x is a NaN, `otherwise` in the rest.
     static I select_nan(F x, I instead, I otherwise) { return x != x ? instead : otherwise; }
+    // One more in the lanes where a >= b.
+    static I count_if_reached(I x, F a, F b) { return a >= b ? x + 1 : x; }
+    // -x in the lanes where the sign bit of `sign` is set; where `sign` is a zero, x is 0.
+    static I with_sign(I x, F sign) { return bits(sign) >> 31 ? 0 - x : x; }
 };
 
 // Sixteen running sums of squares in double; element i of a chunk belongs to lane i % 16.

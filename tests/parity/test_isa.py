@@ -8,19 +8,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers.any_bits import floats, halves, image, random_segments
 from zero_offload import abi, native
 from zero_offload.abi import Rule
 from zero_offload.kernels.checksum import crc32c_of_tensor
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 from zero_offload.kernels.master import convert, join_master, split_master
-from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.update import STATES, UpdateBuffers, fused_update
 
 SIZES = [0, 1, 7, 31, 255, 4096 + 3, 100001]
-SPECIALS = [
-    *[0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000],
-    *[0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x3F808000, 0x3F818000],
-    *[0xBF80FFFF, 0x7F7F8000, 0x33D6BF95, 0x0DA24260],
-]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -29,50 +25,6 @@ def isa(request: pytest.FixtureRequest) -> Iterator[abi.Isa]:
     before = native.isa()
     yield request.param
     native.set_isa(before)
-
-
-def floats(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    """(numel,) fp32: half normal, half special values, so that they meet; at an address off any vector's."""
-    rng = np.random.default_rng(seed)
-    values = (rng.standard_normal(numel) * scale).astype(np.float32)
-    specials = rng.choice(np.array(SPECIALS, dtype=np.uint32).view(np.float32), numel)
-    values = np.where(rng.random(numel) < 0.5, specials, values)
-    padded = torch.zeros(numel + 1)
-    padded[1:] = torch.from_numpy(values)
-    return padded[1:]
-
-
-def halves(numel: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """(numel,) of 16 bits, at an odd multiple of two bytes; any bit pattern may occur."""
-    rng = np.random.default_rng(seed)
-    padded = np.zeros(numel + 1, dtype=np.int16)
-    padded[1:] = rng.integers(-(1 << 15), 1 << 15, numel)
-    return torch.from_numpy(padded)[1:].view(dtype)
-
-
-def image(tensors: list[torch.Tensor]) -> list[bytes]:
-    return [
-        tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32).numpy().tobytes() for tensor in tensors
-    ]
-
-
-def random_segments(numel: int, seed: int) -> list[Segment]:
-    """Sorted segments with gaps, some of them empty, each with other hyperparameters."""
-    rng = np.random.default_rng(seed)
-    cuts = np.sort(rng.integers(0, numel + 1, 2 * 9))
-    return [
-        Segment(
-            *(int(begin), int(end)),
-            lr=float(rng.choice([0.0, 1e-3, 0.1])),
-            beta1=float(rng.choice([0.0, 0.9])),
-            beta2=float(rng.choice([0.95, 0.999])),
-            eps=float(rng.choice([0.0, 1e-8])),
-            weight_decay=float(rng.choice([0.0, 0.1])),
-            grad_scale=float(rng.choice([1.0, 0.37])),
-            step=int(rng.integers(1, 2000)),
-        )
-        for begin, end in zip(cuts[::2], cuts[1::2], strict=True)
-    ]
 
 
 def run_update(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from zero_offload import abi, native
-from zero_offload.abi import Rule
+from zero_offload.abi import Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.dtypes import kind_of
 
@@ -37,12 +37,16 @@ STATES: dict[Rule, tuple[str, ...]] = {
 }
 """What a rule keeps, by torch's names, in the order of the kernels."""
 
+SIGNED = frozenset({"exp_avg", "momentum_buffer"})
+"""The states that may be below 0; the others are means, sums or maxima of squares."""
+
 
 @dataclass(frozen=True)
 class Segment:
     """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1.
 
-    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay.
+    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay and beta2 is
+    initial_accumulator_value, which the first step adds to `sum`.
     """
 
     begin: int
@@ -62,16 +66,25 @@ class UpdateBuffers:
 
     `value` is the fp32 master itself, or its bf16 half completed by `residual` (int16), or the fp16 copy of `master`
     (fp32). `value_out` receives a second copy of the new value, in the same dtype.
+
+    States rest in fp32 or in bf16, both (numel,), or COMPACT: (numel,) codes, int8 where the state is SIGNED, else
+    uint8, and in `scales` an fp32 for each STATE_BLOCK of them, counted from the start of the section; the residual
+    of a bf16 value is int8 then, and the master keeps 24 bits. What is rounded is rounded at random, so that it keeps
+    its mean: the same way for the same `seed`, step, and index in the section, of which `origin` is that of element 0.
     """
 
     value: int
     residual: int
     master: int
-    states: tuple[int, ...]  # of each (numel,) fp32, in the order of STATES
+    states: tuple[int, ...]  # in the order of STATES
     grad: int  # (numel,) of grad_dtype
     value_out: int
     value_dtype: torch.dtype
     grad_dtype: torch.dtype
+    scales: tuple[int, ...] = ()  # of each (ceil(numel / STATE_BLOCK),) fp32, beside compact states
+    state_format: StateFormat = StateFormat.FP32
+    seed: int = 0  # 64 bits, another for each section
+    origin: int = 0
 
 
 def segment_array(segments: Sequence[Segment]) -> SegmentArray:
@@ -84,6 +97,7 @@ def fused_update(
 ) -> None:
     """One step over sorted, disjoint segments; elements in no segment are not touched.
 
+    Beside compact states, `origin` and where segments begin are multiples of STATE_BLOCK.
     Raises ConfigError for an argument that is missing or out of range, and for buffers that overlap.
     """
     array = segments if isinstance(segments, np.ndarray) else segment_array(segments)
@@ -103,5 +117,9 @@ def fused_update(
             segments=array.ctypes.data,
             num_segments=len(array),
             num_threads=num_threads,
+            scales=buffers.scales,
+            state_format=buffers.state_format,
+            seed=buffers.seed,
+            origin=buffers.origin,
         )
     )

@@ -1,0 +1,190 @@
+// Updates over states in codes, and the conversions of the compact format, once, for whatever Vec was
+// included before. Serial. A block is updated in two passes, since its scale is known when its last value is:
+// what lies between them stays in the first-level cache.
+
+#include "compact/blocks.inl"
+#include "optim/masters.inl"
+#include "optim/rules.inl"
+
+namespace zo {
+namespace {
+
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+struct BetweenPasses {
+    alignas(64) float kept[3][kBlock];
+    alignas(64) float words[kBlock];  // random, by their bits
+};
+
+// What is the same for all elements of a block: the scales its states have had.
+template <class W>
+struct BlockLanes {
+    typename W::F scale[3];
+    typename W::I top[3];  // the bits of the largest magnitude kept, lane by lane
+    template <int kStates>
+    void begin(const UpdateBuffers &b, int64_t block) {
+        for (int k = 0; k < kStates; ++k) {
+            scale[k] = W::set(b.scales[k][block]);
+            top[k] = W::set_bits(0);
+        }
+    }
+};
+
+// The first pass. `i` counts elements of the buffers, `at` those of the block.
+template <class W, class Rule, class Master, class Grad, bool kShortMaster>
+inline void step_lanes(const UpdateBuffers &b, const Lanes<W> &c, const RandomWords<W> &random,
+                       BlockLanes<W> &lanes, BetweenPasses &between, int64_t i, int64_t at) {
+    using F = typename W::F;
+    const F g =
+        W::mul(Grad::template load<W>(static_cast<const typename Grad::Element *>(b.grad) + i), c.grad_scale);
+    F p = Master::template load<W>(b, i);
+    F states[Rule::kStates + 1];  // see [Note: roots]
+    for (int k = 0; k < Rule::kStates; ++k) {
+        const auto *codes = static_cast<const uint8_t *>(b.states[k]) + i;
+        states[k] = k < Rule::kSigned ? decode_lanes<W, true>(codes, lanes.scale[k])
+                                      : decode_lanes<W, false>(codes, lanes.scale[k]);
+    }
+    Rule::template step<W>(c, g, p, states);
+    const typename W::I word = random.at(b.origin + uint32_t(i));
+    if (Rule::kStates > 0) W::store(between.words + at, W::from_bits(word));
+    for (int k = 0; k < Rule::kStates; ++k) {
+        F kept = states[k];
+        if (k >= Rule::kSigned) kept = magnitude<W>(k + 1 == Rule::kStates ? states[k + 1] : W::sqrt(kept));
+        W::store(between.kept[k] + at, kept);
+        lanes.top[k] = W::max_bits(lanes.top[k], W::bits(magnitude<W>(kept)));
+    }
+    p = canonical<W>(p);
+    Master::template store<W>(b, i, kShortMaster ? round_to_24_bits_at_random<W>(p, word) : p,
+                              b.value_out != nullptr);
+}
+
+// By value: as locals the pointers stay in registers whatever the stores may alias.
+template <class Rule, class Master, class Grad, bool kShortMaster>
+void update_blocks(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
+    const Lanes<Vec> wide(scalars);
+    const Lanes<ScalarVec> single(scalars);
+    const RandomWords<Vec> wide_random(scalars.key);
+    const RandomWords<ScalarVec> single_random(scalars.key);
+    BetweenPasses between;
+    for (int64_t first = begin; first < end; first += kBlock) {
+        const int64_t count = smaller(kBlock, end - first), block = first / kBlock;
+        BlockLanes<Vec> lanes;
+        BlockLanes<ScalarVec> rest;
+        lanes.template begin<Rule::kStates>(buffers, block);
+        rest.template begin<Rule::kStates>(buffers, block);
+        int64_t at = 0;
+        for (; at + Vec::kLanes <= count; at += Vec::kLanes) {
+            step_lanes<Vec, Rule, Master, Grad, kShortMaster>(buffers, wide, wide_random, lanes, between,
+                                                              first + at, at);
+        }
+        for (; at < count; ++at) {
+            step_lanes<ScalarVec, Rule, Master, Grad, kShortMaster>(buffers, single, single_random, rest,
+                                                                    between, first + at, at);
+        }
+        for (int k = 0; k < Rule::kStates; ++k) {
+            const uint32_t top = ScalarVec::max_bits(Vec::max_lane(lanes.top[k]), rest.top[k]);
+            auto *codes = static_cast<uint8_t *>(buffers.states[k]) + first;
+            float *scale = buffers.scales[k] + block;
+            const RandomEdge edge{between.words, k};
+            if (k < Rule::kSigned) {
+                encode_block<true>(between.kept[k], top, codes, scale, count, edge);
+            } else {
+                encode_block<false>(between.kept[k], top, codes, scale, count, edge);
+            }
+        }
+    }
+}
+
+template <bool kSigned>
+struct Decode {
+    const uint8_t *codes;
+    float scale;
+    float *x;
+    template <class W>
+    void at(int64_t i) const {
+        W::store(x + i, canonical<W>(decode_lanes<W, kSigned>(codes + i, W::set(scale))));
+    }
+};
+
+template <bool kSigned>
+void decode(const uint8_t *codes, const float *scales, float *x, int64_t numel) {
+    for (int64_t first = 0; first < numel; first += kBlock) {
+        const Decode<kSigned> each{codes + first, scales[first / kBlock], x + first};
+        for_each_lane(each, smaller(kBlock, numel - first));
+    }
+}
+
+template <bool kSigned>
+struct Keep {
+    const float *x;
+    float *kept;
+    template <class W>
+    void at(int64_t i) const {
+        const typename W::F value = W::load(x + i);
+        W::store(kept + i, kSigned ? value : magnitude<W>(W::sqrt(value)));
+    }
+};
+
+template <bool kSigned>
+void encode(const float *x, uint8_t *codes, float *scales, int64_t numel) {
+    alignas(64) float kept[kBlock];
+    for (int64_t first = 0; first < numel; first += kBlock) {
+        const int64_t count = smaller(kBlock, numel - first);
+        for_each_lane(Keep<kSigned>{x + first, kept}, count);
+        uint32_t top = 0;
+        for (int64_t i = 0; i < count; ++i) {
+            top = ScalarVec::max_bits(top, ScalarVec::bits(kept[i]) & kMagnitude);
+        }
+        encode_block<kSigned>(kept, top, codes + first, scales + first / kBlock, count, MiddleEdge{});
+    }
+}
+
+struct ShortSplit {
+    const float *master;
+    uint16_t *half;
+    uint8_t *residual;
+    template <class W>
+    void at(int64_t i) const {
+        const typename W::I word = W::bits(canonical<W>(W::load(master + i)));
+        const typename W::I rounded =
+            W::and_bits(W::add_bits(word, W::set_bits(0x80)), W::set_bits(0xFFFFFF00u));
+        W::store_u16(half + i, half_of<W>(rounded));
+        W::store_u8(residual + i, W::template down<8>(rounded));
+    }
+};
+
+struct ShortJoin {
+    const uint16_t *half;
+    const uint8_t *residual;
+    float *master;
+    template <class W>
+    void at(int64_t i) const {
+        W::store(master + i, join_short_master<W>(half + i, residual + i));
+    }
+};
+
+void split(const float *master, uint16_t *half, uint8_t *residual, int64_t numel) {
+    for_each_lane(ShortSplit{master, half, residual}, numel);
+}
+
+void join(const uint16_t *half, const uint8_t *residual, float *master, int64_t numel) {
+    for_each_lane(ShortJoin{half, residual, master}, numel);
+}
+
+// A table's rows: by gradient; by value; by rule. Only a bf16 value has a short master.
+#define ZO_GRADS(Rule, Master, is_short)                                                       \
+    {update_blocks<Rule, Master, Fp32, is_short>, update_blocks<Rule, Master, Bf16, is_short>, \
+     update_blocks<Rule, Master, Fp16, is_short>}
+#define ZO_VALUES(Rule)                                                          \
+    {ZO_GRADS(Rule, WholeMaster, false), ZO_GRADS(Rule, ShortSplitMaster, true), \
+     ZO_GRADS(Rule, MasterBeside, false)}
+
+constexpr CompactTable kTable = {
+    ZO_RULES(ZO_VALUES), {decode<false>, decode<true>}, {encode<false>, encode<true>}, split, join,
+};
+
+#undef ZO_VALUES
+#undef ZO_GRADS
+
+}  // namespace
+}  // namespace zo
