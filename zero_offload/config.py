@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from zero_offload.abi import StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.problems import list_problems, unknown_names
 from zero_offload.types import (
@@ -43,7 +44,9 @@ ModuleKey = str | type
 class Precision:
     """Dtypes of the forward and backward (`compute`), in which gradients cross the network (`reduce`), of `states`.
 
-    Gradients of several backwards are added in fp32 whatever `reduce` is.
+    Gradients of several backwards are added in fp32 whatever `reduce` is. `states` is how optimizer states rest:
+    "fp32", exact; "bf16"; or "compact": 8 bits with a scale for each 256, and with bf16 compute a master of 24 bits.
+    What is rounded is rounded at random, so that it keeps its mean, and the same way in every run.
     """
 
     compute: str = "bf16"
@@ -116,6 +119,10 @@ class OffloadConfig:
         return _TORCH_NAMES[self.numerics.reduce]
 
     @property
+    def state_format(self) -> StateFormat:
+        return STATE_FORMATS[self.numerics.states]
+
+    @property
     def compute_exceptions(self) -> dict[ModuleKey, str]:
         """Modules that compute in another dtype, and its name in torch."""
         return {key: _TORCH_NAMES[name] for key, name in self.numerics.modules.items()}
@@ -183,6 +190,7 @@ class OffloadConfig:
         return cls.from_dict(values)
 
 
+STATE_FORMATS = {format.name.lower(): format for format in StateFormat}
 _TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TIERS = tuple(tier.value for tier in Tier)
 _STATES = ("params", "grads", "optimizer", "activations")
@@ -291,8 +299,8 @@ def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"precision {precision.compute!r} is unknown; use 'bf16', 'fp16' or 'fp32'"
     if precision.reduce not in tuple(_TORCH_NAMES):
         yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32', 'bf16' or 'fp16'"
-    if precision.states != "fp32":
-        yield f"Precision(states={precision.states!r}) arrives in a later version; use states='fp32'"
+    if precision.states not in STATE_FORMATS:
+        yield f"Precision(states={precision.states!r}) is unknown; use 'fp32', 'bf16' or 'compact'"
     yield from _check_module_dtypes(precision.modules)
 
 

@@ -252,6 +252,7 @@ class OffloadedModel:
                 generation = saved.generation
             self._commits.drop()
             self.session.half_loaded = str(path)
+            saved.tell_conversion(self.parts.layout)
             with exchange.together():
                 for shard in self.parts.store.shards:
                     self.parts.store.add_states(shard, saved.states(shard.layout))

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master
+from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master, read_state
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.shard import Component
+from zero_offload.shards.shard import Component, Shard, is_state
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 
@@ -138,7 +138,7 @@ class ParamAccess:
             self._last = (
                 place.section,
                 component,
-                self._store.read_component(place.section.shard, component),
+                _numbers(self._store, place.section.shard, component),
             )
         piece = place.piece
         return self._last[2][piece.begin : piece.end].view(piece.spec.shape).clone()
@@ -156,7 +156,7 @@ class ParamAccess:
         new_master = read_master(self._store, shard)
         for piece, values in masters.items():
             new_master[piece.begin : piece.end] = values.detach().reshape(-1)
-        arrays = {component: self._store.read_component(shard, component).clone() for component in shard.states}
+        arrays = {component: read_state(self._store, shard, component) for component in shard.states}
         for (piece, component), values in states.items():
             arrays[component][piece.begin : piece.end] = values.detach().reshape(-1)
         self._store.write_components(shard, ComponentSource(shard, fill_from_array(new_master), arrays))
@@ -229,6 +229,11 @@ class ParamAccess:
         self._need_whole("optimizer.load_state_dict()", "zo.load_checkpoint(model, optimizer, path)")
         place = self.place(param)
         self.write_section(place.section, {}, {(place.piece, Component(name)): states[name] for name in states})
+
+
+def _numbers(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:
+    """(shard_numel,) of the value, or of an optimizer's state in fp32."""
+    return read_state(store, shard, component) if is_state(component) else store.read_component(shard, component)
 
 
 def _name_of(func: object) -> str:

@@ -26,7 +26,7 @@ from zero_offload.errors import CheckpointError, ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.probe import file_system_problem
-from zero_offload.shards.shard import planned_components, state_bytes
+from zero_offload.shards.shard import planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
@@ -157,6 +157,7 @@ class RunFiles:
         if self._earlier is None:
             self.keeper.restore(self.keeper.rank_payload())
             return
+        self._earlier.tell_conversion(self.keeper.layout)
         for shard in store.shards:
             store.add_states(shard, self._earlier.states(shard.layout))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
@@ -219,7 +220,7 @@ def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirec
 
 def _state_bytes(layout: ShardLayout) -> int:
     """Bytes of one rank's shards, with all that an update changes: about what a step writes at most."""
-    return sum(state_bytes(section, planned_components(section), section.shard_numel) for section in layout.sections)
+    return sum(shard_bytes(section, planned_components(section)) for section in layout.sections)
 
 
 def _tune(config: OffloadConfig, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks) -> Tuned:

@@ -38,6 +38,7 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
             position=section.unit.sections.index(section.section),
             shard=section.section.shard,
             grads=section.shard,
+            origin=step.shard_index * section.layout.shard_numel,
             segments={rule: segment_array(of_rule) for rule, of_rule in segments.items()},
             complete=sum(map(len, segments.values())) == len(section.layout.params),
         )

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from zero_offload.abi import StateFormat
+from zero_offload.config import STATE_FORMATS
 from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 
@@ -191,6 +193,14 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str) -> None:
             f"{where} holds another model: {len(saved)} parameters, this model has {len(here)}; only one of them "
             f"has {alone.get('name')!r}. Build the same model, or use another directory"
         )
+
+
+def state_format_of(generation: Generation) -> StateFormat:
+    """How optimizer states rest in it; once they always did in fp32."""
+    name = generation.payload.get("states", "fp32")
+    if name not in STATE_FORMATS:
+        raise IntegrityError(f"{generation} has states in {name!r}, a format that this version does not know")
+    return STATE_FORMATS[name]
 
 
 def dtype_of(name: str) -> torch.dtype:

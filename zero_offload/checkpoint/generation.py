@@ -30,6 +30,7 @@ from zero_offload.checkpoint.format import (
     generation_name,
     rank_manifest_name,
     reading,
+    state_format_of,
     swap_file_name,
 )
 from zero_offload.checkpoint.history import History
@@ -107,7 +108,7 @@ class GenerationKeeper:
         durability: Durability,
     ) -> None:
         self._directories = tuple(directories)
-        self._layout = layout
+        self.layout = layout
         self._ranks = ranks
         self._durability = durability
         self.files = FileList(directories, durability)
@@ -153,7 +154,7 @@ class GenerationKeeper:
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
         with reading(str(self._home.path)):
-            check_fingerprint(found.payload.get("params"), self._layout, str(self._home.path))
+            check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path))
         if found.world_size % self._ranks.num_columns:
             raise CheckpointError(
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
@@ -168,9 +169,9 @@ class GenerationKeeper:
             self.weights = stripe_weights_of(found, len(self._directories))
 
     def _is_cut_otherwise(self, found: Generation) -> bool:
-        if found.payload.get("format") != FORMAT:
+        if found.payload.get("format") != FORMAT or state_format_of(found) is not self.layout.state_format:
             return True
-        if (found.world_size, found.num_shards) != (self._ranks.world_size, self._layout.num_shards):
+        if (found.world_size, found.num_shards) != (self._ranks.world_size, self.layout.num_shards):
             return True
         if len(found.directories) != len(self._directories) or not stripe_weights_of(found, len(self._directories)):
             return True
@@ -352,15 +353,16 @@ class GenerationKeeper:
         return {
             "run_id": self.run_id,
             "format": FORMAT,
+            "states": self.layout.state_format.name.lower(),
             "number": number,
             "edition": self.edition,
             "step": record.step,
             "world_size": self._ranks.world_size,
-            "num_shards": self._layout.num_shards,
+            "num_shards": self.layout.num_shards,
             "committed_at": time.strftime("%Y-%m-%d %H:%M:%S"),
             "directories": [str(directory.path) for directory in self._directories],
             "weights": list(self.weights) or [1 / len(self._directories)] * len(self._directories),
-            "params": fingerprint(self._layout),
+            "params": fingerprint(self.layout),
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,
             "extra": record.extra,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,15 +18,25 @@ from typing import Any
 
 import torch
 
+from zero_offload.abi import StateFormat
 from zero_offload.checkpoint.clone import can_share, clone_blocks
-from zero_offload.checkpoint.format import Generation, StepRecord, check_fingerprint, reading, swap_file_name
+from zero_offload.checkpoint.format import (
+    Generation,
+    StepRecord,
+    check_fingerprint,
+    reading,
+    state_format_of,
+    swap_file_name,
+)
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation
 from zero_offload.errors import CheckpointError
+from zero_offload.kernels.master import join_master, split_master
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout, ShardLayout
-from zero_offload.shards.shard import Component, Shard, component_dtype
+from zero_offload.shards.codec import encode
+from zero_offload.shards.shard import Component, Shard, component_dtype, is_state, master_components
 from zero_offload.shards.store import ChunkSource, ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import open_engine
@@ -102,6 +113,14 @@ def _cloned(source: Shard, target: Shard) -> bool:
     return all(there[each].written.any() and clone_blocks(there[each], extent) for each, extent in here.items())
 
 
+def _recut_master(half: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype) -> dict[Component, torch.Tensor]:
+    """The same master with a residual of another dtype."""
+    master, other = torch.empty(half.numel()), torch.empty(half.numel(), dtype=dtype)
+    join_master(half, residual, master)
+    split_master(master, half, other)
+    return {Component.VALUE: half, Component.RESIDUAL: other}
+
+
 def _open_directory(path: Path, ranks: Ranks) -> RunDirectory:
     """Rank 0 makes and locks it; the others join once it is there."""
     with ranks.exchange.together():
@@ -156,14 +175,34 @@ class SavedCheckpoint:
 
     def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
         """Feeds `ShardStore.write_components` with elements of the shard `shard_index` of a section."""
-        offset = shard_index * layout.shard_numel
+        offset, saved = shard_index * layout.shard_numel, self._saved.sections[layout.index]
 
-        def source(component: Component, begin: int, end: int) -> torch.Tensor:
-            out = torch.empty(end - begin, dtype=component_dtype(layout, component))
+        def read(component: Component, begin: int, end: int) -> torch.Tensor:
+            dtype = torch.float32 if is_state(component) else component_dtype(saved, component)
+            out = torch.empty(end - begin, dtype=dtype)
             self._saved.read(self._first_rank, layout.index, component, offset + begin, out)
             return out
 
+        def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            if is_state(component):
+                return encode(layout, component, read(component, begin, end))
+            if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
+                return read(component, begin, end)
+            half, residual = read(Component.VALUE, begin, end), read(Component.RESIDUAL, begin, end)
+            return _recut_master(half, residual, component_dtype(layout, Component.RESIDUAL))[component]
+
         return source
+
+    def tell_conversion(self, layout: ShardLayout) -> None:
+        """Say so, if states do not rest as they did."""
+        before, now = state_format_of(self.generation), layout.state_format
+        if before is not now:
+            loss = "exactly" if before is not StateFormat.FP32 and now is StateFormat.FP32 else "rounded to the nearest"
+            warnings.warn(
+                f"{self.generation}: optimizer states are converted from {before.name.lower()} to {now.name.lower()}, "
+                f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are",
+                stacklevel=4,
+            )
 
     def states(self, layout: SectionLayout) -> list[Component]:
         """What optimizers kept of a section."""

@@ -19,15 +19,16 @@ import torch
 
 from zero_offload.checkpoint.file_list import hold_existing
 from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
-from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, reading, swap_file_name
+from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, reading, state_format_of, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
 from zero_offload.checkpoint.history import History
 from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.plan.model_spec import ParamSpec
+from zero_offload.shards.codec import decode
 from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Component, component_dtype, master_components
+from zero_offload.shards.shard import Component, block_sizes, component_dtype, is_state, master_components
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine
 from zero_offload.storage.extents import Extent
@@ -111,7 +112,8 @@ def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
             spec = ParamSpec(entry["name"], (), shape, numel, entry["dtype"], trainable, entry.get("division", ""))
             pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
             kinds[index] = (dtype, trainable)
-        return tuple(SectionLayout(0, i, *kinds[i], 1, tuple(pieces[i]), 0, 1) for i in range(len(pieces)))
+        states = state_format_of(generation)
+        return tuple(SectionLayout(0, i, *kinds[i], 1, tuple(pieces[i]), 0, 1, states) for i in range(len(pieces)))
     except (KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{generation}: the list of parameters is damaged ({error!r})") from error
 
@@ -192,8 +194,9 @@ class SavedGeneration:
         for component in Component:
             if component in kept or component in master_components(section):
                 name = f"section {section.index} {component.value}.{entry.get('slot')}"
-                sizes = section.block_sizes(component_dtype(section, component))
-                yield (section.index, component), swap.restore_copies([name], sizes, 0, records.get(component.value))[0]
+                record = records.get(component.value)
+                (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
+                yield (section.index, component), extent
 
     def states(self, first_rank: int, index: int) -> list[Component]:
         """What optimizers keep of a section."""
@@ -204,7 +207,7 @@ class SavedGeneration:
         """Fill `out` with elements of a section from `begin` on; what was never saved becomes zero: padding, and states
         that no optimizer kept.
 
-        `first_rank` is the one that wrote shard 0.
+        `first_rank` is the one that wrote shard 0. `out` is (numel,) of the component's dtype, or fp32 for a state.
         """
         position, end = begin, begin + out.numel()
         shard_numel = self.rank(first_rank).sections[index].shard_numel
@@ -218,10 +221,17 @@ class SavedGeneration:
                 out.zero_()
                 return
             row = offset // CHUNK_NUMEL
-            block = files.disk.read_block(files.extents[index, component], row, out.dtype, self._block())
+            block = self._read_block(files, index, component, row)
             part = block[offset - row * CHUNK_NUMEL :][: end - position]
             out[position - begin :][: part.numel()] = part
             position += part.numel()
+
+    def _read_block(self, files: RankFiles, index: int, component: Component, row: int) -> torch.Tensor:
+        section = files.sections[index]
+        begin, end = section.chunks()[row]
+        dtype, extent = component_dtype(section, component), files.extents[index, component]
+        array = files.disk.read_block(extent, row, dtype, self._block())
+        return decode(section, component, array, end - begin) if is_state(component) else array
 
     def _block(self) -> Region:
         if self._staging is None:

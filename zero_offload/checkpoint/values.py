@@ -11,7 +11,8 @@ import torch
 
 from zero_offload.kernels.master import convert, join_master, split_master
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.shards.shard import Component, Shard, component_dtype, master_components
+from zero_offload.shards.codec import decode, encode
+from zero_offload.shards.shard import Component, Shard, array_numel, component_dtype, master_components
 from zero_offload.shards.store import ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
@@ -43,6 +44,15 @@ def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor
     return master
 
 
+def read_state(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:
+    """(shard_numel,) fp32 of an optimizer's state; a copy."""
+    layout = shard.layout
+    out = torch.empty(layout.shard_numel)
+    for row, (begin, end) in enumerate(layout.chunks()):
+        out[begin:end] = decode(layout, component, store.read_chunk(shard, component, row), end - begin)
+    return out
+
+
 READ_NUMEL = 1 << 18
 """Elements asked of a reader at once: enough for a disk's full rate, few beside the chunk they go to."""
 
@@ -65,8 +75,10 @@ class ComponentSource:
     def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
         layout, numel = self._shard.layout, end - begin
         if component in self._shard.states:
-            states = self._states.get(component)
-            return torch.zeros(1).expand(numel) if states is None else states[begin:end]
+            if (states := self._states.get(component)) is not None:
+                return encode(layout, component, states[begin:end])
+            zero = torch.zeros(1, dtype=component_dtype(layout, component))
+            return zero.expand(array_numel(layout, component, numel))
         if not layout.trainable or layout.dtype == torch.float32:
             return self._filled(begin, end, layout.dtype)
         value = self._buffer(layout.dtype, numel)
@@ -75,7 +87,7 @@ class ComponentSource:
             if Component.MASTER in master_components(layout):
                 convert(value, master)
             else:
-                split_master(master, value, self._buffer(torch.int16, numel))
+                split_master(master, value, self._buffer(component_dtype(layout, Component.RESIDUAL), numel))
             self._range = (begin, end)
         return self._buffer(component_dtype(layout, component), numel)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.update import STATES, SegmentArray, UpdateBuffers, fused_update
@@ -22,7 +21,7 @@ from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
 from zero_offload.shards.grad_shard import GradShard, GradSource
-from zero_offload.shards.shard import Component, Shard
+from zero_offload.shards.shard import Component, Shard, is_packed
 from zero_offload.shards.store import OpenChunk, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import Transfer
@@ -38,6 +37,8 @@ class SectionUpdate:
     shard: Shard
     grads: GradShard
     segments: Mapping[Rule, SegmentArray]
+    origin: int
+    """The index in its section of the shard's first element."""
     complete: bool
     """Whether the segments cover every parameter of the section."""
 
@@ -140,7 +141,7 @@ class UpdatePipeline:
         for rule, segments in section.segments.items():
             for source in task.grads:
                 begin, end = chunk.begin + source.begin, chunk.begin + source.end
-                buffers = _buffers(chunk, STATES[rule], source.address, out, section.grads.dtype)
+                buffers = _buffers(section, chunk, STATES[rule], source.address, out)
                 fused_update(rule, buffers, cut_segments(segments, chunk.begin, begin, end), self._num_threads)
         task.writes = self._store.close_chunk(chunk)
         self._writing.append(task)
@@ -172,17 +173,23 @@ class UpdatePipeline:
 
 
 def _buffers(
-    chunk: OpenChunk, states: Sequence[str], grad: int, value_out: int, grad_dtype: torch.dtype
+    section: SectionUpdate, chunk: OpenChunk, states: Sequence[str], grad: int, value_out: int
 ) -> UpdateBuffers:
+    layout, kept = chunk.shard.layout, [Component(name) for name in states]
     return UpdateBuffers(
         value=chunk.addresses[Component.VALUE],
         residual=chunk.addresses.get(Component.RESIDUAL, 0),
         master=chunk.addresses.get(Component.MASTER, 0),
-        states=tuple(chunk.addresses[Component(name)] for name in states),
+        states=tuple(chunk.addresses[component] for component in kept),
         grad=grad,
         value_out=value_out,
-        value_dtype=chunk.shard.layout.dtype,
-        grad_dtype=grad_dtype,
+        value_dtype=layout.dtype,
+        grad_dtype=section.grads.dtype,
+        # Behind the codes.
+        scales=tuple(chunk.addresses[each] + chunk.end - chunk.begin for each in kept if is_packed(layout, each)),
+        state_format=layout.state_format,
+        seed=layout.index,
+        origin=section.origin + chunk.begin,
     )
 
 

@@ -16,6 +16,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zero_offload.abi import StateFormat
 from zero_offload.config import ModuleKey, OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.plan.model_spec import can_be_called
@@ -38,6 +39,8 @@ class ComputeDtypes:
     """Of the parameters, by each of their names, that are kept in another dtype."""
     casts: Mapping[str, Cast] = field(default_factory=dict)
     """By the name of a module; "" is the root, whose outputs are never cast."""
+    states: StateFormat = StateFormat.FP32
+    """How the optimizer's states rest, whatever a parameter's dtype."""
 
     def of(self, name: str) -> torch.dtype:
         return self.params.get(name, self.compute)
@@ -66,7 +69,7 @@ def resolve(root: nn.Module, config: OffloadConfig) -> ComputeDtypes:
         raise ConfigError("\n".join(problems))
     kept = {name: dtype for name, dtype in params.items() if dtype != compute}
     once = {name: cast for name, _ in root.named_modules() if (cast := casts.get(name)) is not None}
-    return ComputeDtypes(compute, kept, once)
+    return ComputeDtypes(compute, kept, once, config.state_format)
 
 
 def _matches(key: ModuleKey, name: str, module: nn.Module) -> bool:

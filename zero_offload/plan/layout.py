@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from zero_offload.abi import StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
@@ -57,6 +58,8 @@ class SectionLayout:
     shard_numel: int
     """Elements each rank holds, padding included."""
     num_shards: int
+    state_format: StateFormat = StateFormat.FP32
+    """How optimizer states rest."""
 
     def whole(self) -> SectionLayout:
         """The same section cut into one shard."""
@@ -117,6 +120,7 @@ class ShardLayout:
 
     units: tuple[UnitLayout, ...]
     num_shards: int
+    state_format: StateFormat = StateFormat.FP32
 
     @property
     def sections(self) -> tuple[SectionLayout, ...]:
@@ -134,10 +138,11 @@ def make_layout(spec: ModelSpec, dtypes: ComputeDtypes, num_shards: int) -> Shar
     units: list[UnitLayout] = []
     next_index = 0
     for number, unit in enumerate(spec.units):
-        sections = _sections(number, unit, dtypes, num_shards, next_index)
+        found = _sections(number, unit, dtypes, num_shards, next_index)
+        sections = tuple(replace(section, state_format=dtypes.states) for section in found)
         next_index += len(sections)
         units.append(UnitLayout(unit.name, sections))
-    return ShardLayout(tuple(units), num_shards)
+    return ShardLayout(tuple(units), num_shards, dtypes.states)
 
 
 def _problem(param: ParamSpec) -> str | None:

@@ -11,6 +11,8 @@ Bytes per trained parameter (frozen ones have the value only):
     fp16       2        -        4       4         4              14          2, or 4 if several are summed
     fp32       4        -        -       4         4              12          4
 
+With `Precision(states="bf16")` exp_avg and exp_avg_sq are 2 each; with "compact" 1 1/64 each, and the residual is 1.
+
 Parameters that `Precision.modules` keeps in another dtype count by that one's row.
 
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
@@ -19,9 +21,11 @@ Where params and optimizer both rest in memory, that value is the parameter itse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from zero_offload.abi import STATE_BLOCK, StateFormat
 from zero_offload.config import OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
@@ -44,7 +48,14 @@ ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
 """Blocks in memory on their way to the disk, and from it."""
 
 _VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_OPTIMIZER_BYTES = {"bfloat16": 12, "float16": 14, "float32": 12}
+_MASTER_BYTES = {"bfloat16": 4, "float16": 6, "float32": 4}
+_STATE_BYTES = {StateFormat.FP32: 4.0, StateFormat.BF16: 2.0, StateFormat.COMPACT: 1 + 4 / STATE_BLOCK}
+
+
+def _optimizer_bytes(dtype: str, states: StateFormat) -> float:
+    """Bytes per element of AdamW's states, value and master included."""
+    short = states is StateFormat.COMPACT and dtype == "bfloat16"  # a residual of 8 bits
+    return _MASTER_BYTES[dtype] - short + 2 * _STATE_BYTES[states]
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,8 @@ class UnitNumel:
             numel[section.trainable] += section.used_numel
             nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
             if section.trainable:
-                state_bytes += section.used_numel * _OPTIMIZER_BYTES[str(section.dtype).removeprefix("torch.")]
+                dtype = str(section.dtype).removeprefix("torch.")
+                state_bytes += math.ceil(section.used_numel * _optimizer_bytes(dtype, section.state_format))
         return cls(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False], state_bytes))
 
 
@@ -161,12 +173,17 @@ def measure_units(
     units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    value, state = _VALUE_BYTES[config.compute_dtype_name], _OPTIMIZER_BYTES[config.compute_dtype_name]
+    value = _VALUE_BYTES[config.compute_dtype_name]
+    state = _optimizer_bytes(config.compute_dtype_name, config.state_format)
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
     sums = partition.world_size > 1 or num_micro_batches > 1
     measured = []
     for unit in units:
-        trained, frozen, states = unit.sizes or (unit.trained * value, unit.frozen * value, unit.trained * state)
+        trained, frozen, states = unit.sizes or (
+            unit.trained * value,
+            unit.frozen * value,
+            math.ceil(unit.trained * state),
+        )
         bytes_of = UnitBytes(
             name=unit.name,
             params_bytes=_divide_up(trained + frozen, partition.param_shards),
@@ -247,7 +264,8 @@ def _staging_bytes(
             on_its_way = unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0
             trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
-    chunk_bytes = CHUNK_NUMEL * (max(_OPTIMIZER_BYTES[name] for name in dtypes) + 4)  # and an fp32 gradient
+    state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
+    chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
     updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions

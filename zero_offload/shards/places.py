@@ -16,7 +16,7 @@ from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.replica import Replica
-from zero_offload.shards.shard import Component, Shard, component_dtype, master_components, state_bytes
+from zero_offload.shards.shard import Component, Shard, block_sizes, component_dtype, master_components, shard_bytes
 from zero_offload.storage.extents import Extent
 from zero_offload.types import Tier
 
@@ -87,20 +87,21 @@ class Places:
     def _take_memory(self, shard: Shard, components: Iterable[Component]) -> None:
         place, layout = shard.placement, shard.layout
         optimizer_rests = place.optimizer is not Tier.NVME and layout.trainable
-        dtypes = {
-            component: component_dtype(layout, component)
+        missing = [
+            component
             for component in components
-            if optimizer_rests or (component is Component.VALUE and place.value_in_memory)
-        }
-        # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
-        missing = [component for component in dtypes if component not in shard.memory]
+            if (optimizer_rests or (component is Component.VALUE and place.value_in_memory))
+            and component not in shard.memory
+        ]
         if not missing:
             return
-        region = self._arena.allocate(state_bytes(layout, missing, layout.shard_numel))
+        # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
+        region = self._arena.allocate(shard_bytes(layout, missing))
         offset = 0
         for component in missing:
-            shard.memory[component] = region.tensor(dtypes[component], layout.shard_numel, offset)
-            offset += shard.memory[component].nbytes
+            dtype, nbytes = component_dtype(layout, component), shard_bytes(layout, [component])
+            shard.memory[component] = region.tensor(dtype, nbytes // dtype.itemsize, offset)
+            offset += nbytes
 
     def add_states(self, shard: Shard, states: Sequence[Component]) -> None:
         """Room for further states, all zero. Raises CapacityError, and has none of them, where there is none."""
@@ -142,4 +143,4 @@ class Places:
 def _named(layout: SectionLayout, component: Component, slots: Sequence[int]) -> tuple[list[str], list[int]]:
     """The names of a component's extents, and the bytes of the blocks of each."""
     names = [f"section {layout.index} {component.value}.{slot}" for slot in slots]
-    return names, layout.block_sizes(component_dtype(layout, component))
+    return names, block_sizes(layout, component)

@@ -5,10 +5,12 @@ A trainable shard is whole in its optimizer components; they alone make a genera
 
     value       (shard_numel,) compute dtype: what forward uses. With bf16 compute it is the upper half of the
                 fp32 master; with fp32 compute it is the master; with fp16 compute it is a rounded copy of it.
-    residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit.
+    residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit. Beside compact states it
+                is int8, and the master has 24 bits.
     master      (shard_numel,) fp32, fp16 compute only: an exponent of 5 bits leaves nothing to complete.
     exp_avg, ...   (shard_numel,) fp32: what the optimizers of its parameters keep, by torch's names. There are none
                 before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
+                They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
 
 A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU
 tier; `slots` the extents on disk: two for a trainable shard that takes part in generations, so that the
@@ -24,11 +26,13 @@ from enum import StrEnum
 
 import torch
 
-from zero_offload.plan.layout import SectionLayout
+from zero_offload.abi import StateFormat
+from zero_offload.kernels.states import num_scales
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.replica import Replica
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.swap_file import Transfer
-from zero_offload.types import StateKind, Tier
+from zero_offload.types import SECTOR, StateKind, Tier
 
 
 class Component(StrEnum):
@@ -62,17 +66,61 @@ _MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {
     torch.float16: (Component.MASTER,),
 }
 """What the master takes beside the value, by compute dtype."""
+_MASTER_COMPONENTS = frozenset({Component.VALUE, Component.RESIDUAL, Component.MASTER})
+
+
+def is_state(component: Component) -> bool:
+    """Whether it is what an optimizer keeps."""
+    return component not in _MASTER_COMPONENTS
+
+
+def is_packed(layout: SectionLayout, component: Component) -> bool:
+    """Whether its array is bytes: codes and scales."""
+    return layout.state_format is StateFormat.COMPACT and is_state(component)
 
 
 def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
-    if component is Component.VALUE:
-        return layout.dtype
-    return torch.int16 if component is Component.RESIDUAL else torch.float32
+    """The dtype of the component's array."""
+    match component:
+        case Component.VALUE:
+            return layout.dtype
+        case Component.RESIDUAL:
+            return torch.int8 if layout.state_format is StateFormat.COMPACT else torch.int16
+        case Component.MASTER:
+            return torch.float32
+    if is_packed(layout, component):
+        return torch.uint8
+    return torch.bfloat16 if layout.state_format is StateFormat.BF16 else torch.float32
 
 
-def state_bytes(layout: SectionLayout, components: Iterable[Component], numel: int) -> int:
-    """Bytes of so many elements of these components."""
-    return numel * sum(component_dtype(layout, component).itemsize for component in components)
+def array_numel(layout: SectionLayout, component: Component, numel: int) -> int:
+    """Elements of the array that a chunk of `numel` elements has."""
+    if not is_packed(layout, component):
+        return numel
+    packed = numel + num_scales(layout.state_format, numel) * 4
+    return -(-packed // SECTOR) * SECTOR
+
+
+def array_bytes(layout: SectionLayout, components: Iterable[Component], numel: int) -> int:
+    """Bytes of the arrays of these components that a chunk of `numel` elements has."""
+    return sum(array_numel(layout, each, numel) * component_dtype(layout, each).itemsize for each in components)
+
+
+def array_range(layout: SectionLayout, component: Component, begin: int, end: int) -> slice:
+    """Where the chunk [begin, end) is in the array of a whole shard."""
+    first = begin // CHUNK_NUMEL * array_numel(layout, component, CHUNK_NUMEL)
+    return slice(first, first + array_numel(layout, component, end - begin))
+
+
+def shard_bytes(layout: SectionLayout, components: Iterable[Component]) -> int:
+    """Bytes of these components of a whole shard."""
+    kinds = tuple(components)
+    return sum(array_bytes(layout, kinds, end - begin) for begin, end in layout.chunks())
+
+
+def block_sizes(layout: SectionLayout, component: Component) -> list[int]:
+    """Bytes of each block of its extent: one block per chunk."""
+    return [array_bytes(layout, [component], end - begin) for begin, end in layout.chunks()]
 
 
 @dataclass(frozen=True)
@@ -118,6 +166,12 @@ class Shard:
     def components(self) -> tuple[Component, ...]:
         """All that it has, in the order of `Component`."""
         return master_components(self.layout) + self.states
+
+    def address(self, component: Component, begin: int) -> int:
+        """Where the chunk that begins there is in memory."""
+        array = self.memory[component]
+        first: int = array_range(self.layout, component, begin, begin).start
+        return array.data_ptr() + first * array.itemsize
 
     def keeps(self, states: Iterable[str]) -> bool:
         """Whether it has all of these."""

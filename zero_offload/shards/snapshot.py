@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
 from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Shard, component_dtype
+from zero_offload.shards.shard import Shard
 from zero_offload.storage.swap_file import Transfer
 from zero_offload.telemetry.events import Counters
 
@@ -38,9 +38,8 @@ class ChunkCopy:
         begin, _ = self.shard.layout.chunks()[self.row]
         rows, writes = slice(self.row, self.row + 1), []
         for component in self.shard.components:
-            itemsize = component_dtype(self.shard.layout, component).itemsize
-            address = self.shard.memory[component].data_ptr() + begin * itemsize
-            writes.append(disk.launch_write(self.shard.slots[self.slot][component], rows, address))
+            extent = self.shard.slots[self.slot][component]
+            writes.append(disk.launch_write(extent, rows, self.shard.address(component, begin)))
         self.writes = writes
 
     def wait(self) -> None:

@@ -29,8 +29,10 @@ from zero_offload.shards.shard import (
     Component,
     Shard,
     ShardPlacement,
+    array_bytes,
+    array_range,
     component_dtype,
-    state_bytes,
+    shard_bytes,
 )
 from zero_offload.shards.snapshot import Snapshots
 from zero_offload.storage.engine import Urgency
@@ -39,7 +41,7 @@ from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
 ChunkSource = Callable[[Component, int, int], torch.Tensor]
-"""source(component, begin, end) -> (end - begin,) of the component's dtype, host: elements of the shard."""
+"""source(component, begin, end) -> the component's array of the chunk [begin, end), host."""
 
 
 @dataclass
@@ -85,7 +87,7 @@ class ShardStore:
         self._size_staging()
 
     def _size_staging(self) -> None:
-        self.state_staging_bytes = max(state_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
+        self.state_staging_bytes = max(array_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
         """Staging that `open_chunk` may use."""
         self.staging = LazyRegion(self.arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
@@ -136,12 +138,12 @@ class ShardStore:
         begin, end = shard.layout.chunks()[row]
         chunk, rows = OpenChunk(shard, row, begin, end, {}), slice(row, row + 1)
         for component in shard.components:
-            dtype = component_dtype(shard.layout, component)
+            nbytes = array_bytes(shard.layout, [component], end - begin)
             if component in shard.memory:
-                address = shard.memory[component].data_ptr() + begin * dtype.itemsize
-                self.counters.read(Tier.CPU, (end - begin) * dtype.itemsize)
+                address = shard.address(component, begin)
+                self.counters.read(Tier.CPU, nbytes)
             else:
-                address, staging = staging, staging + (end - begin) * dtype.itemsize
+                address, staging = staging, staging + nbytes
                 chunk.reads.append(self.disk.launch_read(shard.slots[shard.current][component], rows, address))
             chunk.addresses[component] = address
         chunk.copied = self.snapshots.ask(shard, row)
@@ -161,8 +163,7 @@ class ShardStore:
                 extent = shard.slots[shard.writable_slot()][component]
                 writes.append(self.disk.launch_write(extent, rows, chunk.addresses[component]))
             if component in shard.memory:
-                itemsize = component_dtype(shard.layout, component).itemsize
-                self.counters.written(Tier.CPU, (chunk.end - chunk.begin) * itemsize)
+                self.counters.written(Tier.CPU, array_bytes(shard.layout, [component], chunk.end - chunk.begin))
         if shard.cache is not None:
             writes.append(self.disk.launch_write(shard.cache, rows, chunk.addresses[Component.VALUE]))
         shard.writes += writes
@@ -177,21 +178,21 @@ class ShardStore:
     # Whole shards
 
     def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
-        """(end - begin,) of one chunk, host: a view of where it rests, or of staging until the next read."""
-        begin, end = shard.layout.chunks()[row]
+        """The array of one chunk, host: a view of where it rests, or of staging until the next read."""
         if component in shard.memory:
-            return shard.memory[component][begin:end]
+            return shard.memory[component][array_range(shard.layout, component, *shard.layout.chunks()[row])]
         shard.settle()
         extent = shard.slots[shard.current][component]
         return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
 
     def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
-        """(shard_numel,) of the component, host: a view where it rests in memory, else a copy."""
+        """The component's array, host: a view where it rests in memory, else a copy."""
         if component in shard.memory:
             return shard.memory[component]
-        out = torch.empty(shard.layout.shard_numel, dtype=component_dtype(shard.layout, component))
-        for row, (begin, end) in enumerate(shard.layout.chunks()):
-            out[begin:end] = self.read_chunk(shard, component, row)
+        layout, dtype = shard.layout, component_dtype(shard.layout, component)
+        out = torch.empty(shard_bytes(layout, [component]) // dtype.itemsize, dtype=dtype)
+        for row, (begin, end) in enumerate(layout.chunks()):
+            out[array_range(layout, component, begin, end)] = self.read_chunk(shard, component, row)
         return out
 
     def write_components(self, shard: Shard, source: ChunkSource) -> None:
@@ -208,9 +209,9 @@ class ShardStore:
             for component in shard.components:
                 values = source(component, begin, end)
                 if component in shard.memory:
-                    target = shard.memory[component][begin:end]
+                    target = shard.memory[component][array_range(shard.layout, component, begin, end)]
                 else:
-                    target = staging.tensor(values.dtype, end - begin, used)
+                    target = staging.tensor(values.dtype, values.numel(), used)
                     used += values.nbytes
                 target.copy_(values)
                 chunk.addresses[component] = target.data_ptr()
