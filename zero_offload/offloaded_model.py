@@ -102,7 +102,7 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
-        self.states = OptimizerStates(self.access, parts.store, self.drain, self.set_aside)
+        self.states = OptimizerStates(self.access, parts.store, self._commits)
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())

@@ -121,6 +121,7 @@ def _offload_with_little_address_space(spare_bytes: int) -> None:
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _limit(resource.RLIMIT_AS, used_bytes + spare_bytes)
     zo.offload(model, zo.OffloadConfig())
+    zo.AdamW(model.parameters())
 
 
 @pytest.mark.parametrize(

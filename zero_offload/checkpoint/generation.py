@@ -278,7 +278,7 @@ class GenerationKeeper:
         if not isinstance(sections, list) or len(sections) != len(self._store.shards):
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
         for shard, entry in zip(self._store.shards, sections, strict=True):
-            with reading(str(self._home.path)):
+            with self.explaining(), reading(str(self._home.path)):
                 self._store.restore(shard, entry["slot"], entry["components"], entry.get("spare"))
         for shard in self._store.shards:
             self._store.load_memory(shard, shard.current)

@@ -36,6 +36,10 @@ class Extent:
     def nbytes(self) -> int:
         return int(self.blocks["nbytes"].sum())
 
+    def nbytes_in(self, place: int) -> int:
+        """Bytes of it in one directory."""
+        return int(self.blocks["nbytes"][self.directories == place].sum())
+
 
 ExtentRecord = dict[str, Any]
 """What a manifest keeps of an extent."""
@@ -48,22 +52,54 @@ class ExtentMap:
         self._seed = seed
         self._dealer = Dealer(dict(enumerate(weights)))
         self.sizes = [0] * len(weights)
-        """Bytes used of the file in each directory."""
+        """Bytes of the file in each directory."""
+        self._restored: list[Extent] = []
+        """Between them there may be room."""
+        self._gaps: list[list[tuple[int, int]]] = [[] for _ in weights]
+        """Of each directory, where nothing lies that a manifest names: (begin, end)."""
 
     def allocate(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
         """Extents of blocks of these sizes (bytes, whole sectors), one after the other: where one lies says where all.
 
-        The first of them are dealt to the directories, the others lie behind it.
+        The blocks of the first are dealt to the directories; in each, the other extents lie behind it. They go where an
+        earlier run had what no manifest names, if they fit there, else to the end.
         """
+        self._find_gaps()
         extents = self._describe(names, block_sizes)
         first = extents[0]
         first.directories[:] = [self._dealer.deal(nbytes) for nbytes in block_sizes]
-        for place, size in enumerate(self.sizes):
+        for place in range(len(self.sizes)):
             here = first.directories == place
-            first.blocks["offset"][here] = size + _begins(first.blocks["nbytes"][here])
+            begins = _begins(first.blocks["nbytes"][here])
+            first.blocks["offset"][here] = begins + self._take(place, len(names) * first.nbytes_in(place))
         _place_copies(extents, 0)
-        self._take_up(extents)
         return extents
+
+    def _take(self, place: int, nbytes: int) -> int:
+        """Where so many bytes in a row are free in a directory; they are taken."""
+        for number, (begin, end) in enumerate(self._gaps[place]):
+            if end - begin >= nbytes:
+                self._gaps[place][number] = (begin + nbytes, end)
+                return begin
+        self.sizes[place] += nbytes
+        return self.sizes[place] - nbytes
+
+    def _find_gaps(self) -> None:
+        """After the last of `restore_copies`."""
+        if not self._restored:
+            return
+        for place in range(len(self.sizes)):
+            spans: list[tuple[int, int]] = []
+            for extent in self._restored:
+                here = extent.directories == place
+                begins = extent.blocks["offset"][here]
+                spans += zip(begins.tolist(), (begins + extent.blocks["nbytes"][here]).tolist(), strict=True)
+            free_from = 0
+            for begin, end in sorted(spans):
+                if begin > free_from:
+                    self._gaps[place].append((free_from, begin))
+                free_from = max(free_from, end)
+        self._restored = []
 
     def restore_copies(
         self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any
@@ -80,7 +116,11 @@ class ExtentMap:
         extent.directories[:] = values["directory"]
         extent.written[:] = not record.get("blank")
         _place_copies(extents, index)
-        self._take_up(extents)
+        for each in extents:
+            ends = each.blocks["offset"] + each.blocks["nbytes"]
+            for place, size in enumerate(self.sizes):
+                self.sizes[place] = max(size, int(ends[each.directories == place].max(initial=0)))
+        self._restored += extents
         return extents
 
     def _describe(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
@@ -95,13 +135,6 @@ class ExtentMap:
             places, written = np.zeros(len(table), dtype=np.int32), np.zeros(len(table), dtype=np.bool_)
             extents.append(Extent(name, table, places, written))
         return tuple(extents)
-
-    def _take_up(self, extents: Sequence[Extent]) -> None:
-        """What is allocated from here on must not overlap these."""
-        for extent in extents:
-            ends = extent.blocks["offset"] + extent.blocks["nbytes"]
-            for place, size in enumerate(self.sizes):
-                self.sizes[place] = max(size, int(ends[extent.directories == place].max(initial=0)))
 
 
 def extent_record(extent: Extent) -> ExtentRecord:
@@ -124,7 +157,7 @@ def _place_copies(extents: Sequence[Extent], known: int) -> None:
         extent.directories[:] = origin.directories
         for place in np.unique(origin.directories):
             here = origin.directories == place
-            apart = (number - known) * int(origin.blocks["nbytes"][here].sum())
+            apart = (number - known) * origin.nbytes_in(place)
             offsets = origin.blocks["offset"][here].astype(np.int64) + apart
             if offsets.min() < 0:
                 raise IntegrityError(
