@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
-NATIVE_TEST := tests/native/driver.cpp
+NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h)
 
 .PHONY: train test test-all check native asan tsan neon bench clean
 

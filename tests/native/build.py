@@ -1,4 +1,4 @@
-"""Builds driver.cpp with the whole of csrc/: build.py SANITIZERS OUTPUT; no sanitizers: -.
+"""Builds the driver with the whole of csrc/: build.py SANITIZERS OUTPUT; no sanitizers: -.
 
 Uses the compiler ($CXX) and flags of setup.py, so that what is checked is what is shipped. For another machine the
 result needs none of its libraries.
@@ -24,7 +24,7 @@ def main() -> None:
     flags = [*build["COMPILE_FLAGS"], *checks, *(["-fno-sanitize-recover=all", "-g", "-O1"] if checks else [])]
     objects_dir = output.with_name(output.name + ".objects")
     objects_dir.mkdir(parents=True, exist_ok=True)
-    sources = [*sorted((ROOT / "csrc").rglob("*.cpp")), ROOT / "tests/native/driver.cpp"]
+    sources = [*sorted((ROOT / "csrc").rglob("*.cpp")), *sorted((ROOT / "tests/native").glob("*.cpp"))]
 
     def compile_one(source: Path) -> str:
         target = objects_dir / ("_".join(source.relative_to(ROOT).parts) + ".o")

@@ -14,43 +14,11 @@
 #include <thread>
 #include <vector>
 
+#include "checks.h"
 #include "io/block.h"
 #include "zero_offload.h"
 
-#define EXPECT(condition)                                                                         \
-    do {                                                                                          \
-        if (!(condition)) {                                                                       \
-            fprintf(stderr, "%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, zo_last_error()); \
-            exit(1);                                                                              \
-        }                                                                                         \
-    } while (false)
-
 namespace {
-
-constexpr int64_t kSizes[] = {0, 1, 7, 15, 16, 17, 31, 255, 4099, 16385, 50001};
-
-enum class Values {
-    kNormal,
-    kAnyBits
-};  // the latter: denormals, infinities and every kind of NaN among them
-
-std::vector<float> random_floats(int64_t numel, uint32_t seed, Values values) {
-    std::vector<float> made(static_cast<size_t>(numel));
-    for (float &value : made) {
-        seed = seed * 1664525u + 1013904223u;
-        value = float(int32_t(seed)) * 1e-9f;
-        if (values == Values::kNormal || (seed & 0x300)) continue;
-        const uint32_t exponent = (seed & 0x400) ? 0x7F800000u : 0, odd = seed ^ (seed >> 16);
-        const uint32_t word = (odd & 0x807FFFFFu) | exponent;
-        memcpy(&value, &word, sizeof(value));
-    }
-    return made;
-}
-
-template <class T>
-bool same_bits(const std::vector<T> &a, const std::vector<T> &b) {
-    return a.size() == b.size() && (a.empty() || memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
-}
 
 struct State {
     std::vector<uint16_t> half, residual, half_out, grad;
@@ -381,10 +349,14 @@ void test_neighbours() {
 int main(int argc, char **argv) {
     const char *part = argc < 2 ? "" : argv[1];
     test_refusals();
+    test_format_refusals();
     for (const int64_t numel : kSizes) {
         if (strcmp(part, "io") == 0) break;
         for (const Values values : {Values::kNormal, Values::kAnyBits}) {
-            for (uint32_t rule = 0; rule < ZO_NUM_RULES; ++rule) test_kernels(rule, numel, values);
+            for (uint32_t rule = 0; rule < ZO_NUM_RULES; ++rule) {
+                test_kernels(rule, numel, values);
+                test_formats(rule, numel, values);
+            }
         }
     }
     if (strcmp(part, "kernels") == 0) {
