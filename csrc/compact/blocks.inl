@@ -85,22 +85,19 @@ struct MiddleEdge {
     }
 };
 
-// The codes and the scale of `count` values, at most a block, of which `kept` is known and the bits of the
-// largest magnitude of that.
+// The codes of `count` values, at most a block.
 template <bool kSigned, class Edge>
-inline void encode_block(const float *kept, uint32_t top, uint8_t *codes, float *scale, int64_t count,
+inline void encode_block(const float *kept, const Scale &made, uint8_t *codes, int64_t count,
                          const Edge &edge) {
-    const Scale made = scale_of<kSigned>(top);
-    *scale = made.scale;
     if (!made.finite) {
         for (int64_t i = 0; i < count; ++i) codes[i] = 0;
         return;
     }
     const auto wide = Vec::set(made.inverse);
-    int64_t i = 0;
-    for (; i + Vec::kLanes <= count; i += Vec::kLanes)
+    const int64_t in_vectors = count / Vec::kLanes * Vec::kLanes;
+    for (int64_t i = 0; i < in_vectors; i += Vec::kLanes)
         encode_lanes<Vec, kSigned>(codes + i, kept + i, wide, edge.template at<Vec>(i));
-    for (; i < count; ++i)
+    for (int64_t i = in_vectors; i < count; ++i)
         encode_lanes<ScalarVec, kSigned>(codes + i, kept + i, made.inverse, edge.template at<ScalarVec>(i));
 }
 

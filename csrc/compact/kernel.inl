@@ -14,29 +14,32 @@ constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 struct BetweenPasses {
     alignas(64) float kept[3][kBlock];
     alignas(64) float words[kBlock];  // random, by their bits
+    Scale scale[3];
 };
 
-// What is the same for all elements of a block: the scales its states have had.
+// What is the same for all elements of a block, and the bits of the largest magnitudes kept, lane by lane.
 template <class W>
 struct BlockLanes {
-    typename W::F scale[3];
-    typename W::I top[3];  // the bits of the largest magnitude kept, lane by lane
-    template <int kStates>
-    void begin(const UpdateBuffers &b, int64_t block) {
-        for (int k = 0; k < kStates; ++k) {
+    BlockLanes(const UpdateBuffers &b, const UpdateScalars &scalars, int num_states, int64_t block)
+        : constants(scalars), random(scalars.key) {
+        for (int k = 0; k < num_states; ++k) {
             scale[k] = W::set(b.scales[k][block]);
             top[k] = W::set_bits(0);
         }
     }
+    const Lanes<W> constants;
+    const RandomWords<W> random;
+    typename W::F scale[3];
+    typename W::I top[3];
 };
 
-// The first pass. `i` counts elements of the buffers, `at` those of the block.
+// `i` counts elements of the buffers, `at` those of the block.
 template <class W, class Rule, class Master, class Grad, bool kShortMaster>
-inline void step_lanes(const UpdateBuffers &b, const Lanes<W> &c, const RandomWords<W> &random,
-                       BlockLanes<W> &lanes, BetweenPasses &between, int64_t i, int64_t at) {
+inline void step_lanes(const UpdateBuffers &b, BlockLanes<W> &lanes, BetweenPasses &between, int64_t i,
+                       int64_t at) {
     using F = typename W::F;
-    const F g =
-        W::mul(Grad::template load<W>(static_cast<const typename Grad::Element *>(b.grad) + i), c.grad_scale);
+    const F g = W::mul(Grad::template load<W>(static_cast<const typename Grad::Element *>(b.grad) + i),
+                       lanes.constants.grad_scale);
     F p = Master::template load<W>(b, i);
     F states[Rule::kStates + 1];  // see [Note: roots]
     for (int k = 0; k < Rule::kStates; ++k) {
@@ -44,8 +47,8 @@ inline void step_lanes(const UpdateBuffers &b, const Lanes<W> &c, const RandomWo
         states[k] = k < Rule::kSigned ? decode_lanes<W, true>(codes, lanes.scale[k])
                                       : decode_lanes<W, false>(codes, lanes.scale[k]);
     }
-    Rule::template step<W>(c, g, p, states);
-    const typename W::I word = random.at(b.origin + uint32_t(i));
+    Rule::template step<W>(lanes.constants, g, p, states);
+    const typename W::I word = lanes.random.at(b.origin + uint32_t(i));
     if (Rule::kStates > 0) W::store(between.words + at, W::from_bits(word));
     for (int k = 0; k < Rule::kStates; ++k) {
         F kept = states[k];
@@ -58,41 +61,55 @@ inline void step_lanes(const UpdateBuffers &b, const Lanes<W> &c, const RandomWo
                               b.value_out != nullptr);
 }
 
-// By value: as locals the pointers stay in registers whatever the stores may alias.
+// The first pass over `count` elements from `first` on, at most a block.
 template <class Rule, class Master, class Grad, bool kShortMaster>
-void update_blocks(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
-    const Lanes<Vec> wide(scalars);
-    const Lanes<ScalarVec> single(scalars);
-    const RandomWords<Vec> wide_random(scalars.key);
-    const RandomWords<ScalarVec> single_random(scalars.key);
-    BetweenPasses between;
-    for (int64_t first = begin; first < end; first += kBlock) {
-        const int64_t count = smaller(kBlock, end - first), block = first / kBlock;
-        BlockLanes<Vec> lanes;
-        BlockLanes<ScalarVec> rest;
-        lanes.template begin<Rule::kStates>(buffers, block);
-        rest.template begin<Rule::kStates>(buffers, block);
-        int64_t at = 0;
-        for (; at + Vec::kLanes <= count; at += Vec::kLanes) {
-            step_lanes<Vec, Rule, Master, Grad, kShortMaster>(buffers, wide, wide_random, lanes, between,
-                                                              first + at, at);
-        }
-        for (; at < count; ++at) {
-            step_lanes<ScalarVec, Rule, Master, Grad, kShortMaster>(buffers, single, single_random, rest,
-                                                                    between, first + at, at);
-        }
-        for (int k = 0; k < Rule::kStates; ++k) {
-            const uint32_t top = ScalarVec::max_bits(Vec::max_lane(lanes.top[k]), rest.top[k]);
-            auto *codes = static_cast<uint8_t *>(buffers.states[k]) + first;
-            float *scale = buffers.scales[k] + block;
-            const RandomEdge edge{between.words, k};
-            if (k < Rule::kSigned) {
-                encode_block<true>(between.kept[k], top, codes, scale, count, edge);
-            } else {
-                encode_block<false>(between.kept[k], top, codes, scale, count, edge);
-            }
+inline void step_block(const UpdateBuffers &b, const UpdateScalars &scalars, BetweenPasses &between,
+                       int64_t first, int64_t count) {
+    BlockLanes<Vec> wide(b, scalars, Rule::kStates, first / kBlock);
+    const int64_t in_vectors = count / Vec::kLanes * Vec::kLanes;
+    for (int64_t at = 0; at < in_vectors; at += Vec::kLanes)
+        step_lanes<Vec, Rule, Master, Grad, kShortMaster>(b, wide, between, first + at, at);
+    BlockLanes<ScalarVec> single(b, scalars, Rule::kStates, first / kBlock);
+    for (int64_t at = in_vectors; at < count; ++at)
+        step_lanes<ScalarVec, Rule, Master, Grad, kShortMaster>(b, single, between, first + at, at);
+    for (int k = 0; k < Rule::kStates; ++k) {
+        const uint32_t top = ScalarVec::max_bits(Vec::max_lane(wide.top[k]), single.top[k]);
+        between.scale[k] = k < Rule::kSigned ? scale_of<true>(top) : scale_of<false>(top);
+    }
+}
+
+// The second pass.
+template <class Rule>
+inline void encode_states(const UpdateBuffers &b, const BetweenPasses &between, int64_t first,
+                          int64_t count) {
+    for (int k = 0; k < Rule::kStates; ++k) {
+        auto *codes = static_cast<uint8_t *>(b.states[k]) + first;
+        const RandomEdge edge{between.words, k};
+        b.scales[k][first / kBlock] = between.scale[k].scale;
+        if (k < Rule::kSigned) {
+            encode_block<true>(between.kept[k], between.scale[k], codes, count, edge);
+        } else {
+            encode_block<false>(between.kept[k], between.scale[k], codes, count, edge);
         }
     }
+}
+
+// By value: as locals the pointers stay in registers whatever the stores may alias. The second pass is one
+// block behind the first: a scale is ready when it is asked for.
+template <class Rule, class Master, class Grad, bool kShortMaster>
+void update_blocks(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
+    BetweenPasses between[2];
+    BetweenPasses *now = &between[0], *before = &between[1];
+    int64_t first = begin;
+    for (; first < end; first += kBlock) {
+        step_block<Rule, Master, Grad, kShortMaster>(buffers, scalars, *now, first,
+                                                     smaller(kBlock, end - first));
+        if (first > begin) encode_states<Rule>(buffers, *before, first - kBlock, kBlock);
+        BetweenPasses *other = before;
+        before = now;
+        now = other;
+    }
+    if (begin < end) encode_states<Rule>(buffers, *before, first - kBlock, end - (first - kBlock));
 }
 
 template <bool kSigned>
@@ -135,7 +152,9 @@ void encode(const float *x, uint8_t *codes, float *scales, int64_t numel) {
         for (int64_t i = 0; i < count; ++i) {
             top = ScalarVec::max_bits(top, ScalarVec::bits(kept[i]) & kMagnitude);
         }
-        encode_block<kSigned>(kept, top, codes + first, scales + first / kBlock, count, MiddleEdge{});
+        const Scale made = scale_of<kSigned>(top);
+        scales[first / kBlock] = made.scale;
+        encode_block<kSigned>(kept, made, codes + first, count, MiddleEdge{});
     }
 }
 

@@ -206,7 +206,8 @@ def test_refuses_what_cannot_work_and_touches_nothing() -> None:
     before = image(compact.arrays + halved.arrays)
     buffers, segment = compact.buffers(), replace(SEGMENT, end=600)
     codes, scales = buffers.states, buffers.scales
-    inside = compact.value[10:].data_ptr()
+    room = torch.zeros(8192, dtype=torch.uint8)  # nobody else's: which two overlap is told
+    free = room.data_ptr()
     refused = [
         (replace(buffers, scales=()), segment, "the first state's scales is NULL"),
         (replace(buffers, scales=(scales[0],)), segment, "the second state's scales is NULL"),
@@ -215,17 +216,21 @@ def test_refuses_what_cannot_work_and_touches_nothing() -> None:
         (replace(buffers, origin=-256), segment, "origin is -256"),
         (replace(buffers, origin=100), segment, "origin is 100, not 0 or a multiple of 256"),
         (buffers, replace(segment, begin=128), "begins at 128.*multiple of 256"),
-        (replace(buffers, states=(codes[0], codes[0] + 599)), segment, "the first state and the second state overlap"),
-        (replace(buffers, scales=(scales[0], scales[0] + 8)), segment, "the first state's scales and .* overlap"),
-        (replace(buffers, scales=(codes[0] + 596, scales[1])), segment, "the first state and .* scales overlap"),
-        (replace(buffers, residual=inside), segment, "value and residual overlap"),
-        (replace(halved.buffers(), states=(inside, inside + 1199)), segment, "the first state and the second"),
+        (replace(buffers, states=(free, free + 599)), segment, "the first state and the second state overlap"),
+        (replace(buffers, scales=(free, free + 8)), segment, "the first state's scales and .* overlap"),
+        (
+            replace(buffers, states=(free, codes[1]), scales=(free + 596, scales[1])),
+            segment,
+            "the first state and .* scales overlap",
+        ),
+        (replace(buffers, value=free, residual=free + 1199), segment, "value and residual overlap"),
+        (replace(halved.buffers(), states=(free, free + 1199)), segment, "the first state and the second"),
         (replace(halved.buffers(), origin=-1), segment, "origin is -1"),
     ]
     for wrong, wrong_segment, message in refused:
         with pytest.raises(ConfigError, match=message):
             fused_update(Rule.ADAMW, wrong, [wrong_segment], 1)
-    assert image(compact.arrays + halved.arrays) == before
+    assert image(compact.arrays + halved.arrays) == before and not room.any()
 
 
 def test_neighbours_in_memory_do_not_overlap() -> None:
