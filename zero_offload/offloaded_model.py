@@ -36,6 +36,7 @@ from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.probe import count_cores
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
@@ -92,6 +93,7 @@ class OffloadedModel:
         self._stats = StatsKeeper(parts.store.counters)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
         self._pipeline = UpdatePipeline(parts.store, parts.board)
+        self._num_cores = count_cores()
         self.worker = Worker(parts.board)
         committer = None if parts.keeper is None else Worker(parts.board, "zero_offload-commit")
         parts.board.tell(parts.store.snapshots.fail)
@@ -194,13 +196,12 @@ class OffloadedModel:
         # A backward through weights that are about to change must fail as it does in plain torch.
         torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
         self.grads.ledger.forget(hypers)
-        threads = torch.get_num_threads()
         # Between here and the next record nothing says which step the states are of.
         self._commits.drop()
-        if _overlaps(self.parts, sections):
-            # On a CPU forward computes on the same cores meanwhile, and one core nearly saturates the update.
-            beside = max(1, threads // 2) if self.parts.device.is_host else threads
-            self.worker.submit(lambda: self._pipeline.run(sections, beside))
+        overlaps = _overlaps(self.parts, sections)
+        threads = update_threads(min(torch.get_num_threads(), self._num_cores), overlaps, self.parts.device.is_host)
+        if overlaps:
+            self.worker.submit(lambda: self._pipeline.run(sections, threads))
         else:
             self._pipeline.run(sections, threads)
             self.parts.residency.gatherer.end_update()
@@ -328,6 +329,14 @@ def _overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
     if parts.config.update_overlap == UpdateOverlap.AUTO.value:
         return not parts.device.is_host or any(section.shard.on_disk or section.grads.on_disk for section in sections)
     return parts.config.update_overlap == UpdateOverlap.FORWARD.value
+
+
+def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
+    """Threads of an update: on a CPU forward computes on the same cores meanwhile, and one core nearly saturates the
+    update; beside a GPU the thread that drives it needs a core."""
+    if not overlaps:
+        return available
+    return max(1, available // 2 if is_host else available - 1)
 
 
 @contextmanager

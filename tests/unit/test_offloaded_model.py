@@ -1,0 +1,35 @@
+"""What `OffloadedModel` decides by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.disk import runtime
+from zero_offload import offloaded_model
+from zero_offload.offloaded_model import update_threads
+
+
+@pytest.mark.parametrize(
+    ("available", "overlaps", "is_host", "expected"),
+    [(16, False, True, 16), (16, True, True, 8), (16, True, False, 15), (1, True, True, 1), (1, True, False, 1)],
+)
+def test_threads_of_an_update(available: int, overlaps: bool, is_host: bool, expected: int) -> None:
+    assert update_threads(available, overlaps, is_host) == expected
+
+
+def test_an_update_takes_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's quota is less than what torch counts."""
+    monkeypatch.setattr(offloaded_model, "count_cores", lambda: 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    model = nn.Linear(8, 8)
+    zo.offload(model, zo.OffloadConfig())
+    optimizer = zo.SGD(model.parameters())
+    found: list[int] = []
+    pipeline = runtime(model)._pipeline
+    monkeypatch.setattr(pipeline, "run", lambda sections, num_threads: found.append(num_threads))
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert found == [1]
