@@ -47,6 +47,16 @@ def test_accumulation_and_precision(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["bytes"]["cpu"]["params"] == 4 * 320_000_000
 
 
+@pytest.mark.parametrize(("states", "nbytes"), [("fp32", 12.0), ("bf16", 8.0), ("compact", 5.03125)])
+def test_formats_of_states(states: str, nbytes: float, capsys: pytest.CaptureFixture[str]) -> None:
+    """The value is 2 of these bytes, and stored once."""
+    _, result = plan(capsys, "--model", "320M", "--states", states)
+    assert result["bytes"]["cpu"]["optimizer"] == (nbytes - 2) * 320_000_000
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main(["plan", "--states", "fp8"]))
+    assert ended.value.code == 2 and "use 'fp32', 'bf16' or 'compact'" in capsys.readouterr().err
+
+
 NVME_ROOM = ["--nvme-capacity", "2000GiB", "--nvme", "never-made"]
 
 

@@ -331,3 +331,14 @@ def test_recompute_and_activations_on_disk_change_no_loss(
         moved.append(rows[-1]["activation_bytes"]["nvme"])
     assert losses == [losses[0]] * 4
     assert moved[0] == moved[1] == 0 < moved[3] < moved[2]
+
+
+def test_states_rest_as_asked_and_belong_to_the_run(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The flag is a part of the precision that a run.toml may name."""
+    settings = tmp_path / "run.toml"
+    settings.write_text('[offload]\nprecision = {compute = "bf16", reduce = "bf16"}\n')
+    arguments = [settings, "--data", text, "--out", tmp_path / "run", *SIZES, "--states", "compact"]
+    assert _here(capsys, *arguments).code == 0
+    assert json.loads((tmp_path / "run" / "nvme" / "generation-0.json").read_text())["payload"]["states"] == "compact"
+    other = _here(capsys, *arguments[:-1], "bf16")
+    assert other.code == 2 and "offload.precision" in other.err

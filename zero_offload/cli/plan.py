@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zero_offload.checkpoint.file_list import count_reusable
@@ -32,6 +32,7 @@ _SETTINGS = {
     "grads": "tier of the gradients",
     "optimizer": "tier of the optimizer states",
     "precision": "bf16, fp16 or fp32",
+    "states": "optimizer states: fp32, bf16 or compact",
     "device_memory": "plan for a GPU with this memory, for example 24GiB (default: the CPU computes)",
     "cpu_memory": "CPU memory of one rank, for example 48GiB",
     "nvme_capacity": "disk space of one rank, for example 400GiB",
@@ -44,6 +45,16 @@ _TIERS = ("params", "grads", "optimizer")
 def steps_or_auto(text: str) -> int | str:
     """The text of --commit-every; `OffloadConfig` says what is wrong with it."""
     return int(text) if text.isdecimal() else text
+
+
+def with_states(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings in which `states`, which has a flag of its own, is a part of `precision`."""
+    merged = dict(settings)
+    if (states := merged.pop("states", None)) is not None:
+        precision = merged.get("precision", {})
+        table = precision if isinstance(precision, Mapping) else {"compute": precision}
+        merged["precision"] = {**table, "states": states}
+    return merged
 
 
 _TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_auto}
@@ -77,7 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     given = {name: getattr(args, name) for name in (*_SETTINGS, "nvme") if getattr(args, name) is not None}
-    config = OffloadConfig.from_dict(given)
+    config = OffloadConfig.from_dict(with_states(given))
     if min(args.ranks, args.accumulate) < 1:
         raise ConfigError(f"--ranks {args.ranks} --accumulate {args.accumulate}: both must be 1 or more")
     if not (args.tbw > 0 and (args.step_time is None or args.step_time > 0)):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_offload.cli.plan import steps_or_auto
+from zero_offload.cli.plan import steps_or_auto, with_states
 from zero_offload.recipes.settings import TrainConfig, read_tables
 from zero_offload.types import Existing
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
     train_table |= _given(args, "train_")
-    offload_table |= _given(args, "offload_")
+    offload_table = with_states(offload_table | _given(args, "offload_"))
     config = TrainConfig.from_tables(train_table, offload_table)
     stream = sys.stderr if args.json else sys.stdout
     result = train(config, Existing.DISCARD if args.discard else Existing.RESUME, stream)
@@ -106,6 +106,7 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     )
     add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
     add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
+    add("--states", "states", "optimizer states: fp32, bf16 or compact (8 bits and scales)")
     add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")
     add("--device-memory", "device_memory", "budget, for example 20GiB", metavar="SIZE")
     add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
