@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import torch
 from torch import nn
 
 import zero_offload as zo
+from tests.helpers import ranks
 from tests.helpers.disk import drain, runtime
 from tests.helpers.models import TinyLM, build
+from tests.helpers.ranks import RankPool
 from tests.parity.test_optimizers import MAKERS, STATES, TIERS, groups_of, masters, train
 from zero_offload.shards.shard import shard_bytes
 
@@ -148,3 +153,29 @@ def test_a_state_that_overflows_is_seen(tmp_path: Path) -> None:
     assert all(map(torch.equal, states_of(optimizer), before))
     assert zo.stats(model).skipped_steps == 1
     zo.close(model)
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("states", FORMATS)
+def test_stages_and_cuts_change_no_bit(states: str, pool: RankPool, tmp_path: Path) -> None:
+    """What is rounded at random depends on where an element is in its section, and on no shard."""
+    precision = zo.Precision(compute="bf16", states=states)
+    case = ranks.Case({"precision": precision, "stage": 0}, num_steps=3)
+    expected = pool.succeed(ranks.train, case)
+    for stage in (1, 2, 3):
+        settings = {"stage": stage, "nvme": tmp_path / str(stage), "optimizer": "nvme", "params": "nvme"}
+        found = pool.succeed(ranks.train, replace(case, settings=case.settings | settings))
+        assert found == expected
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*converted")
+        alone = ranks.train(0, 1, replace(case, settings=case.settings | settings | {"existing": "resume"}))
+    assert all(torch.equal(alone.params[name], value) for name, value in expected[0].params.items())
