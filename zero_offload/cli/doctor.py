@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
     """Every check of this machine and of the given directories."""
-    checks = [_check_python(), _check_torch(), _check_native(), _check_compiler(), _check_cores()]
+    checks = [_check_python(), _check_torch(), _check_native(), _check_kernels(), _check_compiler(), _check_cores()]
     checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_io_uring(), _check_device()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
@@ -100,11 +100,24 @@ def _check_torch() -> Check:
 def _check_native() -> Check:
     from zero_offload import native
 
+    fix = "make native, or: pip install -e ."
     try:
-        native.lib()
+        missing = native.missing()
     except ZeroOffloadError as error:
-        return Check("native library", Status.FAIL, str(error), "make native, or: pip install -e .")
+        return Check("native library", Status.FAIL, str(error), fix)
+    if missing is not None:
+        return Check("native library", Status.WARNING, missing, fix)
     return Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
+
+
+def _check_kernels() -> Check:
+    from zero_offload.kernels import choice
+
+    try:
+        found = choice.find()
+    except ZeroOffloadError as error:
+        return Check("kernels", Status.FAIL, f"none run: {error}", "see the native library")
+    return Check("kernels", Status.WARNING if found.fix else Status.OKAY, found.description, found.fix)
 
 
 def _check_compiler() -> Check:
