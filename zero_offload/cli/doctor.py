@@ -97,16 +97,22 @@ def _check_torch() -> Check:
     return Check("torch", Status.OKAY, version)
 
 
-def _check_native() -> Check:
+def _native_problem() -> tuple[Status, str] | None:
+    """What keeps the native library from being used."""
     from zero_offload import native
 
-    fix = "make native, or: pip install -e ."
     try:
         missing = native.missing()
     except ZeroOffloadError as error:
-        return Check("native library", Status.FAIL, str(error), fix)
-    if missing is not None:
-        return Check("native library", Status.WARNING, missing, fix)
+        return Status.FAIL, str(error)
+    return None if missing is None else (Status.WARNING, missing)
+
+
+def _check_native() -> Check:
+    from zero_offload import native
+
+    if (problem := _native_problem()) is not None:
+        return Check("native library", *problem, "make native, or: pip install -e .")
     return Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
 
 
@@ -156,10 +162,9 @@ def _check_huge_pages() -> Check:
 
 
 def _check_io_uring() -> Check:
-    from zero_offload import native
     from zero_offload.storage.tuning import io_uring_problem
 
-    if not native.available():
+    if _native_problem() is not None:
         fix = "build the native library; until then aiofiles serves"
         return Check("io_uring", Status.WARNING, "needs the native library", fix)
     if (problem := io_uring_problem()) is not None:

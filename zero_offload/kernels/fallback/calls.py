@@ -14,6 +14,7 @@ import numpy as np
 
 from zero_offload import abi, crc32c
 from zero_offload.abi import GradMode, Kind, Rule
+from zero_offload.errors import ConfigError
 from zero_offload.kernels.fallback.checks import (
     check_buffers,
     check_convert_kinds,
@@ -78,7 +79,7 @@ class PortableKernels:
     """Each call is that of `native`, and returns its bits. The first call of a kind may take time to compile."""
 
     def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+        self.passes = passes
 
     def update(self, args: UpdateArgs) -> None:
         check_range("zo_update", args.num_segments, args.num_threads)
@@ -94,26 +95,26 @@ class PortableKernels:
         total = int(line[0][-1])
 
         def update_chunks(first: int, last: int) -> None:
-            self._passes.update_part(args.rule, kinds, arrays, line, first * CHUNK, min(last * CHUNK, total))
+            self.passes.update_part(args.rule, kinds, arrays, line, first * CHUNK, min(last * CHUNK, total))
 
         in_parts(num_chunks(total), args.num_threads, update_chunks)
 
     def master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
         check_range("zo_master_split", numel, num_threads)
         check_buffers("zo_master_split", numel, master, half, residual)
-        _in_elements(numel, num_threads, lambda *part: self._passes.split_part(master, half, residual, *part))
+        _in_elements(numel, num_threads, lambda *part: self.passes.split_part(master, half, residual, *part))
 
     def master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
         check_range("zo_master_join", numel, num_threads)
         check_buffers("zo_master_join", numel, half, residual, master)
-        _in_elements(numel, num_threads, lambda *part: self._passes.join_part(half, residual, master, *part))
+        _in_elements(numel, num_threads, lambda *part: self.passes.join_part(half, residual, master, *part))
 
     def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
         check_range("zo_convert", numel, num_threads)
         check_buffers("zo_convert", numel, dst, src)
         check_convert_kinds(dst_kind, src_kind)
         kinds = (int(dst_kind), int(src_kind))
-        _in_elements(numel, num_threads, lambda *part: self._passes.convert_part(kinds, (dst, src), *part))
+        _in_elements(numel, num_threads, lambda *part: self.passes.convert_part(kinds, (dst, src), *part))
 
     def grad_store(
         self,
@@ -133,7 +134,8 @@ class PortableKernels:
 
     def sumsq(self, kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
         check_range("zo_sumsq", numel, num_threads)
-        check_buffers("zo_sumsq", numel, values)
+        if numel > 0 and not values:
+            raise ConfigError("zo_sumsq: values is NULL")
         return self._sum((kind, kind), READ, 1.0, (values, values), numel, num_threads)
 
     def crc32c(self, seed: int, address: int, nbytes: int) -> int:
@@ -156,7 +158,7 @@ class PortableKernels:
         plain = (int(kinds[0]), int(kinds[1]))
 
         def sum_chunks(first: int, last: int) -> None:
-            self._passes.sum_part(plain, mode, factor, arrays, numel, (sums, tops), first, last)
+            self.passes.sum_part(plain, mode, factor, arrays, numel, (sums, tops), first, last)
 
         in_parts(count, num_threads, sum_chunks)
         total = 0.0

@@ -157,7 +157,7 @@ load_master, store_master = function(_load_master), function(_store_master)
 
 
 def _compute_of(rule: Rule) -> Callable[..., Any]:
-    step, num_states = function(make_rule(words, rule)), NUM_STATES[rule]
+    step, num_states = function(make_rule(words, rule), name=f"step_{rule.name}"), NUM_STATES[rule]
 
     def compute(c: Any, block: Any, count: Any) -> None:
         """Rows: gradient, parameter, states."""
@@ -172,7 +172,7 @@ def _compute_of(rule: Rule) -> Callable[..., Any]:
             if num_states > 2:
                 block[4, i] = canonical(s2)
 
-    return function(compute)
+    return function(compute, name=f"compute_{rule.name}")
 
 
 compute: Any = None
@@ -208,8 +208,8 @@ def _update_of(rule: Rule) -> Callable[..., Any]:
 
     # Another function in the closure would be strange to the cache of the next process; one among the globals is not.
     scope = globals() | {"compute": _compute_of(rule)}
-    bound = FunctionType(update.__code__, scope, f"update_{rule.name}", None, update.__closure__)
-    return function(bound, cache=True)
+    bound = FunctionType(update.__code__, scope, None, None, update.__closure__)
+    return function(bound, name=f"update_{rule.name}", cache=True)
 
 
 def update_part(

@@ -13,12 +13,16 @@ from numba.extending import intrinsic
 Function = Callable[..., Any]
 
 
-def function(body: Function, *, cache: bool = False) -> Function:
+def function(body: Function, *, name: str = "", cache: bool = False) -> Function:
     """Compile at the first call, to run without the interpreter's lock.
 
     Nothing is contracted or reordered, and a division by 0 is an infinity. With `cache` the result is kept in a file
-    for the next process, where numba finds a folder that it may write to.
+    for the next process, where numba finds a folder that it may write to. Who makes several functions of one `def`
+    gives each a `name`: numba's symbols have names and a number, which begins anew in each process, and a symbol from
+    a file is taken for one of this process that is called the same.
     """
+    if name:
+        body.__name__ = body.__qualname__ = name
     try:
         compiled: Function = njit(nogil=True, error_model="numpy", fastmath=False, cache=cache)(body)
     except RuntimeError:  # neither the package's folder nor the user's can be written to
