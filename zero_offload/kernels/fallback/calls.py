@@ -28,14 +28,12 @@ from zero_offload.kernels.fallback.rules import NUM_SCALARS, scalars_of
 from zero_offload.native import SumOfSquares, UpdateArgs
 
 _SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
-READ, OVERWRITE, ACCUMULATE = -1, int(GradMode.OVERWRITE), int(GradMode.ACCUMULATE)
-"""Modes of a pass that sums; READ stores nothing."""
+READ = -1
+"""Beside GradMode's: the mode of a sum that stores nothing."""
 
 
 class Passes(Protocol):
     """What runs over memory; each call is one thread's part, and knows nothing of the others."""
-
-    name: str
 
     def update_part(
         self,

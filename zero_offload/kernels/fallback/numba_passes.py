@@ -2,8 +2,8 @@
 
 Everything goes through a small block in the first-level cache: loaded as fp32, computed, stored. So a rule's arithmetic
 is compiled once, whatever the dtypes, and loading and storing have functions of their own. Importing this module takes
-0.5 s, the first update 3 s of compiling, one with another rule 1 s, the first sum 1 s; the next process finds most of
-that in numba's cache of files.
+0.5 s, the first update 3 s of compiling, one with another rule 1 s, the first sum 1 s; in the next process, which finds
+that in numba's cache of files, the first update takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ import numpy as np
 
 from zero_offload.abi import GradMode, Kind, Rule
 from zero_offload.kernels.fallback import numba_words as words
+from zero_offload.kernels.fallback.calls import READ
 from zero_offload.kernels.fallback.elements import MAGNITUDE, make_elements
 from zero_offload.kernels.fallback.numba_words import bits, from_bits, function, halves_at, u32, words_at
 from zero_offload.kernels.fallback.parts import CHUNK
 from zero_offload.kernels.fallback.rules import GRAD_SCALE, NUM_STATES, make_rule
 
-name = "numba"
 BLOCK = 1024
 """Elements of a block: five arrays of it are 20 KiB. A multiple of the sums' 16 lanes."""
 FP32, BF16 = int(Kind.FP32), int(Kind.BF16)
 _ACCUMULATE = int(GradMode.ACCUMULATE)
-_HIGH = np.uint32(0xFFFF0000)
 
 _made = make_elements(words)
 canonical, half_of, join_master = _made.canonical, _made.half_of, _made.join_master
@@ -39,8 +38,11 @@ split_half, split_residual = _made.split_half, _made.split_residual
 
 
 def _sources() -> str:
-    """A digest of this folder. Numba looks at one file to see whether what it has kept is stale; a compiled function
-    that names this is compiled again when any of them has changed."""
+    """A digest of this folder.
+
+    Numba looks at one file to see whether what it has kept is stale, and at what a function has in its closure: so the
+    functions below that are kept name this, and are compiled anew when any file has changed.
+    """
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
@@ -289,10 +291,10 @@ def _sum_of(sources: str) -> Callable[..., Any]:
             at, end = chunk * CHUNK, min((chunk + 1) * CHUNK, numel)
             while at < end:
                 count = min(end - at, BLOCK)
-                if mode >= 0:
-                    compute_store(kinds, mode, scale, arrays, at, count, block)
-                else:
+                if mode == READ:
                     load(kinds[1], arrays[1], at, count, block[0])
+                else:
+                    compute_store(kinds, mode, scale, arrays, at, count, block)
                 add_squares(block[0], count, lanes)
                 tops[chunk] = max(tops[chunk], largest(block[0], count))
                 at += count

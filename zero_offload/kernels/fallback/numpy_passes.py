@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from zero_offload.abi import GradMode, Kind, Rule
 from zero_offload.kernels.fallback import numpy_words as words
+from zero_offload.kernels.fallback.calls import READ
 from zero_offload.kernels.fallback.elements import MAGNITUDE, make_elements
 from zero_offload.kernels.fallback.parts import CHUNK
 from zero_offload.kernels.fallback.rules import GRAD_SCALE, NUM_STATES, make_rule
 
-name = "numpy"
 BLOCK = 4096
 """Elements that the arrays between two operations have."""
 _16 = np.uint32(16)
@@ -123,7 +123,7 @@ def _stored(
     """What was stored; see the operations in csrc/reduce/kernel.inl."""
     (dst_kind, src_kind), (dst, src) = kinds, arrays
     x = _load(src_kind, src, begin, count)
-    if mode not in tuple(GradMode):
+    if mode == READ:
         return x
     scaled = scale != 1
     if scaled:

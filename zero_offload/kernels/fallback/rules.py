@@ -43,7 +43,7 @@ def scalars_of(rule: Rule, segment: np.void) -> tuple[float, ...]:
         if rule in _ADAM:
             step_size = lr / (1.0 - beta1**step)
         elif rule is Rule.ADAGRAD:
-            step_size = lr / (1.0 + (step - 1.0) * beta1)
+            step_size = lr / (1.0 + np.float64(segment["step"] - 1) * beta1)
         inverse = 1.0 / np.sqrt(1.0 - beta2**step)
     is_first = segment["step"] == 1
     return (
@@ -83,6 +83,7 @@ def _make_adam(words: Any, decoupled: bool, amsgrad: bool) -> Callable[..., Any]
 
 
 def _make_adagrad(words: Any) -> Callable[..., Any]:
+    """The first step adds the initial_accumulator_value, beta2 of its segment, to the sum."""
     fma, sqrt = words.fma, words.sqrt
 
     def step(c: Any, g: Any, p: Any, total: Any, s1: Any, s2: Any) -> Any:
