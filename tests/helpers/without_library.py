@@ -24,7 +24,6 @@ def forget_choices() -> None:
 @contextlib.contextmanager
 def without_library(instead: str = "numba") -> Iterator[None]:
     """`instead` of the library's kernels run those of "numba" or "numpy"; their one warning is not shown."""
-    gc.collect()  # engines of before are freed by the library they are of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "LIBRARY_PATH", Path("/nowhere/_native.so"))
         patch.setattr(native, "set_isa", lambda isa: None)  # there is none to choose
@@ -39,3 +38,11 @@ def without_library(instead: str = "numba") -> Iterator[None]:
             yield
         finally:
             forget_choices()
+
+
+@contextlib.contextmanager
+def whole_run_without_library(instead: str = "numba") -> Iterator[None]:
+    """The same after runs with file engines, which are freed by the library that they are of."""
+    gc.collect()
+    with without_library(instead):
+        yield

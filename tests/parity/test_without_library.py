@@ -13,7 +13,7 @@ import pytest
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded
-from tests.helpers.without_library import without_library
+from tests.helpers.without_library import whole_run_without_library
 from zero_offload.api import runtime_of
 from zero_offload.storage.aiofiles_engine import AiofilesEngine
 
@@ -37,12 +37,12 @@ def run(precision: str, tier: str, nvme: Path) -> Trajectory:
 def test_trains_to_the_bits_of_the_native_run(instead: str, precision: str, tier: str, nvme: Path) -> None:
     expected = run(precision, tier, nvme)
     assert len(set(expected.losses)) > 10
-    with without_library(instead):
+    with whole_run_without_library(instead):
         assert run(precision, tier, nvme) == expected
 
 
 def test_the_portable_engine_serves(nvme: Path) -> None:
-    with without_library():
+    with whole_run_without_library():
         model = zo.offload(TinyLM(NARROW), zo.OffloadConfig(nvme=nvme, optimizer="nvme"))
         owner = runtime_of(model)
         assert owner is not None and owner.parts.store.swap is not None
