@@ -1,8 +1,8 @@
 """Builds csrc/ into zero_offload/_native.so, a plain shared library that ctypes loads.
 
 Needs a C++17 compiler and nothing else: no torch, no Python headers, so one wheel serves every Python. The
-AVX files alone get AVX flags; which of them runs is decided at run time. Without a compiler the package
-installs and warns; ZERO_OFFLOAD_REQUIRE_NATIVE=1 makes that an error.
+AVX files alone get AVX flags; which of them runs is decided at run time. Without a compiler that works the
+package installs and warns; ZERO_OFFLOAD_REQUIRE_NATIVE=1 makes that an error.
 """
 
 from __future__ import annotations
@@ -102,19 +102,24 @@ class BuildNative(build_ext):
         return str(Path(*fullname.split("."))) + ".so"
 
     def build_extension(self, ext: Extension) -> None:
-        compiler = find_compiler()
-        if compiler is not None:
-            compile_native(compiler, Path(self.build_temp) / "native", Path(self.get_ext_fullpath(ext.name)))
-            return
-        problem = "no C++ compiler found (tried $CXX, g++, clang++); install one, for example: apt install g++"
-        if os.environ.get("ZERO_OFFLOAD_REQUIRE_NATIVE") == "1":
-            raise CompileError(problem)
-        ext.optional = True
-        print(f"warning: {problem}; zero_offload is installed without its native library", file=sys.stderr)
-
-    def copy_extensions_to_source(self) -> None:
-        if find_compiler() is not None:
-            super().copy_extensions_to_source()
+        target = Path(self.get_ext_fullpath(ext.name))
+        try:
+            compiler = find_compiler()
+            if compiler is None:
+                raise CompileError(
+                    "no C++ compiler found (tried $CXX, g++, clang++); install one, for example: apt install g++"
+                )
+            compile_native(compiler, Path(self.build_temp) / "native", target)
+        except CompileError as error:
+            if os.environ.get("ZERO_OFFLOAD_REQUIRE_NATIVE") == "1":
+                raise
+            ext.optional = True
+            target.unlink(missing_ok=True)  # of an earlier build: it would not fit these sources
+            print(
+                f"warning: {error}; zero_offload is installed without its native library, and its kernels run slower, "
+                "by numba",
+                file=sys.stderr,
+            )
 
 
 class NativeWheel(bdist_wheel):

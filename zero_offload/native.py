@@ -103,18 +103,31 @@ class SumOfSquares(NamedTuple):
     finite: bool
 
 
+class LibraryMissing(CapacityError):
+    """There is no library here that fits these declarations; `kernels/` and `storage/` know what else to use."""
+
+
 def available() -> bool:
     """Whether the library is there and fits these declarations."""
+    return missing() is None
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there is no library, and what to type; None where there is one.
+
+    Raises what is not its absence: no descriptor is left to open it with, ZERO_OFFLOAD_ISA cannot be.
+    """
     try:
         lib()
-    except CapacityError:
-        return False
-    return True
+    except LibraryMissing as error:
+        return str(error)
+    return None
 
 
 @functools.cache
 def lib() -> C.CDLL:
-    """The library, loaded once. Raises CapacityError with the fix when it is missing or another version."""
+    """The library, loaded once. Raises LibraryMissing with the fix when it is missing or another version."""
     # torch brings an OpenMP runtime; ours must find that one, or two thread pools compete for the cores.
     import torch  # noqa: F401
 
@@ -126,7 +139,7 @@ def lib() -> C.CDLL:
     except (OSError, AttributeError) as error:
         if os.strerror(errno.EMFILE) in str(error):
             raise CapacityError(f"the native library does not load: {error}. See 'ulimit -n', and raise it") from error
-        raise CapacityError(
+        raise LibraryMissing(
             f"the native library does not load: {error}. Build it with 'pip install -e .' or 'make native' "
             "in the source tree (needs a C++17 compiler, for example g++)"
         ) from error
@@ -135,7 +148,7 @@ def lib() -> C.CDLL:
     sizes = {name: getattr(info, field) for field, name in abi.SIZED_STRUCTS.items()}
     ours = {name: C.sizeof(abi.STRUCTS[name]) for name in sizes}
     if info.version != abi.VERSION or sizes != ours:
-        raise CapacityError(
+        raise LibraryMissing(
             f"{LIBRARY_PATH} is another build: version {info.version} with struct sizes {sizes}, expected "
             f"version {abi.VERSION} with {ours}. Rebuild it with 'pip install -e .' or 'make native'"
         )

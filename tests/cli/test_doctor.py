@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.without_library import without_library
 from zero_offload import native, probe
 from zero_offload.cli import doctor, train
 from zero_offload.cli.doctor import Check, Status, examine
@@ -40,15 +41,28 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {check["name"] for check in report["checks"]} >= {"direct I/O", "disk space", "file system"}
 
 
-def test_a_missing_library_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def missing() -> None:
-        raise CapacityError("no library")
+@pytest.mark.parametrize("instead", ["numba", "numpy"])
+def test_a_missing_library_is_a_warning_that_says_what_runs(instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with without_library(instead):
+        assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "[WARNING] native library: the native library does not load" in out
+    assert "fix: make native" in out
+    assert f" kernels: {instead}, with the same bits" in out
+    assert ("fix: pip install numba" in out) == (instead == "numpy")
 
-    monkeypatch.setattr(native, "lib", missing)
+
+def test_a_library_that_cannot_be_used_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse() -> None:
+        raise CapacityError("no descriptor is left")
+
+    monkeypatch.setattr(native, "missing", refuse)
     assert main(["doctor"]) == 3
     out = capsys.readouterr().out
-    assert "[FAIL]    native library: no library" in out
-    assert "fix: make native" in out
+    assert "[FAIL]    native library: no descriptor is left" in out
+    assert "[FAIL]    kernels: none run: no descriptor is left" in out
 
 
 def test_a_sandbox_that_forbids_io_uring_is_told() -> None:
@@ -67,6 +81,7 @@ def test_the_library_names_its_kernels() -> None:
     if not native.available():
         pytest.skip("the native library is not built")
     assert find(examine([]), "native library").detail.endswith(native.isa().name.lower())
+    assert find(examine([]), "kernels").detail == f"native, for {native.isa().name.lower()}"
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,10 @@ import pytest
 
 import zero_offload as zo
 from tests.helpers.child import run_in_child
-from tests.helpers.disk import assert_finishes, drain, engine_of, open_model, reference, train
+from tests.helpers.disk import assert_finishes, drain, engine_of, open_model, reference, train, write_run
 from tests.helpers.models import WIDE, TinyLM, build
 from tests.helpers.seccomp import forbid_io_uring
-from zero_offload import native
+from tests.helpers.without_library import whole_run_without_library
 from zero_offload.probe import memory_limits
 
 STEPS = 5
@@ -180,15 +180,26 @@ def test_without_io_uring_threads_serve_and_it_is_said(nvme: Path, tmp_path: Pat
 # No native library
 
 
-def test_without_the_native_library_nothing_is_begun(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no other kernels: one error that says how to build it, and the model is as it was."""
-    monkeypatch.setattr(native, "LIBRARY_PATH", nvme / "_native.so")
-    monkeypatch.setattr(native, "lib", native.functools.cache(native.lib.__wrapped__))
+@pytest.mark.parametrize("instead", ["numba", "numpy"])
+def test_with_and_without_the_native_library_a_run_goes_on(nvme: Path, instead: str) -> None:
+    """From what the other has written, to the same bits."""
+    with whole_run_without_library(instead):
+        write_run(nvme, 2)
+    assert assert_finishes(nvme, STEPS) == 2
+    with whole_run_without_library(instead):
+        assert assert_finishes(nvme, STEPS) == STEPS
+
+
+@pytest.mark.parametrize("engine", ["threads", "io_uring"])
+def test_a_native_engine_that_is_asked_for_by_name(engine: str, nvme: Path) -> None:
+    """One error that says how to build the library, and the model is as it was."""
     model = build(TinyLM)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    with pytest.raises(zo.CapacityError, match=r"does not load.*pip install -e \.") as caught:
-        open_model(nvme, model)
+    with (
+        whole_run_without_library(),
+        pytest.raises(zo.CapacityError, match=r"does not load.*pip install -e \.") as caught,
+    ):
+        open_model(nvme, model, io_engine=engine)
     assert caught.value.exit_code == 3
     assert all(param.equal(before[name]) for name, param in model.named_parameters())
-    monkeypatch.undo()
     assert assert_finishes(nvme, STEPS) == 0

@@ -13,7 +13,7 @@ from zero_offload import errors
 ROOT = Path(errors.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("abi", "errors", "types", "problems", "config", "telemetry.events", "telemetry.stats"),
-    ("native", "plan"),
+    ("native", "crc32c", "plan"),
     ("probe", "device", "kernels", "memory", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),

@@ -17,7 +17,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "torch.cuda": frozenset({"device.py"}),
     "matplotlib": frozenset({"telemetry/report.py"}),
     "ctypes.CDLL": frozenset({"native.py", "memory/pages.py"}),
-    "numba": frozenset({"storage/checksum.py"}),
+    "numba": frozenset({"crc32c.py", "kernels/choice.py", "kernels/fallback/numba_words.py"}),
     "aiofiles": frozenset({"storage/aiofiles_engine.py"}),
 }
 

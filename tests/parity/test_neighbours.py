@@ -154,6 +154,8 @@ def forbid(patch: pytest.MonkeyPatch, what: str) -> None:
         patch.setattr(os, "memfd_create", refuse)
     elif what == "memfd_create":
         patch.delattr(os, "memfd_create")
+    elif what == "library":
+        patch.setattr(native, "available", lambda: False)
     elif what == "machine":
         patch.setattr(neighbours.Place, "here", lambda: Place(f"host{dist.get_rank()}", "pid:[1]", os.getpid()))
 
@@ -176,6 +178,7 @@ def reach(rank: int, world_size: int, what: str, on: int) -> tuple[bool, bool]:
         ("memfd_create", (True, True)),
         ("reads", (True, False)),
         ("files", (False, False)),
+        ("library", (False, False)),
         ("machine", (False, False)),
     ],
 )

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import functools
 import os
 import subprocess
 import sys
@@ -16,7 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As in a fresh process, for one test."""
-    monkeypatch.setattr(native, "lib", native.functools.cache(native.lib.__wrapped__))
+    for name in ("lib", "missing"):
+        monkeypatch.setattr(native, name, functools.cache(getattr(native, name).__wrapped__))
     return monkeypatch
 
 
@@ -48,14 +51,29 @@ def test_import_loads_nothing_and_openmp_is_loaded_once() -> None:
 def test_a_missing_library_says_how_to_build_it(unloaded: pytest.MonkeyPatch, tmp_path: Path) -> None:
     unloaded.setattr(native, "LIBRARY_PATH", tmp_path / "_native.so")
     assert not native.available()
-    with pytest.raises(CapacityError, match=r"pip install -e \."):
+    with pytest.raises(native.LibraryMissing, match=r"pip install -e \.") as caught:
         native.lib()
+    assert native.missing() == str(caught.value)
+
+
+def test_a_library_that_cannot_be_opened_now_is_not_missing(unloaded: pytest.MonkeyPatch) -> None:
+    """Another would be used for the rest of the process."""
+
+    def refuse(path: str) -> None:
+        raise OSError(os.strerror(errno.EMFILE))
+
+    unloaded.setattr(native.C, "CDLL", refuse)
+    with pytest.raises(CapacityError, match="ulimit -n"):
+        native.available()
+    unloaded.undo()
+    assert native.available()
 
 
 def test_another_version_is_refused(unloaded: pytest.MonkeyPatch) -> None:
     unloaded.setattr(abi, "VERSION", abi.VERSION + 1)
-    with pytest.raises(CapacityError, match="another build: version"):
+    with pytest.raises(native.LibraryMissing, match="another build: version"):
         native.lib()
+    assert not native.available()
 
 
 def test_another_struct_size_is_refused(unloaded: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
     """Every check of this machine and of the given directories."""
-    checks = [_check_python(), _check_torch(), _check_native(), _check_compiler(), _check_cores()]
+    checks = [_check_python(), _check_torch(), _check_native(), _check_kernels(), _check_compiler(), _check_cores()]
     checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_io_uring(), _check_device()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
@@ -97,14 +97,33 @@ def _check_torch() -> Check:
     return Check("torch", Status.OKAY, version)
 
 
-def _check_native() -> Check:
+def _native_problem() -> tuple[Status, str] | None:
+    """What keeps the native library from being used."""
     from zero_offload import native
 
     try:
-        native.lib()
+        missing = native.missing()
     except ZeroOffloadError as error:
-        return Check("native library", Status.FAIL, str(error), "make native, or: pip install -e .")
+        return Status.FAIL, str(error)
+    return None if missing is None else (Status.WARNING, missing)
+
+
+def _check_native() -> Check:
+    from zero_offload import native
+
+    if (problem := _native_problem()) is not None:
+        return Check("native library", *problem, "make native, or: pip install -e .")
     return Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
+
+
+def _check_kernels() -> Check:
+    from zero_offload.kernels import choice
+
+    try:
+        found = choice.find()
+    except ZeroOffloadError as error:
+        return Check("kernels", Status.FAIL, f"none run: {error}", "see the native library")
+    return Check("kernels", Status.WARNING if found.fix else Status.OKAY, found.description, found.fix)
 
 
 def _check_compiler() -> Check:
@@ -143,10 +162,9 @@ def _check_huge_pages() -> Check:
 
 
 def _check_io_uring() -> Check:
-    from zero_offload import native
     from zero_offload.storage.tuning import io_uring_problem
 
-    if not native.available():
+    if _native_problem() is not None:
         fix = "build the native library; until then aiofiles serves"
         return Check("io_uring", Status.WARNING, "needs the native library", fix)
     if (problem := io_uring_problem()) is not None:

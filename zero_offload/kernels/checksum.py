@@ -6,13 +6,13 @@ import functools
 
 import torch
 
-from zero_offload import native
 from zero_offload.errors import ConfigError
+from zero_offload.kernels.choice import kernels
 
 
 def crc32c(address: int, nbytes: int, *, seed: int = 0) -> int:
     """The checksum of a range of memory. Seed 0 is the standard one; the result continues as a seed."""
-    return native.crc32c(seed, address, nbytes)
+    return kernels().crc32c(seed, address, nbytes)
 
 
 def reseeded(crc: int, seed: int, new_seed: int, nbytes: int) -> int:

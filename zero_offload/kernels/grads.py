@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from zero_offload import abi, native
+from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.dtypes import kind_of
 
 GradSum = native.SumOfSquares
@@ -31,7 +32,7 @@ def store_grad(
 ) -> GradSum:
     """dst = src * scale. fp32 to 16 bits is refused: it would round a gradient that was whole."""
     kinds = kind_of(dst_dtype), kind_of(src_dtype)
-    return native.grad_store(*kinds, _OVERWRITE, num_threads, scale, dst_address, src_address, numel)
+    return kernels().grad_store(*kinds, _OVERWRITE, num_threads, scale, dst_address, src_address, numel)
 
 
 def accumulate_grad(
@@ -45,9 +46,9 @@ def accumulate_grad(
 ) -> GradSum:
     """dst += src * scale, where dst is fp32; the sums are of the new dst."""
     kinds = _FP32, kind_of(src_dtype)
-    return native.grad_store(*kinds, _ACCUMULATE, num_threads, scale, dst_address, src_address, numel)
+    return kernels().grad_store(*kinds, _ACCUMULATE, num_threads, scale, dst_address, src_address, numel)
 
 
 def sum_of_squares(address: int, dtype: torch.dtype, numel: int, *, num_threads: int = 1) -> GradSum:
     """The same sums over values that are already there."""
-    return native.sumsq(kind_of(dtype), address, numel, num_threads)
+    return kernels().sumsq(kind_of(dtype), address, numel, num_threads)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import torch
 
-from zero_offload import native
 from zero_offload.errors import ConfigError
+from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.dtypes import FLOATS, address_of, kind_of
 
 
 def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write the two parts of `master` (fp32) to `half` (bf16) and `residual` (int16, or int8: 24 bits of it)."""
     _check_same_numel(master, half, residual)
-    split = native.short_master_split if residual.dtype is torch.int8 else native.master_split
+    found = kernels()
+    split = found.short_master_split if residual.dtype is torch.int8 else found.master_split
     split(
         address_of(master, torch.float32),
         address_of(half, torch.bfloat16),
@@ -30,7 +31,8 @@ def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tenso
 def join_master(half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write to `master` (fp32) what `half` (bf16) and `residual` (int16 or int8) stand for."""
     _check_same_numel(master, half, residual)
-    join = native.short_master_join if residual.dtype is torch.int8 else native.master_join
+    found = kernels()
+    join = found.short_master_join if residual.dtype is torch.int8 else found.master_join
     join(
         address_of(half, torch.bfloat16),
         address_of(residual, torch.int16, torch.int8),
@@ -43,7 +45,7 @@ def join_master(half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor
 def convert(dst: torch.Tensor, src: torch.Tensor, *, num_threads: int = 1) -> None:
     """dst = src between fp32 and bf16 or fp16, rounding to nearest, ties to even, as torch does."""
     _check_same_numel(dst, src)
-    native.convert(
+    kernels().convert(
         address_of(dst, *FLOATS),
         kind_of(dst.dtype),
         address_of(src, *FLOATS),

@@ -14,6 +14,7 @@ import torch
 from zero_offload import native
 from zero_offload.abi import STATE_BLOCK, StateFormat
 from zero_offload.errors import ConfigError
+from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.dtypes import address_of
 
 
@@ -42,7 +43,7 @@ def decode_states(
 
     The first element of each is that of a block. Raises ConfigError for tensors that do not fit.
     """
-    native.states_decode(_arguments(format, states, scales, fp32, signed, num_threads))
+    kernels().states_decode(_arguments(format, states, scales, fp32, signed, num_threads))
 
 
 def encode_states(
@@ -55,7 +56,7 @@ def encode_states(
     num_threads: int = 1,
 ) -> None:
     """Write to `states` and `scales` what is nearest to `fp32`; otherwise as `decode_states`."""
-    native.states_encode(_arguments(format, states, scales, fp32, signed, num_threads))
+    kernels().states_encode(_arguments(format, states, scales, fp32, signed, num_threads))
 
 
 def _arguments(

@@ -18,6 +18,7 @@ import torch
 from zero_offload import abi, native
 from zero_offload.abi import Rule, StateFormat
 from zero_offload.errors import ConfigError
+from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.dtypes import kind_of
 
 SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
@@ -103,7 +104,7 @@ def fused_update(
     array = segments if isinstance(segments, np.ndarray) else segment_array(segments)
     if array.dtype != SEGMENT_DTYPE or not array.flags.c_contiguous:
         raise ConfigError(f"segments are an array from segment_array(), not one of {array.dtype}")
-    native.update(
+    kernels().update(
         native.UpdateArgs(
             rule=rule,
             value=buffers.value,

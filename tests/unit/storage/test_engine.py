@@ -17,11 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zero_offload import native
+from zero_offload import crc32c, native
 from zero_offload.abi import Fault
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.storage import native_engine
-from zero_offload.storage.checksum import crc32c_numba
 from zero_offload.storage.engine import (
     BLOCK_DTYPE,
     IO_URING,
@@ -616,11 +615,13 @@ def test_settings_that_cannot_work(what: str) -> None:
         open_engine(replace(IO_URING, **{what: 0}))
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 4096, 100_001])
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 255, 256, 4096, 100_001, (1 << 22) + 5])
 def test_the_portable_checksum_is_the_native_one(nbytes: int) -> None:
     memory = Memory(nbytes).fill(nbytes)
     for seed in (0, 5, 2**32 - 1):
-        assert crc32c_numba(seed, memory.address, nbytes) == native.crc32c(seed, memory.address, nbytes)
+        expected = native.crc32c(seed, memory.address, nbytes)
+        assert crc32c.of_memory(seed, memory.address, nbytes) == expected
+        assert crc32c.of_memory_numpy(seed, memory.address, nbytes) == expected
 
 
 def test_a_wait_outlives_close(engine: FileEngine, file: File) -> None:

@@ -3,8 +3,8 @@
 A message through sockets wakes three threads on its way, and every byte is copied twice. Here a rank writes its words
 into a page of its own, posts the number of its turn, and spins a little until the others have posted theirs. Bulk data
 is read from the other's memory (process_vm_readv, one copy). A system may forbid either (containers, Yama's
-ptrace_scope): `Neighbourhood` tries both once, all ranks learn of all results, and who cannot be reached is left to
-sockets. Control thread only.
+ptrace_scope), or the native library be missing: `Neighbourhood` tries all once, all ranks learn of all results, and who
+cannot be reached is left to sockets. Control thread only.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ class Neighbourhood:
     def _find(self, offer: _Offer) -> bool:
         """Map another rank's pages, if it can be done; says whether its memory can be read as well."""
         here = Place.here()
-        if offer.place[:2] != here[:2]:
+        # Without the library nothing here can post a word or wait for one.
+        if offer.place[:2] != here[:2] or not native.available():
             return False
         try:
             with open(f"/proc/{offer.place.pid}/fd/{offer.fd}", "r+b", buffering=0) as file:

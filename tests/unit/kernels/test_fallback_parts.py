@@ -1,0 +1,105 @@
+"""The fallbacks' parallel loop: everything once, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from zero_offload.kernels.fallback import parts
+from zero_offload.kernels.fallback.parts import in_parts
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 1024])
+def test_every_part_is_done_once(count: int, num_threads: int) -> None:
+    done: list[tuple[int, int]] = []
+    in_parts(count, num_threads, lambda begin, end: done.append((begin, end)))
+    assert [i for begin, end in sorted(done) for i in range(begin, end)] == list(range(count))
+    assert len(done) == min(count, num_threads)
+
+
+def test_threads_work_side_by_side() -> None:
+    meeting = threading.Barrier(2, timeout=60)
+    in_parts(2, 2, lambda begin, end: meeting.wait())
+
+
+def test_an_error_of_any_part_is_raised() -> None:
+    for bad in range(3):
+
+        def work(begin: int, end: int, bad: int = bad) -> None:
+            if begin == bad:
+                raise ZeroDivisionError(bad)
+
+        with pytest.raises(ZeroDivisionError):
+            in_parts(3, 3, work)
+
+
+def test_an_interrupt_leaves_nobody_at_work_on_the_memory() -> None:
+    """The caller is interrupted while a helper works: it comes back when the helper has ended."""
+    caller, helping, go_on = threading.get_ident(), threading.Event(), threading.Event()
+    ended: list[int] = []
+
+    def work(begin: int, end: int) -> None:
+        if threading.get_ident() == caller:
+            assert helping.wait(60)
+            threading.Timer(0.05, go_on.set).start()
+            raise KeyboardInterrupt
+        helping.set()
+        assert go_on.wait(60)
+        ended.append(begin)
+
+    with pytest.raises(KeyboardInterrupt):
+        in_parts(2, 2, work)
+    assert len(ended) == 1
+
+
+def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = parts._Job(lambda begin, end: None, [])
+    job._num_helping = 1
+    wait_for, interrupts = job._changed.wait_for, iter([True, False])
+
+    def wait(predicate: object) -> bool:
+        if next(interrupts):
+            raise KeyboardInterrupt
+        job._num_helping = 0
+        return wait_for(predicate)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job._changed, "wait_for", wait)
+    with pytest.raises(KeyboardInterrupt):
+        job.end()
+    assert job._num_helping == 0
+
+
+def test_a_helper_that_comes_late_finds_nothing_to_do() -> None:
+    job = parts._Job(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
+    job.end()
+    job.help()
+
+
+def test_without_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the interpreter goes down."""
+
+    def refuse(pid: int) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(parts, "_pool", refuse)
+    done: list[int] = []
+    in_parts(5, 3, lambda begin, end: done.extend(range(begin, end)))
+    assert sorted(done) == list(range(5))
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    meeting = threading.Barrier(2, timeout=60)
+    in_parts(2, 2, lambda begin, end: meeting.wait())
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            again = threading.Barrier(2, timeout=60)
+            in_parts(2, 2, lambda begin, end: again.wait())
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,94 @@
+"""The only parallel loop of the fallbacks: passes stay serial, callers hand over a range.
+
+Owns a pool of threads for each process. Whoever calls takes parts too, and comes back, even by Ctrl-C, only when nobody
+works on its memory any more. Chunks are cut from the start of the call, so results never depend on threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+CHUNK = 16384
+"""Elements: as in csrc/optim/update.cpp and csrc/reduce/reduce.h, where sums depend on it."""
+
+Body = Callable[[int, int], None]
+
+
+def num_chunks(numel: int) -> int:
+    return -(-numel // CHUNK)
+
+
+def in_parts(count: int, num_threads: int, body: Body) -> None:
+    """Call body(begin, end) for contiguous runs that make up [0, count), one for each thread."""
+    team = min(num_threads, count)
+    if team <= 1:
+        if count:
+            body(0, count)
+        return
+    job = _Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
+    try:
+        with contextlib.suppress(RuntimeError):  # the interpreter is going down and gives no threads any more
+            for _ in range(team - 1):
+                _pool(os.getpid()).submit(job.help)
+        job.work()
+    finally:
+        job.end()
+
+
+@functools.cache
+def _pool(pid: int) -> ThreadPoolExecutor:
+    """Threads do not survive a fork, so a child has its own."""
+    return ThreadPoolExecutor(max(os.cpu_count() or 1, 2), thread_name_prefix="zero_offload-kernels")
+
+
+class _Job:
+    """Parts that are waiting, and how many helpers are at work on one."""
+
+    def __init__(self, body: Body, parts: list[tuple[int, int]]) -> None:
+        self._body, self._parts = body, parts
+        self._changed = threading.Condition()
+        self._num_helping = 0
+        self._failure: BaseException | None = None
+
+    def work(self) -> None:
+        """In the calling thread: take parts until none is left."""
+        while part := self._take():
+            self._body(*part)
+
+    def help(self) -> None:
+        """In a thread of the pool, which may come when all is over."""
+        while part := self._take(helping=1):
+            try:
+                self._body(*part)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                with self._changed:
+                    self._num_helping -= 1
+                    self._changed.notify()
+
+    def end(self) -> None:
+        """Give out no more parts, and return when no helper has one. Raises what went wrong in one."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._parts.clear()
+                    self._changed.wait_for(lambda: self._num_helping == 0)
+                break
+            except BaseException as error:  # a signal's handler: the memory is still in use
+                interrupt = error
+        if failure := interrupt or self._failure:
+            raise failure
+
+    def _take(self, helping: int = 0) -> tuple[int, int] | None:
+        with self._changed:
+            if not self._parts:
+                return None
+            self._num_helping += helping
+            return self._parts.pop()
