@@ -9,6 +9,7 @@
 
 #include VEC_HEADER
 
+#include "compact/kernel.inl"
 #include "optim/kernel.inl"
 #include "util/parallel.h"
 
@@ -16,9 +17,10 @@ namespace {
 
 constexpr int64_t kChunk = 16384, kLanes = 16, kResident = 1024;
 
-// How many arrays of 4 and of 2 bytes are only read, rewritten, only written.
+// How many arrays of 4 and of 2 bytes (and of 1, where they are rewritten) are only read, rewritten, only
+// written.
 struct Streams {
-    uint32_t read[2], changed[2], written[2];
+    uint32_t read[2], changed[3], written[2];
 };
 
 template <class Word>
@@ -27,6 +29,7 @@ struct Lane {
 };
 using Wide = Lane<uint32_t>::Type;
 using Narrow = Lane<uint16_t>::Type;
+using Single = Lane<uint8_t>::Type;
 
 template <class Vector>
 Vector *at(char *const *arrays, uint32_t k, int64_t i) {
@@ -34,10 +37,10 @@ Vector *at(char *const *arrays, uint32_t k, int64_t i) {
 }
 
 // Sixteen elements of each array at a time, as a kernel takes them; one more in every word that is rewritten.
-template <uint32_t kRead4, uint32_t kRead2, uint32_t kChanged4, uint32_t kChanged2, uint32_t kWritten4,
-          uint32_t kWritten2>
+template <uint32_t kRead4, uint32_t kRead2, uint32_t kChanged4, uint32_t kChanged2, uint32_t kChanged1,
+          uint32_t kWritten4, uint32_t kWritten2>
 uint32_t pass(char *const *given, int64_t begin, int64_t end) {
-    constexpr uint32_t kCount = kRead4 + kRead2 + kChanged4 + kChanged2 + kWritten4 + kWritten2;
+    constexpr uint32_t kCount = kRead4 + kRead2 + kChanged4 + kChanged2 + kChanged1 + kWritten4 + kWritten2;
     char *arrays[kCount];
     for (uint32_t k = 0; k < kCount; ++k) arrays[k] = given[k];
     Wide sink4 = {};
@@ -48,6 +51,7 @@ uint32_t pass(char *const *given, int64_t begin, int64_t end) {
         for (uint32_t j = 0; j < kRead2; ++j) sink2 |= *at<Narrow>(arrays, k++, i);
         for (uint32_t j = 0; j < kChanged4; ++j) *at<Wide>(arrays, k++, i) += 1;
         for (uint32_t j = 0; j < kChanged2; ++j) *at<Narrow>(arrays, k++, i) += 1;
+        for (uint32_t j = 0; j < kChanged1; ++j) *at<Single>(arrays, k++, i) += 1;
         for (uint32_t j = 0; j < kWritten4; ++j) *at<Wide>(arrays, k++, i) = Wide{};
         for (uint32_t j = 0; j < kWritten2; ++j) *at<Narrow>(arrays, k++, i) = Narrow{};
     }
@@ -63,21 +67,40 @@ struct Offered {
     Pass pass;
 };
 
-#define OFFER(r4, r2, c4, c2, w4, w2) \
-    Offered { {{r4, r2}, {c4, c2}, {w4, w2}}, pass<r4, r2, c4, c2, w4, w2> }
+#define OFFER(r4, r2, c4, c2, c1, w4, w2) \
+    Offered { {{r4, r2}, {c4, c2, c1}, {w4, w2}}, pass<r4, r2, c4, c2, c1, w4, w2> }
 
 const Offered kOffered[] = {
-    OFFER(0, 1, 2, 2, 0, 0),                           // AdamW: a bf16 half, its residual, two moments
-    OFFER(1, 0, 3, 0, 0, 0),                           // the same in fp32
-    OFFER(0, 1, 3, 1, 0, 0),                           // in fp16
-    OFFER(0, 1, 3, 2, 0, 0),                           // with AMSGrad
-    OFFER(0, 1, 1, 2, 0, 0),                           // one state
-    OFFER(0, 1, 0, 2, 0, 0),                           // none
-    OFFER(0, 1, 1, 0, 0, 0),                           // fp32 += bf16
-    OFFER(1, 0, 0, 0, 0, 0),                           // a norm
-    OFFER(0, 1, 0, 0, 0, 0), OFFER(1, 0, 0, 0, 0, 1),  // a conversion
-    OFFER(0, 1, 0, 0, 1, 0),
+    OFFER(0, 1, 2, 2, 0, 0, 0),                              // AdamW: a bf16 half, its residual, two moments
+    OFFER(0, 1, 0, 4, 0, 0, 0),                              // with moments in bf16
+    OFFER(0, 1, 0, 1, 3, 0, 0),                              // in codes
+    OFFER(0, 1, 0, 1, 2, 0, 0),                              // one state in codes
+    OFFER(1, 0, 3, 0, 0, 0, 0),                              // AdamW in fp32
+    OFFER(0, 1, 3, 1, 0, 0, 0),                              // in fp16
+    OFFER(0, 1, 3, 2, 0, 0, 0),                              // with AMSGrad
+    OFFER(0, 1, 1, 2, 0, 0, 0),                              // one state
+    OFFER(0, 1, 0, 2, 0, 0, 0),                              // none
+    OFFER(0, 1, 1, 0, 0, 0, 0),                              // fp32 += bf16
+    OFFER(1, 0, 0, 0, 0, 0, 0),                              // a norm
+    OFFER(0, 1, 0, 0, 0, 0, 0), OFFER(1, 0, 0, 0, 0, 0, 1),  // a conversion
+    OFFER(0, 1, 0, 0, 0, 1, 0),
 };
+
+// A state's memory as a format has it, all of it about 0.01.
+void fill(uint32_t format, void *state, float *scales) {
+    for (int64_t i = 0; i < kResident; ++i) {
+        if (format == ZO_STATES_FP32) static_cast<float *>(state)[i] = 0.01f;
+        if (format == ZO_STATES_BF16) static_cast<uint16_t *>(state)[i] = 0x3C24;
+        if (format == ZO_STATES_COMPACT) static_cast<uint8_t *>(state)[i] = 100;
+    }
+    for (int64_t i = 0; i < kResident / zo::kBlock; ++i) scales[i] = 1e-3f;
+}
+
+zo::UpdateKernel kernel_of(uint32_t rule, uint32_t value_kind, uint32_t grad_kind, uint32_t format) {
+    if (format == ZO_STATES_COMPACT) return zo::kCompactTable.update[rule][value_kind][grad_kind];
+    if (format == ZO_STATES_BF16) return zo::kTable.bf16[rule][value_kind][grad_kind];
+    return zo::kTable.fp32[rule][value_kind][grad_kind][0];
+}
 
 }  // namespace
 
@@ -102,23 +125,32 @@ __attribute__((visibility("default"))) bool stream(const uint32_t *counts, char 
 
 // The update of a rule over memory that never leaves the first-level cache, numel elements in all.
 __attribute__((visibility("default"))) void arithmetic(uint32_t rule, uint32_t value_kind, uint32_t grad_kind,
-                                                       int64_t numel, uint32_t num_threads) {
-    const zo::UpdateKernel kernel = zo::kTable.kernel[rule][value_kind][grad_kind][0];
-    const zo::UpdateScalars scalars = {1.0f,  1.0f, 0.0f,  0.9f,   0.999f, 0.1f,
-                                       1e-3f, 1.0f, 1e-8f, -1e-9f, 1.0f};
+                                                       uint32_t format, int64_t numel, uint32_t num_threads) {
+    const zo::UpdateKernel kernel = kernel_of(rule, value_kind, grad_kind, format);
+    zo::UpdateScalars scalars = {};
+    scalars.grad_scale = scalars.decay = scalars.inv_sqrt_bias2 = scalars.grad_share = 1.0f;
+    scalars.beta1 = 0.9f, scalars.one_minus_beta1 = 0.1f;
+    scalars.beta2 = 0.999f, scalars.one_minus_beta2 = 1e-3f;
+    scalars.eps = 1e-8f, scalars.neg_step_size = -1e-9f;
+    scalars.key[0] = 1, scalars.key[1] = 2;
     zo::parallel_chunks(num_threads, num_threads, [&](int64_t thread) {
-        alignas(64) float floats[5][kResident];
-        alignas(64) uint16_t words[2][kResident];
+        alignas(64) float values[kResident], grads[kResident], states[3][kResident];
+        float scales[3][kResident / zo::kBlock];
+        alignas(64) uint16_t halves[kResident], residuals[kResident] = {}, half_grads[kResident];
         for (int64_t i = 0; i < kResident; ++i) {
-            for (auto &each : floats) each[i] = 0.01f;
-            words[0][i] = 0x3C00, words[1][i] = 0;
+            values[i] = grads[i] = 0.01f;
+            halves[i] = half_grads[i] = 0x3C00;
         }
-        void *grad = grad_kind == ZO_FP32 ? static_cast<void *>(floats[4]) : words[0];
-        alignas(64) uint16_t halves[kResident];
-        memcpy(halves, words[0], sizeof(halves));
-        void *value = value_kind == ZO_FP32 ? static_cast<void *>(floats[0]) : halves;
-        const zo::UpdateBuffers buffers = {value, words[1], floats[0], {floats[1], floats[2], floats[3]},
-                                           grad,  nullptr};
+        zo::UpdateBuffers buffers = {};
+        buffers.value = value_kind == ZO_FP32 ? static_cast<void *>(values) : halves;
+        buffers.residual = residuals;
+        buffers.master = values;
+        buffers.grad = grad_kind == ZO_FP32 ? static_cast<void *>(grads) : half_grads;
+        for (int k = 0; k < 3; ++k) {
+            fill(format, states[k], scales[k]);
+            buffers.states[k] = states[k];
+            buffers.scales[k] = scales[k];
+        }
         const int64_t share = numel / num_threads + (thread < numel % num_threads);
         for (int64_t done = 0; done < share; done += kResident) kernel(buffers, scalars, 0, kResident);
     });

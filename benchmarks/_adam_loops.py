@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from zero_offload import native
-from zero_offload.abi import Isa, Kind, Rule
+from zero_offload.abi import Isa, Kind, Rule, StateFormat
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,17 +44,19 @@ def stream(
     *,
     written: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Read, rewrite and write, element by element together; `numel` is a multiple of 16, elements have 4 or 2 bytes."""
-    kinds = [
-        [[each for each in part if each.element_size() == size] for size in (4, 2)] for part in (read, changed, written)
-    ]
+    """Read, rewrite and write, element by element together; `numel` is a multiple of 16, elements have 4 or 2 bytes.
+
+    Those that are rewritten may have 1.
+    """
+    parts = [(read, (4, 2)), (changed, (4, 2, 1)), (written, (4, 2))]
+    kinds = [[[each for each in part if each.element_size() == size] for size in sizes] for part, sizes in parts]
     arrays = [each for part in kinds for group in part for each in group]
-    counts = (C.c_uint32 * 6)(*(len(group) for part in kinds for group in part))
+    counts = (C.c_uint32 * 7)(*(len(group) for part in kinds for group in part))
     addresses = (C.c_void_p * len(arrays))(*(array.data_ptr() for array in arrays))
     if not _library().stream(counts, addresses, C.c_int64(numel), num_threads):
         raise ValueError(f"no loop for {list(counts)} arrays: add it to _adam_loops.cpp")
 
 
-def arithmetic(rule: Rule, value: Kind, grad: Kind, numel: int, num_threads: int) -> None:
+def arithmetic(rule: Rule, value: Kind, grad: Kind, states: StateFormat, numel: int, num_threads: int) -> None:
     """The update of `numel` elements that never leave the first-level cache."""
-    _library().arithmetic(int(rule), int(value), int(grad), C.c_int64(numel), num_threads)
+    _library().arithmetic(int(rule), int(value), int(grad), int(states), C.c_int64(numel), num_threads)

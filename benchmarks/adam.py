@@ -3,11 +3,12 @@
 All things compared take turns in one process, on the same arrays on huge pages, in another order each round; a figure
 is the median of its rounds, a ratio the median of the rounds' ratios. `torch` and `DeepSpeed` update fp32 parameters,
 and copy them to bf16 for the model. The limit of a kernel is the larger of a loop that only streams the same bytes, and
-a loop of the same arithmetic in the first-level cache (_adam_loops.cpp). The peer runs where it is installed:
+a loop of the same arithmetic in the first-level cache (_adam_loops.cpp). `--errors` prints how far every format of the
+states is from double precision (_adam_errors.py). The peer runs where it is installed:
 
     PYTHONPATH=. DS_ACCELERATOR=cpu PEER_ENVIRONMENT/bin/python benchmarks/adam.py --quick
 
-    python benchmarks/adam.py [--quick] [--threads N] [--json FILE]
+    python benchmarks/adam.py [--quick] [--errors] [--threads N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from _adam_errors import show_errors
 from _adam_loops import arithmetic, stream
 from _rows import Row, missing, row, show, write
 
 from zero_offload import native
-from zero_offload.abi import Rule
+from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.kernels.dtypes import kind_of
 from zero_offload.kernels.grads import accumulate_grad, sum_of_squares
 from zero_offload.kernels.master import convert
@@ -39,6 +42,7 @@ ROUND_S = 0.02
 """One turn of a small size is as many calls as fill this."""
 HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 REACH_PEERS, REACH_TORCH_CACHED, REACH_DEEPSPEED_CACHED, REACH_LIMIT = 1 / 1.35, 1 / 2.5, 1 / 1.25, 1 / 0.95
+REACH_SMALL_LIMIT, REACH_EXACT = 1 / 0.9, 1.0
 INSTALL = "pip install deepspeed==0.19.8 (DS_BUILD_OPS=0, needs g++ and ninja), then run this with its python"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -53,6 +57,7 @@ class Format:
     rule: Rule
     value: torch.dtype
     grad: torch.dtype
+    states: StateFormat = StateFormat.FP32
 
 
 EXACT = Format("AdamW, bf16 half and residual", Rule.ADAMW, BF16, BF16)
@@ -66,13 +71,18 @@ FORMATS = [
     Format("SGD with momentum, bf16", Rule.SGD_MOMENTUM, BF16, BF16),
     Format("SGD, bf16", Rule.SGD, BF16, BF16),
 ]
+SMALL_FORMATS = [
+    Format("AdamW, states in bf16", Rule.ADAMW, BF16, BF16, StateFormat.BF16),
+    Format("AdamW, compact", Rule.ADAMW, BF16, BF16, StateFormat.COMPACT),
+    Format("Lion, compact", Rule.LION, BF16, BF16, StateFormat.COMPACT),
+]
 
 
 class Arrays:
     """The memory that all share: (numel,) each."""
 
     def __init__(self, numel: int) -> None:
-        arena = Arena(0)
+        self.arena = arena = Arena(0)
         self.numel = numel
         self.fp32 = [arena.array(FP32, numel) for _ in range(5)]
         """A master or parameter, three states, a gradient."""
@@ -86,6 +96,22 @@ class Arrays:
     def of(self, dtype: torch.dtype, fp32: int, half: int) -> torch.Tensor:
         return self.fp32[fp32] if dtype is FP32 else self.halves[half].view(dtype)
 
+    @cached_property
+    def small(self) -> list[torch.Tensor]:
+        """Memory for two states in 16 bits or 8."""
+        return [self.arena.array(BF16, self.numel) for _ in range(2)]
+
+    @cached_property
+    def scales(self) -> list[torch.Tensor]:
+        return [self.arena.array(FP32, -(-self.numel // STATE_BLOCK)) for _ in range(2)]
+
+    def states(self, form: Format) -> list[torch.Tensor]:
+        count = len(STATES[form.rule])
+        if form.states is StateFormat.FP32:
+            return self.fp32[1 : 1 + count]
+        dtype = torch.int8 if form.states is StateFormat.COMPACT else BF16
+        return [each.view(dtype)[: self.numel] for each in self.small[:count]]
+
     def update(self, form: Format, threads: int) -> Call:
         """The kernel, without a second copy of the value."""
         value, grad = self.of(form.value, 0, 0), self.of(form.grad, 4, 2)
@@ -93,11 +119,13 @@ class Arrays:
             value=value.data_ptr(),
             residual=self.halves[1].data_ptr() if form.value is BF16 else 0,
             master=self.fp32[0].data_ptr() if form.value is FP16 else 0,
-            states=tuple(self.fp32[1 + k].data_ptr() for k in range(len(STATES[form.rule]))),
+            states=tuple(state.data_ptr() for state in self.states(form)),
             grad=grad.data_ptr(),
             value_out=0,
             value_dtype=form.value,
             grad_dtype=form.grad,
+            scales=tuple(each.data_ptr() for each in self.scales) if form.states is StateFormat.COMPACT else (),
+            state_format=form.states,
         )
         segment = Segment(0, self.numel, 1e-6, 0.9, 0.999, 1e-8, 0.01, 1.0, 100)
         segments = segment_array([segment])
@@ -105,9 +133,10 @@ class Arrays:
 
     def stream_of(self, form: Format, threads: int) -> Call:
         """A loop over the same bytes."""
-        changed = [self.of(form.value, 0, 0), *self.fp32[1 : 1 + len(STATES[form.rule])]]
+        changed = [self.of(form.value, 0, 0), *self.states(form)]
         if form.value is BF16:
-            changed.append(self.halves[1])
+            residual_dtype = torch.int8 if form.states is StateFormat.COMPACT else BF16
+            changed.append(self.halves[1].view(residual_dtype)[: self.numel])
         elif form.value is FP16:
             changed.append(self.fp32[0])
         read = [self.of(form.grad, 4, 2)]
@@ -115,7 +144,8 @@ class Arrays:
 
     def clear(self) -> None:
         """After streams, which leave any bits."""
-        for array in (*self.fp32[1:4], self.halves[1]):
+        small = [*self.small, *self.scales] if "small" in vars(self) else []
+        for array in (*self.fp32[1:4], self.halves[1], *small):
             array.zero_()
         for array in (self.fp32[0], self.halves[0]):
             array.fill_(0.02)
@@ -195,17 +225,32 @@ def rows_of_peers(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
 
 def rows_of_limits(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
     made = []
-    for form in FORMATS:
+    for form in (*FORMATS, *SMALL_FORMATS):
         kinds = kind_of(form.value), kind_of(form.grad)
         arrays.clear()
         update, streaming = arrays.update(form, threads), arrays.stream_of(form, threads)
 
         def alone(form: Format = form, kinds: tuple[int, int] = kinds) -> None:
-            arithmetic(form.rule, *kinds, arrays.numel, threads)
+            arithmetic(form.rule, *kinds, form.states, arrays.numel, threads)
 
         times = take_turns({"ours": update, "streaming": streaming, "arithmetic": alone}, rounds)
         limit = max(("streaming", "arithmetic"), key=lambda name: statistics.median(times[name]))
-        made.append(compare(form.name, times["ours"], f"{limit} alone", times[limit], arrays.numel, REACH_LIMIT))
+        reach = REACH_LIMIT if form.states is StateFormat.FP32 else REACH_SMALL_LIMIT
+        made.append(compare(form.name, times["ours"], f"{limit} alone", times[limit], arrays.numel, reach))
+    return made
+
+
+def rows_of_small_states(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
+    """Each rule's smaller states against its whole ones."""
+    made = []
+    for form in SMALL_FORMATS:
+        arrays.clear()
+        whole = replace(form, states=StateFormat.FP32)
+        times = take_turns(
+            {"ours": arrays.update(form, threads), "whole": arrays.update(whole, threads)},
+            rounds,
+        )
+        made.append(compare(form.name, times["ours"], "states in fp32", times["whole"], arrays.numel, REACH_EXACT))
     return made
 
 
@@ -247,6 +292,7 @@ def rows_of_passes(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1M and 100M only, fewer rounds")
+    parser.add_argument("--errors", action="store_true", help="how far each format is from double, too")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -259,7 +305,10 @@ def main() -> None:
         rows += rows_of_peers(arrays, args.threads, rounds)
         if numel == 100 * M:
             rows += rows_of_limits(arrays, args.threads, rounds) + rows_of_passes(arrays, args.threads, rounds)
+            rows += rows_of_small_states(arrays, args.threads, rounds)
     show(rows)
+    if args.errors:
+        show_errors(args.threads)
     write(rows, args.json)
     if any(each["ok"] is None for each in rows):
         print(f"a peer is missing: {INSTALL}")

@@ -34,7 +34,7 @@ struct BlockLanes {
 };
 
 // `i` counts elements of the buffers, `at` those of the block.
-template <class W, class Rule, class Master, class Grad, bool kShortMaster>
+template <class W, class Rule, class Master, class Grad>
 inline void step_lanes(const UpdateBuffers &b, BlockLanes<W> &lanes, BetweenPasses &between, int64_t i,
                        int64_t at) {
     using F = typename W::F;
@@ -57,21 +57,21 @@ inline void step_lanes(const UpdateBuffers &b, BlockLanes<W> &lanes, BetweenPass
         lanes.top[k] = W::max_bits(lanes.top[k], W::bits(magnitude<W>(kept)));
     }
     p = canonical<W>(p);
-    Master::template store<W>(b, i, kShortMaster ? round_to_24_bits_at_random<W>(p, word) : p,
+    Master::template store<W>(b, i, Master::kShort ? round_to_24_bits_at_random<W>(p, word) : p,
                               b.value_out != nullptr);
 }
 
 // The first pass over `count` elements from `first` on, at most a block.
-template <class Rule, class Master, class Grad, bool kShortMaster>
+template <class Rule, class Master, class Grad>
 inline void step_block(const UpdateBuffers &b, const UpdateScalars &scalars, BetweenPasses &between,
                        int64_t first, int64_t count) {
     BlockLanes<Vec> wide(b, scalars, Rule::kStates, first / kBlock);
     const int64_t in_vectors = count / Vec::kLanes * Vec::kLanes;
     for (int64_t at = 0; at < in_vectors; at += Vec::kLanes)
-        step_lanes<Vec, Rule, Master, Grad, kShortMaster>(b, wide, between, first + at, at);
+        step_lanes<Vec, Rule, Master, Grad>(b, wide, between, first + at, at);
     BlockLanes<ScalarVec> single(b, scalars, Rule::kStates, first / kBlock);
     for (int64_t at = in_vectors; at < count; ++at)
-        step_lanes<ScalarVec, Rule, Master, Grad, kShortMaster>(b, single, between, first + at, at);
+        step_lanes<ScalarVec, Rule, Master, Grad>(b, single, between, first + at, at);
     for (int k = 0; k < Rule::kStates; ++k) {
         const uint32_t top = ScalarVec::max_bits(Vec::max_lane(wide.top[k]), single.top[k]);
         between.scale[k] = k < Rule::kSigned ? scale_of<true>(top) : scale_of<false>(top);
@@ -96,14 +96,13 @@ inline void encode_states(const UpdateBuffers &b, const BetweenPasses &between, 
 
 // By value: as locals the pointers stay in registers whatever the stores may alias. The second pass is one
 // block behind the first: a scale is ready when it is asked for.
-template <class Rule, class Master, class Grad, bool kShortMaster>
+template <class Rule, class Master, class Grad>
 void update_blocks(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end) {
     BetweenPasses between[2];
     BetweenPasses *now = &between[0], *before = &between[1];
     int64_t first = begin;
     for (; first < end; first += kBlock) {
-        step_block<Rule, Master, Grad, kShortMaster>(buffers, scalars, *now, first,
-                                                     smaller(kBlock, end - first));
+        step_block<Rule, Master, Grad>(buffers, scalars, *now, first, smaller(kBlock, end - first));
         if (first > begin) encode_states<Rule>(buffers, *before, first - kBlock, kBlock);
         BetweenPasses *other = before;
         before = now;
@@ -190,15 +189,13 @@ void join(const uint16_t *half, const uint8_t *residual, float *master, int64_t 
     for_each_lane(ShortJoin{half, residual, master}, numel);
 }
 
-// A table's rows: by gradient; by value; by rule. Only a bf16 value has a short master.
-#define ZO_GRADS(Rule, Master, is_short)                                                       \
-    {update_blocks<Rule, Master, Fp32, is_short>, update_blocks<Rule, Master, Bf16, is_short>, \
-     update_blocks<Rule, Master, Fp16, is_short>}
-#define ZO_VALUES(Rule)                                                          \
-    {ZO_GRADS(Rule, WholeMaster, false), ZO_GRADS(Rule, ShortSplitMaster, true), \
-     ZO_GRADS(Rule, MasterBeside, false)}
+// A table's rows: by gradient; by value; by rule.
+#define ZO_GRADS(Rule, Master) \
+    {update_blocks<Rule, Master, Fp32>, update_blocks<Rule, Master, Bf16>, update_blocks<Rule, Master, Fp16>}
+#define ZO_VALUES(Rule) \
+    {ZO_GRADS(Rule, WholeMaster), ZO_GRADS(Rule, ShortSplitMaster), ZO_GRADS(Rule, MasterBeside)}
 
-constexpr CompactTable kTable = {
+constexpr CompactTable kCompactTable = {
     ZO_RULES(ZO_VALUES), {decode<false>, decode<true>}, {encode<false>, encode<true>}, split, join,
 };
 

@@ -7,7 +7,7 @@
 #include "compact/kernel.inl"
 
 namespace zo {
-const CompactTable compact_avx512 = kTable;
+const CompactTable compact_avx512 = kCompactTable;
 }  // namespace zo
 
 #endif  // ZO_X86

@@ -7,7 +7,7 @@
 #include "compact/kernel.inl"
 
 namespace zo {
-const CompactTable compact_neon = kTable;
+const CompactTable compact_neon = kCompactTable;
 }  // namespace zo
 
 #endif  // ZO_ARM64

@@ -10,5 +10,5 @@ using Vec = ScalarVec;
 #include "compact/kernel.inl"
 
 namespace zo {
-const CompactTable compact_scalar = kTable;
+const CompactTable compact_scalar = kCompactTable;
 }  // namespace zo

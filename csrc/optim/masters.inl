@@ -10,6 +10,7 @@ namespace {
 // Where the fp32 master lives: in one fp32 array, in a bf16 half and a residual, or beside its fp16 copy.
 // `copy`: the new value goes to value_out too.
 struct WholeMaster {
+    static constexpr bool kShort = false;
     template <class W>
     static typename W::F load(const UpdateBuffers &b, int64_t i) {
         return W::load(static_cast<const float *>(b.value) + i);
@@ -22,6 +23,7 @@ struct WholeMaster {
 };
 
 struct SplitMaster {
+    static constexpr bool kShort = false;
     template <class W>
     static typename W::F load(const UpdateBuffers &b, int64_t i) {
         return join_master<W>(static_cast<const uint16_t *>(b.value) + i,
@@ -38,6 +40,7 @@ struct SplitMaster {
 
 // Beside codes: the upper 24 bits of a master, in a bf16 half and a residual of 8 bits.
 struct ShortSplitMaster {
+    static constexpr bool kShort = true;
     template <class W>
     static typename W::F load(const UpdateBuffers &b, int64_t i) {
         return join_short_master<W>(static_cast<const uint16_t *>(b.value) + i,
@@ -54,6 +57,7 @@ struct ShortSplitMaster {
 };
 
 struct MasterBeside {
+    static constexpr bool kShort = false;
     template <class W>
     static typename W::F load(const UpdateBuffers &b, int64_t i) {
         return W::load(b.master + i);
