@@ -17,13 +17,14 @@ struct BetweenPasses {
     Scale scale[3];
 };
 
-// What is the same for all elements of a block, and the bits of the largest magnitudes kept, lane by lane.
+// What is the same for all elements of a block; and lane by lane the bits of the largest magnitudes kept, and
+// the number of the element that comes next.
 template <class W>
 struct BlockLanes {
-    BlockLanes(const UpdateBuffers &b, const UpdateScalars &scalars, int num_states, int64_t block)
-        : constants(scalars), random(scalars.key) {
+    BlockLanes(const UpdateBuffers &b, const UpdateScalars &scalars, int num_states, int64_t first)
+        : constants(scalars), random(scalars.key), index(random.indices(b.origin + uint32_t(first))) {
         for (int k = 0; k < num_states; ++k) {
-            scale[k] = W::set(b.scales[k][block]);
+            scale[k] = W::set(b.scales[k][first / kBlock]);
             top[k] = W::set_bits(0);
         }
     }
@@ -31,6 +32,7 @@ struct BlockLanes {
     const RandomWords<W> random;
     typename W::F scale[3];
     typename W::I top[3];
+    typename W::I index;
 };
 
 // `i` counts elements of the buffers, `at` those of the block.
@@ -48,7 +50,8 @@ inline void step_lanes(const UpdateBuffers &b, BlockLanes<W> &lanes, BetweenPass
                                       : decode_lanes<W, false>(codes, lanes.scale[k]);
     }
     Rule::template step<W>(lanes.constants, g, p, states);
-    const typename W::I word = lanes.random.at(b.origin + uint32_t(i));
+    const typename W::I word = lanes.random.at(lanes.index);
+    lanes.index = W::add_bits(lanes.index, W::set_bits(W::kLanes));
     if (Rule::kStates > 0) W::store(between.words + at, W::from_bits(word));
     for (int k = 0; k < Rule::kStates; ++k) {
         F kept = states[k];
@@ -65,11 +68,12 @@ inline void step_lanes(const UpdateBuffers &b, BlockLanes<W> &lanes, BetweenPass
 template <class Rule, class Master, class Grad>
 inline void step_block(const UpdateBuffers &b, const UpdateScalars &scalars, BetweenPasses &between,
                        int64_t first, int64_t count) {
-    BlockLanes<Vec> wide(b, scalars, Rule::kStates, first / kBlock);
     const int64_t in_vectors = count / Vec::kLanes * Vec::kLanes;
+    BlockLanes<Vec> wide(b, scalars, Rule::kStates, first);
     for (int64_t at = 0; at < in_vectors; at += Vec::kLanes)
         step_lanes<Vec, Rule, Master, Grad>(b, wide, between, first + at, at);
-    BlockLanes<ScalarVec> single(b, scalars, Rule::kStates, first / kBlock);
+    BlockLanes<ScalarVec> single(b, scalars, Rule::kStates, first);
+    single.index += uint32_t(in_vectors);
     for (int64_t at = in_vectors; at < count; ++at)
         step_lanes<ScalarVec, Rule, Master, Grad>(b, single, between, first + at, at);
     for (int k = 0; k < Rule::kStates; ++k) {

@@ -47,7 +47,7 @@ inline void update_lanes(const UpdateBuffers &b, const Lanes<W> &c, const Random
     for (int k = 0; k < Rule::kStates; ++k) states[k] = States::template load<W>(state(k));
     Rule::template step<W>(c, g, p, states);
     constexpr bool kRandom = States::kRandom && Rule::kStates > 0;
-    const typename W::I word = kRandom ? random.at(b.origin + uint32_t(i)) : W::set_bits(0);
+    const typename W::I word = kRandom ? random.at(random.indices(b.origin + uint32_t(i))) : W::set_bits(0);
     for (int k = 0; k < Rule::kStates; ++k) {
         States::template store<W>(state(k), canonical<W>(states[k]), word, k);
     }

@@ -11,7 +11,7 @@ constexpr uint32_t kQuietNan = 0x7FC00000u;
 // NaNs made by arithmetic differ among processors in sign and payload; every kernel stores this one instead.
 template <class W>
 inline typename W::F canonical(typename W::F x) {
-    return W::from_bits(W::select_nan(x, W::set_bits(kQuietNan), W::bits(x)));
+    return W::replace_nan(x, W::from_bits(W::set_bits(kQuietNan)));
 }
 
 template <class W>

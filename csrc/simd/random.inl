@@ -15,9 +15,11 @@ struct RandomWords {
     explicit RandomWords(const uint32_t (&key)[2])
         : before(W::set_bits(key[0])), between(W::set_bits(key[1])) {}
 
-    // For elements `index`, index + 1 and so on, modulo 2^32.
-    I at(uint32_t index) const {
-        I x = W::xor_bits(W::add_bits(W::set_bits(index), W::iota()), before);
+    // The numbers of elements `index`, index + 1 and so on, modulo 2^32.
+    static I indices(uint32_t index) { return W::add_bits(W::set_bits(index), W::iota()); }
+
+    I at(I index) const {
+        I x = W::xor_bits(index, before);
         x = W::mul_bits(W::xor_bits(x, W::template down<16>(x)), W::set_bits(0x7FEB352D));
         x = W::add_bits(W::xor_bits(x, W::template down<15>(x)), between);
         x = W::mul_bits(x, W::set_bits(0x846CA68B));

@@ -81,6 +81,9 @@ struct Vec {
         const F nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
         return _mm256_blendv_epi8(otherwise, instead, _mm256_castps_si256(nan));
     }
+    static F replace_nan(F x, F instead) {
+        return _mm256_blendv_ps(x, instead, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    }
     static I count_if_reached(I x, F a, F b) {
         return _mm256_sub_epi32(x, _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_GE_OQ)));
     }

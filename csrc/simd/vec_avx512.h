@@ -71,6 +71,10 @@ struct Vec {
     static I select_nan(F x, I instead, I otherwise) {
         return _mm512_mask_mov_epi32(otherwise, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), instead);
     }
+    // In one instruction: of the eight kinds of numbers, the two of NaNs give `instead`, the others x.
+    static F replace_nan(F x, F instead) {
+        return _mm512_fixupimm_ps(instead, x, _mm512_set1_epi32(0x11111100), 0);
+    }
     static I count_if_reached(I x, F a, F b) {
         return _mm512_mask_add_epi32(x, _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x, _mm512_set1_epi32(1));
     }

@@ -80,6 +80,7 @@ struct Vec {
     static I select_nan(F x, I instead, I otherwise) {
         return vbslq_u32(vceqq_f32(x, x), otherwise, instead);
     }
+    static F replace_nan(F x, F instead) { return vbslq_f32(vceqq_f32(x, x), x, instead); }
     static I count_if_reached(I x, F a, F b) { return vsubq_u32(x, vcgeq_f32(a, b)); }
     static I with_sign(I x, F sign) {
         const int32x4_t negative = vshrq_n_s32(vreinterpretq_s32_f32(sign), 31),

@@ -93,6 +93,7 @@ struct ScalarVec {
 
     // `instead` in the lanes where x is a NaN, `otherwise` in the rest.
     static I select_nan(F x, I instead, I otherwise) { return x != x ? instead : otherwise; }
+    static F replace_nan(F x, F instead) { return x != x ? instead : x; }
     // One more in the lanes where a >= b.
     static I count_if_reached(I x, F a, F b) { return a >= b ? x + 1 : x; }
     // -x in the lanes where the sign bit of `sign` is set; where `sign` is a zero, x is 0.
