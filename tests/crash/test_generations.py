@@ -213,13 +213,13 @@ def test_death_while_going_back(place: str, count: int, tmp_path: Path) -> None:
     assert values == {step: expected[step] for step in range(first, 7)} and digests == expected_digests
 
 
-# Format 1
+# Earlier formats
 
 
 def _as_format_1(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the first version left: one global manifest, under one name."""
     payload = json.loads(generation_file(nvme).read_text())["payload"]
-    del payload["edition"]
+    del payload["edition"], payload["format"], payload["states"]
     for path in nvme.glob("generation-*.json"):
         path.unlink()
     announced = [
@@ -235,11 +235,26 @@ def _as_format_1(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_directory_of_format_1_goes_on(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(nvme, 3)
     _as_format_1(nvme, monkeypatch)
+    _goes_on_cut_anew(nvme)
+
+
+def test_a_directory_of_format_2_goes_on(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(nvme, 3)
+    payload = json.loads(generation_file(nvme).read_text())["payload"]
+    del payload["format"], payload["states"]
+    with monkeypatch.context() as patched, RunDirectory.open(nvme) as directory:
+        patched.setattr(manifest, "VERSION", 2)
+        manifest.write_manifest(directory, generation_file(nvme).name, payload, Durability.PROCESS)
+    _goes_on_cut_anew(nvme)
+
+
+def _goes_on_cut_anew(nvme: Path) -> None:
+    """The slots of an array lay apart: from the next start on they are behind each other, in files of a new edition."""
     assert assert_finishes(nvme, 4) == 3
-    assert _numbers(nvme) == [3, 4]
+    assert not (nvme / SWAP).exists() and (nvme / "rank0.1.swap").exists()
     assert assert_finishes(nvme, 6) == 4
     assert assert_finishes(nvme, 7) == 6
-    assert _numbers(nvme) == [6, 7] and not (nvme / "generation.json").exists()
+    assert (nvme / "rank0.1.swap").exists() and not (nvme / "generation.json").exists()
 
 
 def test_format_1_refuses_a_directory_of_format_2(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

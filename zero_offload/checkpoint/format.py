@@ -22,9 +22,9 @@ from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
 
 RUN_NAME = "run.json"
-FORMAT = 3
-"""Of generations: the slots of an array lie behind each other, and only states that an optimizer keeps are there.
-Earlier ones are cut anew."""
+FORMAT = 4
+"""Of a generation's files: the slots of an array lie behind each other, which earlier ones do not: they are cut anew.
+"""
 CHECKPOINT_KIND = "checkpoint"
 """What `run.json` says of a directory that never changes: it is read without a lock, by any number of readers."""
 

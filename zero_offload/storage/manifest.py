@@ -21,9 +21,11 @@ from zero_offload.storage.system import naming_errors
 from zero_offload.types import GIB, Durability, format_bytes
 
 MAGIC = "zero_offload manifest"
-VERSION = 2
-"""Since 2 a directory keeps two generations; what reads 1 only must not take it for an empty one."""
-READABLE = (1, VERSION)
+VERSION = 4
+"""Since 2 a directory keeps two generations; what reads 1 only must not take it for an empty one. Since 4 a generation
+lacks the states that no optimizer keeps, and may have them in other formats than fp32. There is no 3: a flipped bit
+would make it 2."""
+READABLE = (1, 2, VERSION)
 SIZE_MAX_BYTES = GIB
 
 
