@@ -89,15 +89,14 @@ enum zo_rule {
 };
 #define ZO_NUM_RULES 9
 
-/* How the states rest in memory, and what an update rounds at random, each so that it keeps its mean:
- *   ZO_STATES_FP32     nothing;
- *   ZO_STATES_BF16     states to uint16_t halves;
- *   ZO_STATES_COMPACT  states to 8-bit codes, with an fp32 scale for each ZO_STATE_BLOCK elements, counted
- * from the start of the section; the master of a bf16 value to its upper 24 bits, so that its residual has 8.
- * An fp32 value and the master of an fp16 one stay whole. A step itself uses the new states before they are
- * rounded. A code is the root of a value in units of its block's scale, q: with code c, a state that is never
- * negative (uint8_t) is (c q)^2, another (int8_t) is c |c| q^2. Codes of what is above 0 and never negative
- * are not 0. A block with a NaN or an infinity gets the scale NaN: all of it decodes to NaN. */
+/* How the states rest in memory. ZO_STATES_FP32: whole. ZO_STATES_BF16: as uint16_t halves.
+ * ZO_STATES_COMPACT: as 8-bit codes, with an fp32 scale for each ZO_STATE_BLOCK elements, counted from the
+ * start of the section; a bf16 value then keeps the upper 24 bits of its master, in a residual of 8. What is
+ * shortened is rounded at random so that it keeps its mean; a step itself uses the new states before that.
+ * An fp32 value, and the master of an fp16 one, stay whole.
+ * A code is the root of a value in units of its block's scale, q: with code c, a state that is never negative
+ * (uint8_t) is (c q)^2, another (int8_t) is c |c| q^2. What is above 0 and never negative does not get code
+ * 0. A block with a NaN or an infinity gets the scale NaN: all of it decodes to NaN. */
 enum zo_state_format { ZO_STATES_FP32 = 0, ZO_STATES_BF16 = 1, ZO_STATES_COMPACT = 2 };
 #define ZO_NUM_STATE_FORMATS 3
 #define ZO_STATE_BLOCK 256

@@ -31,7 +31,7 @@ struct Bf16States {
     }
     template <class W>
     static void store(uint16_t *p, typename W::F x, typename W::I random, int state) {
-        W::store_u16(p, W::template down<16>(round_bf16_at_random<W>(x, upper_bits<W>(random, state))));
+        W::store_u16(p, W::template down<16>(round_bf16_at_random<W>(x, bits_for_bf16<W>(random, state))));
     }
 };
 

@@ -109,7 +109,7 @@ void update(const zo_update_args &args) {
             const zo_segment &segment = args.segments[s];
             const int64_t shift = segment.begin - first[s];
             const uint64_t turn = (origin + uint64_t(at + shift)) >> 32;
-            // The first element of the next turn, as far as this chunk can come near to it.
+            // How many elements this turn still has.
             const uint64_t left = ((turn + 1) << 32) - (origin + uint64_t(at + shift));
             const int64_t until =
                 std::min({stop, first[s + 1], at + int64_t(std::min<uint64_t>(left, kChunk))});

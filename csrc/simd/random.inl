@@ -34,7 +34,7 @@ struct RandomWords {
 // state is the running maximum of the second and takes the same bits: where it equals the second it stays
 // equal.
 template <class W>
-inline typename W::I upper_bits(typename W::I random, int state) {
+inline typename W::I bits_for_bf16(typename W::I random, int state) {
     return state == 0 ? W::and_bits(random, W::set_bits(0xFFFF)) : W::template down<16>(random);
 }
 
