@@ -142,7 +142,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             kept = {name: entries[index][name] for name in hyper.states if entries[index].get(name) is not None}
             owner = owner_of(param)
             if owner is not None:
-                owner.states.write(param, entries[index].get("step", torch.tensor(1.0)), kept)
+                # torch's SGD has a buffer of None where it has not made one.
+                if kept or not hyper.states:
+                    owner.states.write(param, entries[index].get("step", torch.tensor(1.0)), kept)
             elif _has_kernel(param):
                 # torch has cast the states to the parameter's dtype; the kernel's are fp32.
                 _restore_exact(param, self.state[param], kept, entries[index].get("residual"))

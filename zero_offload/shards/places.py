@@ -59,11 +59,11 @@ class Places:
         """
         layout, count = shard.layout, self._slots_on_disk(shard)
         components = [Component(name) for name in records]
-        lacking = set(master_components(layout)) - set(components)
+        lacking = sorted(set(master_components(layout)) - set(components))
         if lacking or not 0 <= slot < 2:
+            problem = f"has no {lacking[0].value} of" if lacking else f"names slot {slot}, which does not exist, for"
             raise IntegrityError(
-                f"a manifest puts section {layout.index} in slot {slot} without {sorted(lacking) or 'trouble'}; "
-                "load a checkpoint, or start over with existing='discard'"
+                f"a manifest {problem} section {layout.index}; load a checkpoint, or start over with existing='discard'"
             )
         known = {slot: records}
         if not layout.trainable and spare is not None:

@@ -103,6 +103,29 @@ def test_states_go_to_torch_and_come_back(pair: tuple[type[Any], type[Any], dict
         torch.testing.assert_close(to_ours, ours, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("make", [zo.SGD, torch.optim.SGD])
+def test_offloaded_parameters_take_states_that_have_no_buffer_yet(make: type[Any]) -> None:
+    """torch's SGD keeps None where it has made none."""
+    torch.manual_seed(0)
+    source, plain, away = (nn.Linear(8, 8, bias=False) for _ in range(3))
+    for model in (plain, away):
+        model.load_state_dict(source.state_dict())
+    hyper = {"lr": 0.1, "momentum": 0.0, "dampening": 0.5}
+    first = make(source.parameters(), **hyper)
+    source(torch.ones(1, 8)).sum().backward()
+    first.step()
+    zo.offload(away, zo.OffloadConfig(precision="fp32"))
+    optimizers = torch.optim.SGD(plain.parameters(), **hyper), zo.SGD(away.parameters(), **hyper)
+    for model, optimizer in zip((plain, away), optimizers, strict=True):
+        optimizer.load_state_dict(first.state_dict())
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with zo.gathered(away) as values:
+        torch.testing.assert_close(values["weight"].detach(), plain.weight.detach())
+
+
 def test_the_arguments_are_torchs() -> None:
     """In torch's order, with torch's defaults; what only chooses one of torch's own loops is not taken."""
     loops = {"foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
