@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zero_offload.config import OffloadConfig
+from zero_offload.config import OffloadConfig, Precision
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.memory import (
@@ -22,7 +22,7 @@ from zero_offload.plan.memory import (
 )
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import Partition
-from zero_offload.shards.shard import planned_components, state_bytes
+from zero_offload.shards.shard import planned_components, shard_bytes
 from zero_offload.types import GIB, MIB, StateKind, Tier
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
@@ -68,13 +68,15 @@ def test_fp16_has_a_master_beside_its_value() -> None:
     assert nvme.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * 18 * MIB
 
 
+@pytest.mark.parametrize("states", ["fp32", "bf16", "compact"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_the_table_is_what_shards_have(precision: str) -> None:
-    config = OffloadConfig(precision=precision)
+def test_the_table_is_what_shards_have(precision: str, states: str) -> None:
+    config = OffloadConfig(precision=Precision(compute=precision, states=states))
     spec = ModelSpec.from_module(nn.Linear(512, 512, bias=False))
-    (section,) = make_layout(spec, ComputeDtypes(getattr(torch, config.compute_dtype_name)), 1).sections
+    dtypes = ComputeDtypes(getattr(torch, config.compute_dtype_name), states=config.state_format)
+    (section,) = make_layout(spec, dtypes, 1).sections
     (unit,) = measure_units([UnitNumel("a", section.numel)], config)
-    expected = state_bytes(section, planned_components(section), section.numel)
+    expected = shard_bytes(section, planned_components(section))
     assert (unit.optimizer_bytes, unit.params_bytes) == (expected, section.nbytes)
 
 
