@@ -121,6 +121,6 @@ def test_the_next_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatc
 def test_what_is_kept_is_of_these_sources() -> None:
     """Numba itself would look at one file only."""
     cells = numba_passes._update_of(Rule.SGD).py_func.__closure__
-    key = f"{numba_passes._SOURCES} SGD"
+    key = f"{numba_words.SOURCES} SGD"
     assert key in [cell.cell_contents for cell in cells]
-    assert numba_passes._sources() == numba_passes._SOURCES
+    assert numba_words.sources() == numba_words.SOURCES
