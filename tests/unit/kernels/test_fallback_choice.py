@@ -17,7 +17,7 @@ from numba.core.bytecode import FunctionIdentity
 
 from tests.helpers.without_library import forget_choices, without_library
 from zero_offload import abi, native
-from zero_offload.abi import Rule
+from zero_offload.abi import Rule, StateFormat
 from zero_offload.errors import CapacityError
 from zero_offload.kernels import choice
 from zero_offload.kernels.fallback import numba_passes, numba_words, numpy_passes
@@ -98,7 +98,11 @@ def run_compiled(rule: Rule) -> tuple[float, float, int]:
     addresses = (value.data_ptr(), 0, 0, (state.data_ptr(),), grad.data_ptr(), 0)
     segment = Segment(0, 8, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 2)
     fused_update(rule, UpdateBuffers(*addresses, value.dtype, grad.dtype), [segment], 1)
-    return value[0].item(), state[0].item(), sum(numba_passes._update_of(rule).stats.cache_hits.values())
+    return (
+        value[0].item(),
+        state[0].item(),
+        sum(numba_passes._update_of(rule, StateFormat.FP32).stats.cache_hits.values()),
+    )
 
 
 def test_the_next_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,7 +124,7 @@ def test_the_next_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_kept_is_of_these_sources() -> None:
     """Numba itself would look at one file only."""
-    cells = numba_passes._update_of(Rule.SGD).py_func.__closure__
-    key = f"{numba_words.SOURCES} SGD"
+    cells = numba_passes._update_of(Rule.SGD, StateFormat.BF16).py_func.__closure__
+    key = f"{numba_words.SOURCES} SGD_BF16"
     assert key in [cell.cell_contents for cell in cells]
     assert numba_words.sources() == numba_words.SOURCES

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_offload.abi import GradMode, Rule
+from zero_offload.abi import GradMode, Rule, StateFormat
 from zero_offload.kernels.fallback import numba_conversions as conversions
 from zero_offload.kernels.fallback import numba_words as words
 from zero_offload.kernels.fallback.calls import READ
@@ -36,14 +36,12 @@ from zero_offload.kernels.fallback.numba_memory import (
     store_low,
 )
 from zero_offload.kernels.fallback.numba_states import (
-    COMPACT,
-    WHOLE,
+    LOAD_STATE,
+    STORE_STATE,
     fill_random,
     load_short,
-    load_state,
     shorten_at_random,
     store_short_residual,
-    store_state,
 )
 from zero_offload.kernels.fallback.numba_words import SOURCES, bits, from_bits, function, halves_at, u32
 from zero_offload.kernels.fallback.parts import CHUNK
@@ -55,12 +53,18 @@ _ACCUMULATE = int(GradMode.ACCUMULATE)
 # The update
 
 
-def _load_master(kind: Any, short: Any, arrays: Any, begin: Any, count: Any, row: Any) -> None:
+def _load_master(kind: Any, arrays: Any, begin: Any, count: Any, row: Any) -> None:
     value, residual, master = arrays[:3]
-    if kind == BF16 and short:
-        load_short(value, residual, begin, count, row)
-    elif kind == BF16:
+    if kind == BF16:
         load_split(value, residual, begin, count, row)
+    else:
+        load_fp32(value if kind == FP32 else master, begin, count, row)
+
+
+def _load_short_master(kind: Any, arrays: Any, begin: Any, count: Any, row: Any) -> None:
+    value, residual, master = arrays[:3]
+    if kind == BF16:
+        load_short(value, residual, begin, count, row)
     else:
         load_fp32(value if kind == FP32 else master, begin, count, row)
 
@@ -74,19 +78,29 @@ def _store_value(kind: Any, address: Any, begin: Any, count: Any, row: Any) -> N
         store_fp16(address, begin, count, row)
 
 
-def _store_master(kind: Any, short: Any, arrays: Any, begin: Any, count: Any, row: Any) -> None:
+def _store_master(kind: Any, arrays: Any, begin: Any, count: Any, row: Any, random: Any) -> None:
     value, residual, master = arrays[:3]
     store_value(kind, value, begin, count, row)
-    if kind == BF16 and short:
-        store_short_residual(residual, begin, count, row)
-    elif kind == BF16:
+    if kind == BF16:
         store_low(residual, begin, count, row)
     elif kind != FP32:
         store_fp32(master, begin, count, row)
 
 
+def _store_short_master(kind: Any, arrays: Any, begin: Any, count: Any, row: Any, random: Any) -> None:
+    """Leaves a bf16 value's master in the row as it was stored."""
+    value, residual, master = arrays[:3]
+    if kind == BF16:
+        shorten_at_random(count, row, random)
+        store_short_residual(residual, begin, count, row)
+    elif kind != FP32:
+        store_fp32(master, begin, count, row)
+    store_value(kind, value, begin, count, row)
+
+
 store_value = function(_store_value)
-load_master, store_master = function(_load_master), function(_store_master)
+_LOAD_MASTER = {short: function(body) for short, body in ((False, _load_master), (True, _load_short_master))}
+_STORE_MASTER = {short: function(body) for short, body in ((False, _store_master), (True, _store_short_master))}
 
 
 def _compute_of(rule: Rule) -> Callable[..., Any]:
@@ -109,49 +123,57 @@ def _compute_of(rule: Rule) -> Callable[..., Any]:
 
 
 compute: Any = None
-"""Of the rule at hand: each copy of `update` below has a global of its own in this name."""
+load_state: Any = None
+store_state: Any = None
+load_master: Any = None
+store_master: Any = None
+"""Of the rule and the format at hand: each copy of `update` below has globals of its own in these names."""
 
 
 @functools.cache
-def _update_of(rule: Rule) -> Callable[..., Any]:
-    key, num_states, num_signed = f"{SOURCES} {rule.name}", NUM_STATES[rule], NUM_SIGNED[rule]
+def _update_of(rule: Rule, format: StateFormat) -> Callable[..., Any]:
+    name, num_states, num_signed = f"{rule.name}_{format.name}", NUM_STATES[rule], NUM_SIGNED[rule]
+    key, is_rounded = f"{SOURCES} {name}", format is not StateFormat.FP32
 
     def update(kinds: Any, arrays: Any, line: Any, begin: Any, end: Any) -> None:
         _ = key
-        value_kind, grad_kind, format = kinds
+        value_kind, grad_kind, _ = kinds
         states, scales, (grad, value_out) = arrays[3:6], arrays[6:9], arrays[9:]
         first, places, scalars, keys = line
         block, random = np.empty((5, BLOCK), np.float32), np.empty(BLOCK, np.uint32)
-        short = format == COMPACT
         s, at = 0, begin
         while at < end:
             while first[s + 1] <= at:
                 s += 1
             until = min(end, min(first[s + 1], at + BLOCK))
-            shift, stop, number = places[s]
-            i = at + shift
-            count = min(until - at, stop - i)
+            i, number = at + places[s, 0], at + places[s, 2]
+            count = min(until - at, places[s, 1] - i)
             load(grad_kind, grad, i, count, block[0])
-            load_master(value_kind, short, arrays, i, count, block[1])
+            load_master(value_kind, arrays, i, count, block[1])
             for k in range(num_states):
-                load_state(format, k < num_signed, states[k], scales[k], i, count, block[2 + k])
+                load_state(k < num_signed, states[k], scales[k], i, count, block[2 + k])
             compute(scalars[s], block, count)
-            if format != WHOLE:
-                fill_random(keys[s], at + number, count, random)
-            if short and value_kind == BF16:
-                shorten_at_random(count, block[1], random)
+            if is_rounded:
+                fill_random(keys[s], number, count, random)
             for k in range(num_states):
                 # The row of the gradient is free by now.
-                store_state(format, k < num_signed, k, (states[k], scales[k]), i, count, block[2 + k], random, block[0])
-            store_master(value_kind, short, arrays, i, count, block[1])
+                store_state(k < num_signed, k, (states[k], scales[k]), i, count, block[2 + k], random, block[0])
+            store_master(value_kind, arrays, i, count, block[1], random)
             if value_out != 0:
                 store_value(value_kind, value_out, i, count, block[1])
             at = until
 
     # Another function in the closure would be strange to the cache of the next process; one among the globals is not.
-    scope = globals() | {"compute": _compute_of(rule)}
+    short = format is StateFormat.COMPACT
+    scope = globals() | {
+        "compute": _compute_of(rule),
+        "load_state": LOAD_STATE[format],
+        "store_state": STORE_STATE[format],
+        "load_master": _LOAD_MASTER[short],
+        "store_master": _STORE_MASTER[short],
+    }
     bound = FunctionType(update.__code__, scope, None, None, update.__closure__)
-    return function(bound, name=f"update_{rule.name}", cache=True)
+    return function(bound, name=f"update_{name}", cache=True)
 
 
 def update_part(
@@ -162,7 +184,7 @@ def update_part(
     begin: int,
     end: int,
 ) -> None:
-    _update_of(rule)(kinds, arrays, line, begin, end)
+    _update_of(rule, StateFormat(kinds[2]))(kinds, arrays, line, begin, end)
 
 
 # Sums

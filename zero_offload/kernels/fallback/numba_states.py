@@ -14,7 +14,6 @@ from zero_offload.kernels.fallback.elements import MAGNITUDE
 from zero_offload.kernels.fallback.numba_memory import canonical, load_bf16, load_fp32, store_fp32
 from zero_offload.kernels.fallback.numba_words import bits, bytes_at, from_bits, function, halves_at, u32, words_at
 
-WHOLE, HALF, COMPACT = int(StateFormat.FP32), int(StateFormat.BF16), int(StateFormat.COMPACT)
 _HALF_FIRST, _HALF_LATER = first_bit(0, 16), first_bit(1, 16)
 _CODE_FIRST, _CODE_LATER = first_bit(0, 12), first_bit(1, 12)
 
@@ -31,24 +30,10 @@ def _fill_random(key: Any, number: Any, count: Any, random: Any) -> None:
         random[i] = random_word(u32(number + i), before, between)
 
 
-def _fill_edges(random: Any, state: Any, count: Any, edges: Any) -> None:
-    shift = _CODE_FIRST if state == 0 else _CODE_LATER
-    for i in range(count):
-        edges[i] = random_edge(random[i], shift)
+fill_random = function(_fill_random)
 
 
-def _store_random_bf16(address: Any, begin: Any, count: Any, row: Any, random: Any, state: Any) -> None:
-    target = halves_at(address)
-    shift = _HALF_FIRST if state == 0 else _HALF_LATER
-    for i in range(count):
-        target[begin + i] = np.uint16(random_bf16(row[i], random[i], shift))
-
-
-fill_random, fill_edges = function(_fill_random), function(_fill_edges)
-store_random_bf16 = function(_store_random_bf16)
-
-
-# Codes: `begin` starts a block
+# Codes: `begin` starts a block. A loop from 0 on has no test for indices below 0, and becomes one over vectors
 
 
 def _load_codes_of(*, signed: bool) -> Callable[..., Any]:
@@ -57,9 +42,10 @@ def _load_codes_of(*, signed: bool) -> Callable[..., Any]:
     def load_codes(address: Any, scales: Any, begin: Any, count: Any, row: Any) -> None:
         source, scale_bits = bytes_at(address), words_at(scales)
         for first in range(0, count, STATE_BLOCK):
-            scale = from_bits(scale_bits[(begin + first) // STATE_BLOCK])
-            for i in range(first, min(first + STATE_BLOCK, count)):
-                row[i] = value_of(u32(source[begin + i]), scale)
+            at, part = begin + first, row[first : min(first + STATE_BLOCK, count)]
+            scale = from_bits(scale_bits[at // STATE_BLOCK])
+            for i in range(len(part)):
+                part[i] = value_of(u32(source[at + i]), scale)
 
     return function(load_codes, name=f"load_codes_{'signed' if signed else 'unsigned'}")
 
@@ -72,15 +58,16 @@ def _store_codes_of(*, signed: bool) -> Callable[..., Any]:
         """Leaves roots in the row."""
         target, scale_bits = bytes_at(address), words_at(scales)
         for first in range(0, count, STATE_BLOCK):
-            stop, top = min(first + STATE_BLOCK, count), np.uint32(0)
-            for i in range(first, stop):
-                row[i] = root_of(row[i])
-                top = max(top, u32(bits(row[i]) & MAGNITUDE))
+            at, top = begin + first, np.uint32(0)
+            part, edge = row[first : min(first + STATE_BLOCK, count)], edges[first:]
+            for i in range(len(part)):
+                part[i] = root_of(part[i])
+                top = max(top, u32(bits(part[i]) & MAGNITUDE))
             scale = scale_of(top)
             inverse = inverse_of(scale)
-            scale_bits[(begin + first) // STATE_BLOCK] = bits(scale)
-            for i in range(first, stop):
-                target[begin + i] = np.uint8(code_of(row[i], inverse, edges[i]))
+            scale_bits[at // STATE_BLOCK] = bits(scale)
+            for i in range(len(part)):
+                target[at + i] = np.uint8(code_of(part[i], inverse, edge[i]))
 
     return function(store_codes, name=f"store_codes_{'signed' if signed else 'unsigned'}")
 
@@ -106,33 +93,52 @@ def _encode_row(signed: Any, address: Any, scales: Any, begin: Any, count: Any, 
 decode_row, encode_row = function(_decode_row), function(_encode_row)
 
 
-# A state of an update
+# A state of an update, which is loaded and stored alike in every format
 
 
-def _load_state(format: Any, signed: Any, address: Any, scales: Any, begin: Any, count: Any, row: Any) -> None:
-    if format == WHOLE:
-        load_fp32(address, begin, count, row)
-    elif format == HALF:
-        load_bf16(address, begin, count, row)
-    else:
-        decode_row(signed, address, scales, begin, count, row)
+def _load_whole(signed: Any, address: Any, scales: Any, begin: Any, count: Any, row: Any) -> None:
+    load_fp32(address, begin, count, row)
 
 
-def _store_state(
-    format: Any, signed: Any, state: Any, arrays: Any, begin: Any, count: Any, row: Any, random: Any, spare: Any
+def _load_half(signed: Any, address: Any, scales: Any, begin: Any, count: Any, row: Any) -> None:
+    load_bf16(address, begin, count, row)
+
+
+def _store_whole(
+    signed: Any, state: Any, arrays: Any, begin: Any, count: Any, row: Any, random: Any, spare: Any
 ) -> None:
-    """`arrays` are the state and its scales; `random` the words of its elements; the `spare` row is written to."""
-    address, scales = arrays
-    if format == WHOLE:
-        store_fp32(address, begin, count, row)
-    elif format == HALF:
-        store_random_bf16(address, begin, count, row, random, state)
-    else:
-        fill_edges(random, state, count, spare)
-        encode_row(signed, address, scales, begin, count, row, spare)
+    """`arrays` are the state and its scales; `random` the words of its elements; the `spare` row may be written to."""
+    store_fp32(arrays[0], begin, count, row)
 
 
-load_state, store_state = function(_load_state), function(_store_state)
+def _store_half(
+    signed: Any, state: Any, arrays: Any, begin: Any, count: Any, row: Any, random: Any, spare: Any
+) -> None:
+    target = halves_at(arrays[0])
+    shift = _HALF_FIRST if state == 0 else _HALF_LATER
+    for i in range(count):
+        target[begin + i] = np.uint16(random_bf16(row[i], random[i], shift))
+
+
+def _store_compact(
+    signed: Any, state: Any, arrays: Any, begin: Any, count: Any, row: Any, random: Any, spare: Any
+) -> None:
+    shift = _CODE_FIRST if state == 0 else _CODE_LATER
+    for i in range(count):
+        spare[i] = random_edge(random[i], shift)
+    encode_row(signed, arrays[0], arrays[1], begin, count, row, spare)
+
+
+LOAD_STATE = {
+    StateFormat.FP32: function(_load_whole),
+    StateFormat.BF16: function(_load_half),
+    StateFormat.COMPACT: decode_row,
+}
+STORE_STATE = {
+    StateFormat.FP32: function(_store_whole),
+    StateFormat.BF16: function(_store_half),
+    StateFormat.COMPACT: function(_store_compact),
+}
 
 
 # Masters of 24 bits: a half, which is stored as that of 32, and a residual of 8 bits
