@@ -17,6 +17,7 @@ from zero_offload.kernels.fallback.numba_words import bits, bytes_at, from_bits,
 _HALF_FIRST, _HALF_LATER = first_bit(0, 16), first_bit(1, 16)
 _CODE_FIRST, _CODE_LATER = first_bit(0, 12), first_bit(1, 12)
 
+_codes = {signed: make_codes(words, signed=signed) for signed in (False, True)}
 _made = make_codec(words)
 random_word, random_edge, random_bf16 = _made.random_word, _made.random_edge, _made.random_bf16
 random_24, nearest_24 = _made.random_24, _made.nearest_24
@@ -37,7 +38,7 @@ fill_random = function(_fill_random)
 
 
 def _load_codes_of(*, signed: bool) -> Callable[..., Any]:
-    value_of = make_codes(words, signed=signed).value_of
+    value_of = _codes[signed].value_of
 
     def load_codes(address: Any, scales: Any, begin: Any, count: Any, row: Any) -> None:
         source, scale_bits = bytes_at(address), words_at(scales)
@@ -51,7 +52,7 @@ def _load_codes_of(*, signed: bool) -> Callable[..., Any]:
 
 
 def _store_codes_of(*, signed: bool) -> Callable[..., Any]:
-    made = make_codes(words, signed=signed)
+    made = _codes[signed]
     root_of, scale_of, inverse_of, code_of = made.root_of, made.scale_of, made.inverse_of, made.code_of
 
     def store_codes(address: Any, scales: Any, begin: Any, count: Any, row: Any, edges: Any) -> None:
