@@ -74,9 +74,10 @@ def check_update(args: UpdateArgs, segments: Any) -> None:
         needed["residual of a bf16 value"] = args.residual
     if args.value_kind is Kind.FP16:
         needed["master of an fp16 value"] = args.master
-    for name in names:
+    for name, of_scales in zip(names, _SCALES, strict=False):
         needed[name] = states[name]
-        needed |= {each: address for each, address in scales.items() if each.startswith(name)}
+        if is_compact:
+            needed[of_scales] = scales[of_scales]
     needed["grad"] = args.grad
     _check_pointers(call, needed)
     value_bytes = ELEMENT_BYTES[args.value_kind]

@@ -138,7 +138,7 @@ def _update_of(rule: Rule, format: StateFormat) -> Callable[..., Any]:
 
     def update(kinds: Any, arrays: Any, line: Any, begin: Any, end: Any) -> None:
         _ = key
-        value_kind, grad_kind, _ = kinds
+        value_kind, grad_kind = kinds
         states, scales, (grad, value_out) = arrays[3:6], arrays[6:9], arrays[9:]
         first, places, scalars, keys = line
         block, random = np.empty((5, BLOCK), np.float32), np.empty(BLOCK, np.uint32)
@@ -185,7 +185,7 @@ def update_part(
     begin: int,
     end: int,
 ) -> None:
-    _update_of(rule, StateFormat(kinds[2]))(kinds, arrays, line, begin, end)
+    _update_of(rule, StateFormat(kinds[2]))(kinds[:2], arrays, line, begin, end)
 
 
 # Sums
