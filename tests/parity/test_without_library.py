@@ -25,9 +25,10 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(precision: str, tier: str, nvme: Path) -> Trajectory:
+def run(precision: str, tier: str, nvme: Path, states: str = "fp32") -> Trajectory:
     recipe = Recipe(functools.partial(TinyLM, NARROW), precision, num_steps=8, micro_batches=2, max_norm=0.5)
-    config = zo.OffloadConfig(nvme=nvme, existing="discard", precision=precision, **TIERS[tier])
+    kept = zo.Precision(compute=precision, states=states)
+    config = zo.OffloadConfig(nvme=nvme, existing="discard", precision=kept, **TIERS[tier])
     return train_offloaded(recipe, config)
 
 
@@ -39,6 +40,14 @@ def test_trains_to_the_bits_of_the_native_run(instead: str, precision: str, tier
     assert len(set(expected.losses)) > 10
     with whole_run_without_library(instead):
         assert run(precision, tier, nvme) == expected
+
+
+@pytest.mark.parametrize(("precision", "tier", "states"), [("bf16", "nvme", "compact"), ("fp16", "cpu", "bf16")])
+@pytest.mark.parametrize("instead", ["numba", "numpy"])
+def test_trains_with_states_of_other_formats(instead: str, precision: str, tier: str, states: str, nvme: Path) -> None:
+    expected = run(precision, tier, nvme, states)
+    with whole_run_without_library(instead):
+        assert run(precision, tier, nvme, states) == expected
 
 
 def test_the_portable_engine_serves(nvme: Path) -> None:

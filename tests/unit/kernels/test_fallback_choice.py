@@ -17,12 +17,13 @@ from numba.core.bytecode import FunctionIdentity
 
 from tests.helpers.without_library import forget_choices, without_library
 from zero_offload import abi, native
-from zero_offload.abi import Rule
+from zero_offload.abi import Rule, StateFormat
 from zero_offload.errors import CapacityError
 from zero_offload.kernels import choice
 from zero_offload.kernels.fallback import numba_passes, numba_words, numpy_passes
 from zero_offload.kernels.fallback.calls import PortableKernels
 from zero_offload.kernels.master import convert
+from zero_offload.kernels.states import state_dtype
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 
 
@@ -92,35 +93,47 @@ def test_where_numba_has_no_place_for_files_it_compiles_each_time() -> None:
     assert numba_words.function(scope["double"], cache=True)(21) == 42  # type: ignore[arg-type]
 
 
-def run_compiled(rule: Rule) -> tuple[float, float, int]:
+def run_compiled(rule: Rule, format: StateFormat) -> tuple[float, float, int]:
     """The new value, the new state, and how often it was found in a file."""
-    value, state, grad = torch.ones(8), torch.ones(8), torch.full((8,), 3.0)
+    value, state, grad = torch.ones(8), torch.ones(8, dtype=state_dtype(format, signed=True)), torch.full((8,), 3.0)
     addresses = (value.data_ptr(), 0, 0, (state.data_ptr(),), grad.data_ptr(), 0)
     segment = Segment(0, 8, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 2)
-    fused_update(rule, UpdateBuffers(*addresses, value.dtype, grad.dtype), [segment], 1)
-    return value[0].item(), state[0].item(), sum(numba_passes._update_of(rule).stats.cache_hits.values())
+    fused_update(rule, UpdateBuffers(*addresses, value.dtype, grad.dtype, state_format=format), [segment], 1)
+    return (
+        value[0].item(),
+        state[0].item(),
+        sum(numba_passes._update_of(rule, format).stats.cache_hits.values()),
+    )
+
+
+def forget_compiled() -> None:
+    for each in (numba_passes._update_of, numba_passes._compute_of):
+        each.cache_clear()
 
 
 def test_the_next_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each rule its own, though they have the same types, and their symbols the same numbers in two processes."""
+    """Each rule and format its own, though they have the same types, and their symbols the same numbers in two
+    processes."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    results = {Rule.LION: (0.5, 2.0), Rule.SGD_MOMENTUM: (0.0, 2.0)}
+    fp32, bf16 = StateFormat.FP32, StateFormat.BF16
+    results = {(Rule.LION, fp32): (0.5, 2.0), (Rule.SGD_MOMENTUM, fp32): (0.0, 2.0), (Rule.LION, bf16): (0.5, 2.0)}
     with without_library():
-        numba_passes._update_of.cache_clear()
-        run_compiled(Rule.ADAGRAD)  # what all rules share has its numbers now
-        for rule, result in results.items():
+        forget_compiled()
+        for format in (fp32, bf16):
+            run_compiled(Rule.SGD_NESTEROV, format)  # what all rules share has its numbers now
+        for kind, result in results.items():
             # As in a new process, which begins to count anew.
-            numba_passes._update_of.cache_clear()
+            forget_compiled()
             monkeypatch.setattr(FunctionIdentity, "_unique_ids", itertools.count(1 << 40))
-            assert run_compiled(rule) == (*result, 0)
-        numba_passes._update_of.cache_clear()
-        for rule, result in results.items():
-            assert run_compiled(rule) == (*result, 1)
+            assert run_compiled(*kind) == (*result, 0)
+        forget_compiled()
+        for kind, result in results.items():
+            assert run_compiled(*kind) == (*result, 1)
 
 
 def test_what_is_kept_is_of_these_sources() -> None:
     """Numba itself would look at one file only."""
-    cells = numba_passes._update_of(Rule.SGD).py_func.__closure__
-    key = f"{numba_passes._SOURCES} SGD"
+    cells = numba_passes._update_of(Rule.SGD, StateFormat.BF16).py_func.__closure__
+    key = f"{numba_words.SOURCES} SGD_BF16"
     assert key in [cell.cell_contents for cell in cells]
-    assert numba_passes._sources() == numba_passes._SOURCES
+    assert numba_words.sources() == numba_words.SOURCES

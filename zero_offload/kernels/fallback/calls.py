@@ -13,21 +13,26 @@ from typing import Any, Protocol
 import numpy as np
 
 from zero_offload import abi, crc32c
-from zero_offload.abi import GradMode, Kind, Rule, StateFormat
+from zero_offload.abi import STATE_BLOCK, GradMode, Kind, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.fallback.checks import (
     check_buffers,
     check_convert_kinds,
     check_grad_kinds,
+    check_origin,
     check_range,
+    check_short_master,
+    check_states,
     check_update,
 )
+from zero_offload.kernels.fallback.codec import random_key
 from zero_offload.kernels.fallback.elements import INFINITY
 from zero_offload.kernels.fallback.parts import CHUNK, Body, in_parts, num_chunks
 from zero_offload.kernels.fallback.rules import NUM_SCALARS, scalars_of
 from zero_offload.native import StateArgs, SumOfSquares, UpdateArgs
 
 _SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
+_KIND_OF = {StateFormat.FP32: Kind.FP32, StateFormat.BF16: Kind.BF16}
 READ = -1
 """Beside GradMode's: the mode of a sum that stores nothing."""
 
@@ -38,17 +43,16 @@ class Passes(Protocol):
     def update_part(
         self,
         rule: Rule,
-        kinds: tuple[int, int],
+        kinds: tuple[int, int, int],
         arrays: tuple[int, ...],
-        line: tuple[Any, Any, Any],
+        line: tuple[Any, Any, Any, Any],
         begin: int,
         end: int,
     ) -> None:
-        """Update elements [begin, end) of the line on which all segments lie end to end.
+        """Update places [begin, end) of the line on which all rows lie end to end; see `_line_of`.
 
-        `kinds` are of value and gradient; `arrays` the addresses of value, residual, master, three states, gradient
-        and value_out; `line` is (segments + 1,) where each begins on the line, (segments,) how far from there its
-        elements lie, (segments, NUM_SCALARS) fp32 scalars.
+        `kinds` are of value and gradient, and the format of states; `arrays` the addresses of value, residual, master,
+        three states, their scales, gradient and value_out. Beside compact states `begin` starts a block.
         """
 
     def sum_part(
@@ -72,6 +76,16 @@ class Passes(Protocol):
 
     def join_part(self, half: int, residual: int, master: int, begin: int, end: int) -> None: ...
 
+    def short_split_part(self, master: int, half: int, residual: int, begin: int, end: int) -> None: ...
+
+    def short_join_part(self, half: int, residual: int, master: int, begin: int, end: int) -> None: ...
+
+    def decode_part(self, signed: bool, arrays: tuple[int, int, int], begin: int, end: int) -> None:
+        """Of compact states: `arrays` are of codes, scales and fp32; `begin` starts a block."""
+
+    def encode_part(self, signed: bool, arrays: tuple[int, int, int], begin: int, end: int) -> None:
+        """As `decode_part`, the other way."""
+
 
 class PortableKernels:
     """Each call is that of `native`, and returns its bits. The first call of a kind may take time to compile."""
@@ -80,18 +94,17 @@ class PortableKernels:
         self.passes = passes
 
     def update(self, args: UpdateArgs) -> None:
-        if args.state_format is not StateFormat.FP32:
-            raise _needs_library(args.state_format)
         check_range("zo_update", args.num_segments, args.num_threads)
+        check_origin(args)
         if args.num_segments == 0:
             return
         rows = (ctypes.c_char * (args.num_segments * _SEGMENT_DTYPE.itemsize)).from_address(args.segments)
         segments = np.frombuffer(memoryview(rows), _SEGMENT_DTYPE)
         check_update(args, segments)
-        kinds = (int(args.value_kind), int(args.grad_kind))
-        states = (*args.states, 0, 0, 0)[: abi.MAX_STATES]
-        arrays = (args.value, args.residual, args.master, *states, args.grad, args.value_out)
-        line = _line_of(args.rule, segments)
+        kinds = (int(args.value_kind), int(args.grad_kind), int(args.state_format))
+        states, scales = ((*each, 0, 0, 0)[: abi.MAX_STATES] for each in (args.states, args.scales))
+        arrays = (args.value, args.residual, args.master, *states, *scales, args.grad, args.value_out)
+        line = _line_of(args, segments)
         total = int(line[0][-1])
 
         def update_chunks(first: int, last: int) -> None:
@@ -110,16 +123,28 @@ class PortableKernels:
         _in_elements(numel, num_threads, lambda *part: self.passes.join_part(half, residual, master, *part))
 
     def short_master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-        raise _needs_library(StateFormat.COMPACT)
+        check_short_master("zo_short_master_split", master, half, residual, numel, num_threads)
+        _in_elements(numel, num_threads, lambda *part: self.passes.short_split_part(master, half, residual, *part))
 
     def short_master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-        raise _needs_library(StateFormat.COMPACT)
+        check_short_master("zo_short_master_join", master, half, residual, numel, num_threads)
+        _in_elements(numel, num_threads, lambda *part: self.passes.short_join_part(half, residual, master, *part))
 
     def states_decode(self, args: StateArgs) -> None:
-        raise _needs_library(args.format)
+        check_states("zo_states_decode", args)
+        if args.format is not StateFormat.COMPACT:
+            self.convert(args.fp32, Kind.FP32, args.states, _KIND_OF[args.format], args.numel, args.num_threads)
+            return
+        arrays = (args.states, args.scales, args.fp32)
+        _in_elements(args.numel, args.num_threads, lambda *part: self.passes.decode_part(args.signed, arrays, *part))
 
     def states_encode(self, args: StateArgs) -> None:
-        raise _needs_library(args.format)
+        check_states("zo_states_encode", args)
+        if args.format is not StateFormat.COMPACT:
+            self.convert(args.states, _KIND_OF[args.format], args.fp32, Kind.FP32, args.numel, args.num_threads)
+            return
+        arrays = (args.states, args.scales, args.fp32)
+        _in_elements(args.numel, args.num_threads, lambda *part: self.passes.encode_part(args.signed, arrays, *part))
 
     def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
         check_range("zo_convert", numel, num_threads)
@@ -179,22 +204,36 @@ class PortableKernels:
         return SumOfSquares(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
 
 
-def _needs_library(format: StateFormat) -> ConfigError:
-    return ConfigError(
-        f"states in {format.name.lower()} need the native library, which is missing here; build it with a C++17 "
-        "compiler (pip install --force-reinstall), or use Precision(states='fp32')"
-    )
+def _line_of(args: UpdateArgs, segments: Any) -> tuple[Any, Any, Any, Any]:
+    """Chunks are cut from one line, so that many small segments share a part.
 
-
-def _line_of(rule: Rule, segments: Any) -> tuple[Any, Any, Any]:
-    """See `Passes.update_part`: chunks are cut from one line, so that many small segments share a part."""
-    first = np.zeros(len(segments) + 1, dtype=np.int64)
-    np.cumsum(segments["end"] - segments["begin"], out=first[1:])
+    A row of it is a segment, or as much of one as has one key: random words are numbered modulo 2^32, and which turn it
+    is is a part of their key. (rows + 1,) where each begins on the line, beside compact states at a block; (rows, 3)
+    how far from there its elements lie, where they end, and how far from there they are numbered; (rows, NUM_SCALARS)
+    fp32 scalars; (rows, 2) uint32 keys.
+    """
     scalars = np.zeros((len(segments), NUM_SCALARS), dtype=np.float32)
     with np.errstate(over="ignore"):
         for row, segment in zip(scalars, segments, strict=True):
-            row[:] = scalars_of(rule, segment)
-    return first, segments["begin"] - first[:-1], scalars
+            row[:] = scalars_of(args.rule, segment)
+    grain = STATE_BLOCK if args.state_format is StateFormat.COMPACT else 1
+    first, places, keys, of_segment = [0], [], [], []
+    for index, (begin, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):
+        while begin < end:
+            turn = (args.origin + begin) >> 32
+            stop = min(end, ((turn + 1) << 32) - args.origin)
+            shift = begin - first[-1]
+            places.append((shift, stop, (args.origin + shift) % (1 << 32)))
+            keys.append(random_key(args.seed, step, turn))
+            of_segment.append(index)
+            first.append(first[-1] - (begin - stop) // grain * grain)
+            begin = stop
+    return (
+        np.array(first, dtype=np.int64),
+        np.array(places, dtype=np.int64).reshape(-1, 3),
+        scalars[of_segment],
+        np.array(keys, dtype=np.uint32).reshape(-1, 2),
+    )
 
 
 def _in_elements(numel: int, num_threads: int, body: Body) -> None:

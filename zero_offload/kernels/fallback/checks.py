@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from zero_offload.abi import GradMode, Kind
+from zero_offload.abi import STATE_BLOCK, GradMode, Kind, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.fallback.rules import NUM_STATES
-from zero_offload.native import UpdateArgs
+from zero_offload.native import StateArgs, UpdateArgs
 
 _MAX_THREADS = 1024
 _STATES = ("the first state", "the second state", "the third state")
+_SCALES = tuple(f"{name}'s scales" for name in _STATES)
+_STATE_BYTES = {StateFormat.FP32: 4, StateFormat.BF16: 2, StateFormat.COMPACT: 1}
 ELEMENT_BYTES = {Kind.FP32: 4, Kind.BF16: 2, Kind.FP16: 2}
 
 
@@ -39,49 +41,89 @@ def check_convert_kinds(dst: Kind, src: Kind) -> None:
         raise ConfigError(f"zo_convert: kind {dst} from kind {src} is not offered; go through fp32")
 
 
+def check_states(call: str, args: StateArgs) -> None:
+    check_range(call, args.numel, args.num_threads)
+    needed = {"states": args.states, "fp32": args.fp32}
+    if args.format is StateFormat.COMPACT:
+        needed["scales"] = args.scales
+    if args.numel > 0:
+        _check_pointers(call, needed)
+
+
+def check_short_master(call: str, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    check_range(call, numel, num_threads)
+    if numel > 0:
+        _check_pointers(call, {"master": master, "half": half, "residual": residual})
+
+
+def check_origin(args: UpdateArgs) -> None:
+    grain = STATE_BLOCK if args.state_format is StateFormat.COMPACT else 1
+    if args.origin < 0 or args.origin % grain:
+        raise ConfigError(f"zo_update: origin is {args.origin}, not 0 or a multiple of {grain}")
+
+
 def check_update(args: UpdateArgs, segments: Any) -> None:
     """`segments` are the rows at args.segments, at least one."""
-    call = "zo_update"
-    _check_segments(call, segments)
-    states = args.states[: NUM_STATES[args.rule]]
+    call, is_compact = "zo_update", args.state_format is StateFormat.COMPACT
+    _check_segments(call, segments, is_compact)
+    names = _STATES[: NUM_STATES[args.rule]]
+    states = dict(zip(names, (*args.states, 0, 0, 0), strict=False))
+    scales = dict(zip(_SCALES[: len(names)], (*args.scales, 0, 0, 0), strict=False)) if is_compact else {}
     needed = {"value": args.value}
     if args.value_kind is Kind.BF16:
         needed["residual of a bf16 value"] = args.residual
     if args.value_kind is Kind.FP16:
         needed["master of an fp16 value"] = args.master
-    needed |= {_STATES[k]: states[k] if k < len(states) else 0 for k in range(NUM_STATES[args.rule])}
+    for name, of_scales in zip(names, _SCALES, strict=False):
+        needed[name] = states[name]
+        if is_compact:
+            needed[of_scales] = scales[of_scales]
     needed["grad"] = args.grad
-    for name, address in needed.items():
-        if not address:
-            raise ConfigError(f"{call}: {name} is NULL")
+    _check_pointers(call, needed)
     value_bytes = ELEMENT_BYTES[args.value_kind]
     buffers = [
         ("value", args.value, value_bytes),
         ("value_out", args.value_out, value_bytes),
         ("grad", args.grad, ELEMENT_BYTES[args.grad_kind]),
-        ("residual", args.residual if args.value_kind is Kind.BF16 else 0, 2),
+        ("residual", args.residual if args.value_kind is Kind.BF16 else 0, 1 if is_compact else 2),
         ("master", args.master if args.value_kind is Kind.FP16 else 0, 4),
-        *((name, address, 4) for name, address in zip(_STATES, states, strict=False)),
+        *((name, address, _STATE_BYTES[args.state_format]) for name, address in states.items()),
     ]
-    _check_apart(call, [each for each in buffers if each[1]], int(segments[0]["begin"]), int(segments[-1]["end"]))
+    begin, end = int(segments[0]["begin"]), int(segments[-1]["end"])
+    spans = [(name, address + size * begin, address + size * end) for name, address, size in buffers if address]
+    for name, address in scales.items():
+        spans.append((name, address + 4 * (begin // STATE_BLOCK), address + 4 * -(-end // STATE_BLOCK)))
+    _check_apart(call, spans)
 
 
-def _check_segments(call: str, segments: Any) -> None:
+def _check_pointers(call: str, needed: dict[str, int]) -> None:
+    for name, address in needed.items():
+        if not address:
+            raise ConfigError(f"{call}: {name} is NULL")
+
+
+def _check_segments(call: str, segments: Any, is_compact: bool) -> None:
     previous_end = 0
     for index, (begin, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):
         if begin < previous_end or end < begin:
             raise ConfigError(
                 f"{call}: segment {index} is [{begin}, {end}) after one that ends at {previous_end}; sort them"
             )
+        if is_compact and begin % STATE_BLOCK:
+            raise ConfigError(
+                f"{call}: segment {index} begins at {begin}; beside compact states it begins at a multiple of "
+                f"{STATE_BLOCK}"
+            )
         if step < 1:
             raise ConfigError(f"{call}: segment {index} has step {step}; the first step is 1")
         previous_end = end
 
 
-def _check_apart(call: str, buffers: list[tuple[str, int, int]], begin: int, end: int) -> None:
-    """No element of one buffer may lie in another: the pass would read what it has just written."""
-    for (a, a_address, a_bytes), (b, b_address, b_bytes) in itertools.combinations(buffers, 2):
-        if a_address + a_bytes * end > b_address + b_bytes * begin and (
-            b_address + b_bytes * end > a_address + a_bytes * begin
-        ):
+def _check_apart(call: str, spans: list[tuple[str, int, int]]) -> None:
+    """No element of one buffer may lie in another: the pass would read what it has just written.
+
+    A span is a name and the addresses of the first byte and of that behind the last.
+    """
+    for (a, a_first, a_last), (b, b_first, b_last) in itertools.combinations(spans, 2):
+        if a_last > b_first and b_last > a_first:
             raise ConfigError(f"{call}: {a} and {b} overlap; give each memory of its own")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,19 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 Function = Callable[..., Any]
+
+
+def sources() -> str:
+    """A digest of this folder.
+
+    Numba looks at one file to see whether what it has kept is stale, and at what a function has in its closure: so
+    functions that are kept name this, and are compiled anew when any file has changed.
+    """
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+SOURCES = sources()
 
 
 def function(body: Function, *, name: str = "", cache: bool = False) -> Function:
@@ -78,7 +93,8 @@ from_bits: Function = intrinsic(_from_bits)
 """The same 32 bits as the other type."""
 halves_at: Function = intrinsic(_pointer_to(types.uint16))
 words_at: Function = intrinsic(_pointer_to(types.uint32))
-"""Memory at an address, as elements of 32 bits."""
+bytes_at: Function = intrinsic(_pointer_to(types.uint8))
+"""Memory at an address, as elements of 16, 32 or 8 bits."""
 
 
 def _u32(x: Any) -> Any:
@@ -87,6 +103,11 @@ def _u32(x: Any) -> Any:
 
 def _f32(x: Any) -> Any:
     return np.float32(x)
+
+
+def _whole(x: Any) -> Any:
+    """From 0 up to 2^31, toward zero."""
+    return np.uint32(np.int32(x))
 
 
 def _select(condition: Any, then: Any, otherwise: Any) -> Any:
@@ -102,5 +123,5 @@ def _sign(x: Any) -> Any:
     return np.float32(1.0) if x > np.float32(0.0) else np.float32(-1.0) if x < np.float32(0.0) else x
 
 
-u32, f32, select = function(_u32), function(_f32), function(_select)
+u32, f32, whole, select = function(_u32), function(_f32), function(_whole), function(_select)
 greater, sign = function(_greater), function(_sign)

@@ -12,8 +12,8 @@ Function = Callable[..., Any]
 Floats = npt.NDArray[np.float32]
 
 
-def function(body: Function) -> Function:
-    """Numpy runs it as it is."""
+def function(body: Function, *, name: str = "") -> Function:
+    """Numpy runs it as it is, and asks for no name."""
     return body
 
 
@@ -53,6 +53,11 @@ def u32(x: Any) -> Any:
 
 def f32(x: Any) -> Any:
     return x.astype(np.float32)
+
+
+def whole(x: Any) -> Any:
+    """From 0 up to 2^31, toward zero."""
+    return x.astype(np.int32).view(np.uint32)
 
 
 def select(condition: Any, then: Any, otherwise: Any) -> Any:

@@ -29,6 +29,8 @@ NUM_STATES = {
     Rule.SGD_MOMENTUM: 1,
     Rule.SGD_NESTEROV: 1,
 }
+NUM_SIGNED = {rule: 0 if rule is Rule.ADAGRAD else min(count, 1) for rule, count in NUM_STATES.items()}
+"""How many of those, the first, may be below 0; the others are means or sums of squares."""
 _ADAM = (Rule.ADAMW, Rule.ADAMW_AMSGRAD, Rule.ADAM, Rule.ADAM_AMSGRAD)
 _AMSGRAD = (Rule.ADAMW_AMSGRAD, Rule.ADAM_AMSGRAD)
 _DECOUPLED = (Rule.ADAMW, Rule.ADAMW_AMSGRAD)
