@@ -78,7 +78,7 @@ def copies(arrays: Arrays, device: str = "cpu") -> Arrays:
 
 
 def bits(array: Tensor) -> Tensor:
-    return array.detach().cpu().contiguous().view(torch.uint8)
+    return array.detach().cpu().reshape(-1).view(torch.uint8)
 
 
 def same_bits(actual: Arrays, expected: Arrays) -> list[str]:

@@ -26,6 +26,8 @@ from zero_offload.kernels.update import SEGMENT_DTYPE, STATES, Segment, segment_
 
 BLOCK = 1024
 """Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time."""
+OPTIONS = {"enable_fp_fusion": False}
+"""Of the compiler: a product is not fused with the sum behind it."""
 
 # A kernel reads no globals but those that it may take for constants.
 _GRAD_SCALE, _DECAY, _L2 = tl.constexpr(rules.GRAD_SCALE), tl.constexpr(rules.DECAY), tl.constexpr(rules.L2)
@@ -82,7 +84,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
             IS_SPLIT=residual is not None,
             HAS_BF16_GRAD=has_bf16_grad,
             BLOCK=BLOCK,
-            enable_fp_fusion=False,
+            **OPTIONS,
         )
 
 
@@ -94,7 +96,9 @@ def try_on(device: torch.device) -> None:
 
 
 def _part(tensor: Tensor, segment: Segment) -> Tensor:
-    return tensor.view(-1)[segment.begin : segment.end]
+    # Most are whole, and a launch is short: five views would take longer than all checks.
+    is_whole = segment.end - segment.begin == tensor.numel()
+    return tensor if is_whole else tensor.view(-1)[segment.begin : segment.end]
 
 
 @functools.lru_cache(maxsize=64)
@@ -155,8 +159,8 @@ def _update(
     HAS_BF16_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block; `c` are the scalars of `rules.scalars_of`. `value` points to the bits of halves if IS_SPLIT, and `grad`
-    to those of bf16 numbers if HAS_BF16_GRAD."""
+    """One block; `c` are the scalars of `rules.scalars_of`. `value` points to the bits of halves if IS_SPLIT, `grad` to
+    those of bf16 numbers if HAS_BF16_GRAD."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel
     g = tl.load(grad + i, mask=inside)
