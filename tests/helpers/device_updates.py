@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -13,6 +17,7 @@ from zero_offload.abi import Rule
 from zero_offload.kernels.master import split_master
 from zero_offload.kernels.update import SIGNED, STATES, Segment, UpdateBuffers, fused_update
 
+MODULE = "zero_offload.kernels.triton_update"
 SEGMENT = Segment(0, 0, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 VALUES = (torch.float32, torch.bfloat16)
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,3 +90,16 @@ def same_bits(actual: Arrays, expected: Arrays) -> list[str]:
     """The arrays that differ."""
     assert actual.keys() == expected.keys()
     return [name for name in expected if not torch.equal(bits(actual[name]), bits(expected[name]))]
+
+
+def import_triton_update(patch: pytest.MonkeyPatch, interpreted: str) -> ModuleType:
+    """triton_update anew, since Triton looks at this variable when a kernel is declared."""
+    pytest.importorskip("triton", reason="triton is not installed: pip install 'zero_offload[triton]'")
+    patch.setenv("TRITON_INTERPRET", interpreted)
+    before = sys.modules.pop(MODULE, None)
+    try:
+        return importlib.import_module(MODULE)
+    finally:
+        sys.modules.pop(MODULE, None)
+        if before is not None:
+            sys.modules[MODULE] = before
