@@ -1,6 +1,7 @@
 """Which kernels run: native ones, else the same compiled by numba, else the same in numpy. All return the same bits.
 
-Chosen at the first call of a process and kept; what stands in for the native kernels is told once.
+Chosen at the first call of a process and kept; what stands in for the native kernels is told once. On a GPU there is
+the update alone, where Triton is.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import functools
 import warnings
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from zero_offload import native
 from zero_offload.abi import GradMode, Kind
@@ -95,3 +98,30 @@ def find() -> Choice:
             f"pip install numba: its kernels run {compiled}",
         )
     return Choice("numba", f"numba, {compiled}")
+
+
+def has_device_update(tensor: torch.Tensor) -> bool:
+    """Whether `triton_update` updates this tensor: it is on a GPU, and Triton is here and compiles for that one."""
+    return tensor.device.type == "cuda" and _triton_compiles_for(tensor.device)
+
+
+@functools.cache
+def _triton_compiles_for(device: torch.device) -> bool:
+    """Tried once for each device. Warns where there is a Triton that does not; its absence is no defect."""
+    try:
+        from zero_offload.kernels.triton_update import try_on
+    except Exception:  # no Triton, or one that does not fit what is beside it
+        return False
+    try:
+        try_on(device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no C compiler, a GPU that it does not know, no folder to write to
+        warnings.warn(
+            f"Triton compiles nothing for {device} ({type(error).__name__}: {error}); it needs a C compiler, for "
+            "example gcc. Until then ordinary parameters there are updated by torch's functions, bf16 ones without an "
+            "fp32 master",
+            stacklevel=2,
+        )
+        return False
+    return True

@@ -15,7 +15,7 @@ def kind_of(dtype: torch.dtype) -> Kind:
     """The kernel kind of a dtype. Raises ConfigError for any but float32, bfloat16 and float16."""
     kind = _KINDS.get(dtype)
     if kind is None:
-        raise ConfigError(f"CPU kernels take torch.float32, torch.bfloat16 and torch.float16, not {dtype}")
+        raise ConfigError(f"the kernels take torch.float32, torch.bfloat16 and torch.float16, not {dtype}")
     return kind
 
 

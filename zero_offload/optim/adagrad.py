@@ -44,13 +44,13 @@ class Adagrad(FusedOptimizer):
         return Hyper(Rule.ADAGRAD, lr, decay, initial, eps, weight_decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        state["step"] = state.get("step", torch.tensor(0.0, device="cpu")) + 1
         return int(state["step"])
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         assert param.grad is not None
         if is_new:
-            state["step"] = torch.tensor(0.0)
+            state["step"] = torch.tensor(0.0, device="cpu")
             state["sum"] += group["initial_accumulator_value"]
         torch_adagrad(
             [param],

@@ -31,11 +31,11 @@ class _AdamBase(FusedOptimizer):
         return Hyper(rule, lr, beta1, beta2, eps, decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        state["step"] = state.get("step", torch.tensor(0.0, device="cpu")) + 1
         return int(state["step"])
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
-        state.setdefault("step", torch.tensor(0.0))
+        state.setdefault("step", torch.tensor(0.0, device="cpu"))
         beta1, beta2 = group["betas"]
         self._torch_function(
             [param],

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.kernels.choice import has_device_update
+from zero_offload.kernels.dtypes import address_of
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 from zero_offload.optim.groups import group_records
 from zero_offload.shards.registry import Owner, owner_of
 
@@ -26,8 +28,15 @@ State = dict[str, Any]
 
 class FusedOptimizer(torch.optim.Optimizer):
     """On offloaded parameters the master is fp32 (bf16 compute: the bf16 half and a 16-bit residual) and the states
-    are fp32, wherever they rest. On ordinary CPU parameters it is a plain optimizer with one fused pass; bf16
-    parameters get an fp32 master by the same means, kept in `state`."""
+    are fp32, wherever they rest.
+
+    On ordinary parameters it is a plain optimizer. Contiguous fp32 and bf16 ones are updated in one fused pass each: on
+    a CPU by the kernels of offloaded parameters, on a CUDA device by the same arithmetic compiled by Triton. It is
+    launched on the device's current stream, and the host waits for nothing, unless a learning rate is a tensor there.
+    States are fp32, and bf16 parameters get an fp32 master by the same means as offloaded ones, kept in `state`. All
+    other parameters, DTensors among them, and all on a GPU where Triton cannot be imported, are updated by torch's
+    functions, with states in the parameter's dtype.
+    """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check(defaults)
@@ -176,19 +185,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         if param.dtype == torch.bfloat16 and "residual" not in state:
             state["residual"] = torch.zeros_like(param, dtype=torch.int16)
-        grad = grad.contiguous()
-        buffers = UpdateBuffers(
-            value=param.data_ptr(),
-            residual=state["residual"].data_ptr() if "residual" in state else 0,
-            master=0,
-            states=tuple(state[name].data_ptr() for name in names),
-            grad=grad.data_ptr(),
-            value_out=0,
-            value_dtype=param.dtype,
-            grad_dtype=grad.dtype,
-        )
-        segment = hyper.segment(0, param.numel(), 1.0, step)
-        fused_update(hyper.rule, buffers, [segment], torch.get_num_threads())
+        launch = _update_on_device if has_device_update(param) else _update_on_host
+        launch(param, grad.contiguous(), state, hyper, hyper.segment(0, param.numel(), 1.0, step))
         torch.autograd.graph.increment_version(param)
 
 
@@ -217,9 +215,32 @@ def _by_owner(params: Iterable[nn.Parameter]) -> dict[int, tuple[Owner, list[nn.
 
 
 def _has_kernel(param: nn.Parameter) -> bool:
-    """Whether the fused kernel updates this parameter; its states are fp32 then."""
-    plain = param.device.type == "cpu" and param.is_contiguous()
-    return plain and param.dtype in (torch.float32, torch.bfloat16)
+    """Whether a fused kernel updates this parameter; its states are fp32 then."""
+    # The memory of a DTensor, or of another wrapper, is not its own.
+    plain = param.dtype in (torch.float32, torch.bfloat16) and param.is_contiguous() and type(param.data) is Tensor
+    return plain and (param.device.type == "cpu" or has_device_update(param))
+
+
+def _update_on_host(param: nn.Parameter, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
+    buffers = UpdateBuffers(
+        value=param.data_ptr(),
+        residual=address_of(state["residual"], torch.int16) if "residual" in state else 0,
+        master=0,
+        states=tuple(address_of(state[name], torch.float32) for name in hyper.states),
+        grad=grad.data_ptr(),
+        value_out=0,
+        value_dtype=param.dtype,
+        grad_dtype=grad.dtype,
+    )
+    fused_update(hyper.rule, buffers, [segment], torch.get_num_threads())
+
+
+def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
+    from zero_offload.kernels.triton_update import UpdateTensors, update_on_device
+
+    states = tuple(state[name] for name in hyper.states)
+    residual = state["residual"] if param.dtype == torch.bfloat16 else None
+    update_on_device(hyper.rule, UpdateTensors(param.detach(), residual, states, grad), segment)
 
 
 def _fill_in(param: nn.Parameter, state: State, names: Iterable[str], dtype: torch.dtype) -> None:
@@ -231,6 +252,10 @@ def _fill_in(param: nn.Parameter, state: State, names: Iterable[str], dtype: tor
 def _restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:
     """Take states and residual bit for bit; torch's state dict has no residual: then the value is the master."""
     for name, values in kept.items():
-        state[name] = values.detach().to(torch.float32, copy=True).contiguous()
+        state[name] = values.detach().to(param.device, torch.float32, copy=True).contiguous()
+    if isinstance(step := state.get("step"), Tensor):
+        state["step"] = step.cpu()  # torch's fused optimizers count on the device, where each look would wait for it
     if param.dtype == torch.bfloat16:
-        state["residual"] = torch.zeros_like(param, dtype=torch.int16) if residual is None else residual.clone()
+        if residual is None:
+            residual = torch.zeros_like(param, dtype=torch.int16)
+        state["residual"] = residual.to(param.device, copy=True)

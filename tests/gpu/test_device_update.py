@@ -1,0 +1,114 @@
+"""On a real GPU: the update that Triton compiles returns the bits of the native kernels, and waits for nothing."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.device_updates import (
+    GRADS,
+    SEGMENT,
+    VALUES,
+    copies,
+    same_bits,
+    tame,
+    update_by,
+    update_on_host,
+    wild,
+)
+from zero_offload.abi import Rule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
+    (zo.AdamW, {"amsgrad": True}),
+    (zo.Adam, {"weight_decay": 0.1, "maximize": True}),
+    (zo.Adagrad, {"initial_accumulator_value": 0.5}),
+    (zo.Lion, {"weight_decay": 0.1}),
+    (zo.SGD, {"momentum": 0.9, "dampening": 0.3}),
+]
+
+
+@pytest.mark.parametrize("make", [tame, wild])
+@pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
+def test_the_bits_of_the_native_kernels(rule: Rule, make: Any) -> None:
+    triton_update = pytest.importorskip("zero_offload.kernels.triton_update", exc_type=ImportError)
+    for numel in (1, 7, 1024, 100_003):
+        for value_dtype in VALUES:
+            for grad_dtype in GRADS:
+                for step in (1, 1000):
+                    arrays = make(rule, numel, value_dtype, grad_dtype)
+                    on_gpu = copies(arrays, "cuda")
+                    segment = replace(SEGMENT, begin=numel // 3, end=numel, step=step)
+                    update_on_host(rule, arrays, segment)
+                    update_by(triton_update, rule, on_gpu, segment)
+                    assert same_bits(on_gpu, arrays) == [], (numel, value_dtype, grad_dtype, step)
+
+
+def train(optimizer: torch.optim.Optimizer, seeds: range) -> None:
+    (param,) = optimizer.param_groups[0]["params"]
+    for seed in seeds:
+        grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed))
+        param.grad = grad.to(param.device, param.dtype)
+        optimizer.step()
+
+
+def bits_of(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    (param,) = optimizer.param_groups[0]["params"]
+    kept = {name: each for name, each in optimizer.state[param].items() if isinstance(each, torch.Tensor)}
+    return {"value": param.detach()} | kept
+
+
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: case[0].__name__)
+def test_optimizers_and_a_move_between_devices(case: tuple[Any, dict[str, Any]], dtype: torch.dtype) -> None:
+    """A state dict from a CPU goes on here with the bits that it would have had there."""
+    pytest.importorskip("triton")
+    make, options = case
+    value = torch.randn(37, 1001).to(dtype)
+    params = [nn.Parameter(value.clone()), nn.Parameter(value.cuda())]
+    host, device = (make([param], lr=1e-2, **options) for param in params)
+    for optimizer in (host, device):
+        train(optimizer, range(5))
+    assert same_bits(bits_of(device), bits_of(host)) == []
+    moved = make([nn.Parameter(params[0].detach().cuda())], lr=1e-2, **options)
+    moved.load_state_dict(copy.deepcopy(host.state_dict()))
+    for optimizer in (host, moved):
+        train(optimizer, range(5, 8))
+    assert same_bits(bits_of(moved), bits_of(host)) == []
+
+
+def test_a_step_waits_for_nothing() -> None:
+    """Not even after the state dict of torch's fused optimizer, which counts steps on the device."""
+    pytest.importorskip("triton")
+    param = nn.Parameter(torch.randn(1000, device="cuda"))
+    theirs = torch.optim.AdamW([param], fused=True)
+    param.grad = torch.ones_like(param)
+    theirs.step()
+    ours = zo.AdamW([param])
+    ours.load_state_dict(theirs.state_dict())
+    ours.step()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ours.state[param]["step"].item() == 3
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_a_parameter_on_another_device_than_the_current() -> None:
+    pytest.importorskip("triton")
+    value = torch.randn(5000)
+    params = [nn.Parameter(value.clone()), nn.Parameter(value.to("cuda:1"))]
+    optimizers = [zo.AdamW([param]) for param in params]
+    with torch.cuda.device(0):
+        for optimizer in optimizers:
+            train(optimizer, range(3))
+    assert same_bits(bits_of(optimizers[1]), bits_of(optimizers[0])) == []

@@ -1,0 +1,337 @@
+"""The update on a GPU without one: run by Triton's interpreter on CPU tensors.
+
+The interpreter of Triton 3.9 rounds `fma` once, so its bits are those of the native kernels. Others may round twice:
+then numbers of ordinary size are compared, within some units of their last place. tests/gpu has the rest.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.device_updates import (
+    GRADS,
+    MODULE,
+    SEGMENT,
+    VALUES,
+    Arrays,
+    copies,
+    import_triton_update,
+    same_bits,
+    tame,
+    update_by,
+    update_on_host,
+    wild,
+)
+from zero_offload.abi import Rule
+from zero_offload.errors import ConfigError
+from zero_offload.kernels import choice
+from zero_offload.kernels.update import STATES
+
+SIZES = [0, 1, 7, 1000, 1024, 3001]
+every_rule = pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
+
+
+@pytest.fixture(scope="module")
+def triton_update() -> Iterator[ModuleType]:
+    """In the interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield import_triton_update(patch, "1")
+
+
+@pytest.fixture(scope="module")
+def is_fused(triton_update: ModuleType) -> bool:
+    """Whether the interpreter's fma rounds once: (1 + x)^2 - (1 + 2x) is x^2 then, else 0."""
+    x = 2.0**-12
+    arrays = {name: torch.full((1,), 1 + x) for name in ("value", "momentum_buffer")}
+    arrays["grad"] = torch.full((1,), -1 - 2 * x)
+    segment = replace(SEGMENT, end=1, beta1=1 + x, beta2=0.0, weight_decay=0.0, grad_scale=1.0)
+    update_by(triton_update, Rule.SGD_MOMENTUM, arrays, segment)
+    assert arrays["momentum_buffer"].item() in (0.0, x * x)
+    return arrays["momentum_buffer"].item() != 0
+
+
+def check(actual: Arrays, expected: Arrays, is_fused: bool) -> None:
+    if is_fused:
+        assert same_bits(actual, expected) == []
+        return
+    actual, expected = ({name: each for name, each in of.items() if name != "residual"} for of in (actual, expected))
+    for name, each in expected.items():
+        rtol = 2**-7 if each.dtype is torch.bfloat16 else 1e-5
+        torch.testing.assert_close(actual[name], each, rtol=rtol, atol=1e-6)
+
+
+@every_rule
+def test_every_format_and_size(triton_update: ModuleType, is_fused: bool, rule: Rule) -> None:
+    for numel in SIZES:
+        for value_dtype in VALUES:
+            for grad_dtype in GRADS:
+                expected = tame(rule, numel, value_dtype, grad_dtype)
+                actual, before = copies(expected), copies(expected)
+                segment = replace(SEGMENT, end=numel)
+                update_on_host(rule, expected, segment)
+                update_by(triton_update, rule, actual, segment)
+                check(actual, expected, is_fused)
+                assert numel < 1000 or set(same_bits(actual, before)) >= {"value", *STATES[rule]}
+
+
+@pytest.mark.parametrize("grad_scale", [0.37, -1e39], ids=["small", "infinite"])
+@every_rule
+def test_any_numbers(triton_update: ModuleType, is_fused: bool, rule: Rule, grad_scale: float) -> None:
+    """NaNs come out as one, infinities and subnormal numbers as on a CPU."""
+    if not is_fused:
+        pytest.skip("this Triton's interpreter rounds an fma twice")
+    for value_dtype in VALUES:
+        for grad_dtype in GRADS:
+            expected = wild(rule, 1100, value_dtype, grad_dtype)
+            actual = copies(expected)
+            segment = replace(SEGMENT, end=1100, grad_scale=grad_scale)
+            update_on_host(rule, expected, segment)
+            update_by(triton_update, rule, actual, segment)
+            assert same_bits(actual, expected) == []
+
+
+@every_rule
+def test_nans_and_infinities(triton_update: ModuleType, rule: Rule) -> None:
+    """Whatever the interpreter makes of an fma."""
+    for value_dtype in VALUES:
+        expected = tame(rule, 40, value_dtype, torch.float32)
+        expected["grad"][:20:2] = -torch.tensor(torch.nan)
+        expected["grad"][20::2] = torch.inf
+        actual = copies(expected)
+        update_on_host(rule, expected, replace(SEGMENT, end=40))
+        update_by(triton_update, rule, actual, replace(SEGMENT, end=40))
+        for name in ("value", *STATES[rule]):
+            assert expected[name].isfinite().logical_not()[::2].any() or (rule is Rule.LION and name == "value")
+            bad = ~expected[name].isfinite()
+            assert same_bits({name: actual[name][bad]}, {name: expected[name][bad]}) == []
+            assert actual[name][~bad].isfinite().all()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("rule", [Rule.ADAGRAD, Rule.SGD_MOMENTUM, Rule.ADAM], ids=lambda rule: rule.name)
+def test_the_first_step(triton_update: ModuleType, rule: Rule, step: int) -> None:
+    """It has no dampening, adds the initial sum, and corrects the most."""
+    arrays = {name: torch.zeros(8) for name in STATES[rule]}
+    arrays |= {"value": torch.ones(8), "grad": torch.full((8,), 2.0)}
+    segment = replace(SEGMENT, end=8, beta1=0.5, beta2=0.25, weight_decay=0.0, grad_scale=1.0, eps=0.0, step=step)
+    update_by(triton_update, rule, arrays, segment)
+    first = step == 1
+    states = {
+        Rule.ADAGRAD: [4.25 if first else 4.0],
+        Rule.SGD_MOMENTUM: [2.0 if first else 1.5],
+        Rule.ADAM: [1.0, 3.0],
+    }[rule]
+    assert [arrays[name].unique().tolist() for name in STATES[rule]] == [[state] for state in states]
+    expected = {name: torch.zeros(8) for name in STATES[rule]} | {"value": torch.ones(8), "grad": arrays["grad"]}
+    update_on_host(rule, expected, segment)
+    torch.testing.assert_close(arrays["value"], expected["value"], rtol=1e-6, atol=0)
+
+
+def test_elements_outside_of_the_segment_stay(triton_update: ModuleType, is_fused: bool) -> None:
+    for value_dtype in VALUES:
+        expected = tame(Rule.ADAMW, 3000, value_dtype, value_dtype)
+        actual, before = copies(expected), copies(expected)
+        segment = replace(SEGMENT, begin=256, end=2817)
+        update_on_host(Rule.ADAMW, expected, segment)
+        update_by(triton_update, Rule.ADAMW, actual, segment)
+        check(actual, expected, is_fused)
+        for part in (slice(0, 256), slice(2817, None)):
+            outside = [{name: each[part] for name, each in arrays.items()} for arrays in (actual, before)]
+            assert same_bits(*outside) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"begin": 3, "end": 2}, r"\[3, 2\) of 8 elements"),
+        ({"end": 9}, r"\[0, 9\) of 8 elements"),
+        ({"step": 0}, "count steps from 1"),
+        ({"value": torch.ones(8, dtype=torch.bfloat16)}, "needs residual"),
+        ({"residual": torch.ones(8, dtype=torch.int16)}, "has no residual"),
+        ({"value": torch.ones(8, dtype=torch.float64)}, "value: .*torch.float64"),
+        ({"grad": torch.ones(8, dtype=torch.float64)}, "not torch.float64"),
+        ({"grad": torch.ones(7)}, "gradient: .* got 7"),
+        ({"states": ()}, "ADAMW keeps 2 states"),
+        ({"states": (torch.ones(8), torch.ones(8).half())}, "exp_avg_sq: .*torch.float16"),
+        ({"states": (torch.ones(8, device="meta"), torch.ones(8))}, "exp_avg: .* on meta; move a model"),
+        ({"states": (torch.ones(16)[::2], torch.ones(8))}, r"exp_avg: .*strides \(2,\)"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_refused(triton_update: ModuleType, changes: dict[str, Any], message: str) -> None:
+    ours = {name: each for name, each in changes.items() if name in triton_update.UpdateTensors.__dataclass_fields__}
+    tensors = triton_update.UpdateTensors(torch.ones(8), None, (torch.ones(8), torch.ones(8)), torch.ones(8))
+    segment = replace(SEGMENT, **({"end": 8} | {name: each for name, each in changes.items() if name not in ours}))
+    with pytest.raises(ConfigError, match=message):
+        triton_update.update_on_device(Rule.ADAMW, replace(tensors, **ours), segment)
+    assert (tensors.value == 1).all() and all((state == 1).all() for state in tensors.states)
+
+
+# Through the optimizers
+
+
+@pytest.fixture
+def on_device(triton_update: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """CPU tensors of `on_device` are updated as those of a GPU are."""
+    chosen: list[Any] = []
+    monkeypatch.setitem(sys.modules, MODULE, triton_update)
+    monkeypatch.setattr(
+        "zero_offload.optim.optimizer.has_device_update", lambda tensor: any(tensor is each for each in chosen)
+    )
+    return chosen
+
+
+OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (zo.AdamW, {}),
+    (zo.AdamW, {"amsgrad": True, "maximize": True}),
+    (zo.Adam, {"weight_decay": 0.1, "maximize": True}),
+    (zo.Adam, {"amsgrad": True}),
+    (zo.Adagrad, {"initial_accumulator_value": 0.5, "lr_decay": 0.1, "maximize": True}),
+    (zo.Lion, {"weight_decay": 0.1}),
+    (zo.SGD, {"maximize": True}),
+    (zo.SGD, {"momentum": 0.9, "dampening": 0.3}),
+    (zo.SGD, {"momentum": 0.9, "nesterov": True}),
+]
+SHAPES: list[tuple[int, ...]] = [(33, 17), (), (0, 3)]
+
+
+def step(optimizers: list[Any], seeds: range, grad_dtype: torch.dtype | None = None) -> None:
+    """The same gradients for the parameters of all, some of them transposed."""
+    for seed in seeds:
+        for optimizer in optimizers:
+            draw = torch.Generator().manual_seed(seed)
+            for param in optimizer.param_groups[0]["params"]:
+                grad = torch.randn(param.shape, generator=draw).to(grad_dtype or param.dtype)
+                param.grad = grad.t().contiguous().t() if seed % 2 and grad.dim() == 2 else grad
+            with np.errstate(all="ignore"):
+                optimizer.step()
+
+
+def arrays_of(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> Arrays:
+    tensors = {name: each for name, each in optimizer.state[param].items() if isinstance(each, torch.Tensor)}
+    return {"value": param.detach()} | tensors
+
+
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+@pytest.mark.parametrize("case", OPTIMIZERS, ids=lambda case: " ".join([case[0].__name__, *case[1]]))
+def test_optimizers(on_device: list[Any], is_fused: bool, case: tuple[Any, dict[str, Any]], dtype: torch.dtype) -> None:
+    make, options = case
+    values = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    mine, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    on_device += mine
+    optimizers = [make(params, lr=1e-2, **options) for params in (mine, theirs)]
+    step(optimizers, range(4))
+    for ours, other, value in zip(mine, theirs, values, strict=True):
+        check(arrays_of(optimizers[0], ours), arrays_of(optimizers[1], other), is_fused)
+        assert value.numel() < 2 or same_bits({"": ours}, {"": value})
+        assert ours._version == (4 if value.numel() else 0)  # for a backward that has seen the old values
+    again = [nn.Parameter(param.detach().clone()) for param in mine]
+    on_device += again
+    resumed = make(again, lr=1e-2, **options)
+    resumed.load_state_dict(optimizers[0].state_dict())
+    step([optimizers[0], resumed], range(4, 6))
+    for ours, other in zip(mine[:2], again[:2], strict=True):
+        assert same_bits(arrays_of(resumed, other), arrays_of(optimizers[0], ours)) == []
+
+
+def test_a_gradient_of_another_dtype(on_device: list[Any], is_fused: bool) -> None:
+    ours, other = (nn.Parameter(torch.ones(5, dtype=torch.bfloat16)) for _ in range(2))
+    on_device.append(ours)
+    optimizers = [zo.AdamW([param], lr=1e-2) for param in (ours, other)]
+    for param in (ours, other):
+        param.grad_dtype = None  # any
+    for grad_dtype in (torch.float32, torch.float16):
+        step(optimizers, range(2), grad_dtype)
+    check(arrays_of(optimizers[0], ours), arrays_of(optimizers[1], other), is_fused)
+    for optimizer in optimizers:
+        with pytest.raises(ConfigError, match="not torch.float64"):
+            step([optimizer], range(1), torch.float64)
+
+
+def test_what_has_no_kernel_goes_torchs_way(on_device: list[Any]) -> None:
+    """Parameters that are not contiguous, and other dtypes; so their states have the parameter's dtype."""
+    for value in (torch.randn(4, 6, dtype=torch.bfloat16).t(), torch.ones(3, dtype=torch.float16)):
+        ours = nn.Parameter(value.clone(memory_format=torch.preserve_format))
+        torchs = nn.Parameter(value.clone(memory_format=torch.preserve_format))
+        on_device.append(ours)
+        optimizers = [zo.AdamW([ours], lr=0.1), torch.optim.AdamW([torchs], lr=0.1)]
+        step(optimizers, range(2))
+        assert torch.equal(ours, torchs) and optimizers[0].state[ours]["exp_avg"].dtype is value.dtype
+
+
+def test_states_that_stayed_behind_are_refused(on_device: list[Any]) -> None:
+    """A model that moves after the first step leaves its states, whose addresses mean nothing elsewhere."""
+    for is_device in (False, True):
+        param = nn.Parameter(torch.ones(4))
+        on_device += [param] if is_device else []
+        optimizer = zo.Lion([param])
+        optimizer.state[param]["exp_avg"] = torch.zeros(4, device="meta")
+        param.grad = torch.ones(4)
+        with pytest.raises(ConfigError, match="meta"):
+            optimizer.step()
+        assert (param == 1).all()
+
+
+def test_steps_are_counted_on_the_host() -> None:
+    """Whatever the default device: a count on a GPU would be waited for at each step."""
+    for make in (zo.AdamW, zo.Adagrad):
+        param = nn.Parameter(torch.ones(4))
+        param.grad = torch.ones(4)
+        optimizer = make([param])
+        with torch.device("meta"):
+            optimizer.step()
+        assert optimizer.state[param]["step"].item() == 1
+
+
+# Where there is a kernel
+
+
+@pytest.fixture
+def unasked() -> Iterator[None]:
+    """As in a process that has not looked for Triton yet."""
+    choice._triton_compiles_for.cache_clear()
+    yield
+    choice._triton_compiles_for.cache_clear()
+
+
+def on_gpu(index: int = 0) -> Any:
+    return SimpleNamespace(device=torch.device("cuda", index))
+
+
+def test_only_a_gpu_is_asked(unasked: None) -> None:
+    assert not choice.has_device_update(torch.ones(1))
+    assert choice._triton_compiles_for.cache_info().currsize == 0
+
+
+def test_without_triton_there_is_none_and_no_warning(unasked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, MODULE, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not choice.has_device_update(on_gpu())
+
+
+def test_a_device_that_nothing_compiles_for_is_told_once(unasked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def try_on(device: torch.device) -> None:
+        if device.index == 1:
+            raise RuntimeError("Failed to find C compiler")
+
+    module = types.ModuleType(MODULE)
+    module.try_on = try_on  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    assert choice.has_device_update(on_gpu(0))
+    with pytest.warns(UserWarning, match="nothing for cuda:1 .*Failed to find C compiler.*gcc") as found:
+        assert not choice.has_device_update(on_gpu(1))
+        assert not choice.has_device_update(on_gpu(1))
+    assert len(found) == 1
