@@ -89,7 +89,10 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"grad_reduction": "max"}, "grad_reduction='max' is unknown; use one of mean, sum"),
         ({"io_engine": "libaio"}, "io_engine='libaio' is unknown; use one of auto, io_uring, threads, aiofiles"),
         ({"branches": "some"}, "branches='some' is unknown; use one of same, any"),
-        ({"precision": Precision(states="int8")}, "Precision(states='int8') is unknown; use 'fp32', 'bf16' or 'compact'"),
+        (
+            {"precision": Precision(states="int8")},
+            "Precision(states='int8') is unknown; use 'fp32', 'bf16' or 'compact'",
+        ),
         ({"cpu_memory": 0}, "cpu_memory=0: a size is positive"),
         ({"cpu_memory": -5}, "a size is positive"),
         ({"device_memory": "much"}, "cannot read 'much' as a size"),
