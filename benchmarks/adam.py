@@ -42,7 +42,7 @@ ROUND_S = 0.02
 """One turn of a small size is as many calls as fill this."""
 HYPER = {"lr": 1e-6, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 REACH_PEERS, REACH_TORCH_CACHED, REACH_DEEPSPEED_CACHED, REACH_LIMIT = 1 / 1.35, 1 / 2.5, 1 / 1.25, 1 / 0.95
-REACH_SMALL_LIMIT, REACH_EXACT = 1 / 0.9, 1.0
+REACH_SMALL_LIMIT, REACH_EXACT = 1 / 0.9, 1 / 1.3
 INSTALL = "pip install deepspeed==0.19.8 (DS_BUILD_OPS=0, needs g++ and ninja), then run this with its python"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
