@@ -10,7 +10,7 @@ Nothing waits for the device. Triton keeps what it has compiled in files, for th
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_offload.abi import MAX_STATES, Rule
+from zero_offload.abi import MAX_STATES, Rule, StateFormat
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.dtypes import FLOATS, kind_of
+from zero_offload.kernels.device_update import UpdateTensors, check_update
 from zero_offload.kernels.fallback import rules
-from zero_offload.kernels.update import SEGMENT_DTYPE, STATES, Segment, segment_array
+from zero_offload.kernels.update import SEGMENT_DTYPE, Segment, segment_array
 
 BLOCK = 1024
 """Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time."""
@@ -43,23 +43,14 @@ _SGD_NESTEROV = tl.constexpr(int(Rule.SGD_NESTEROV))
 _QUIET_NAN = tl.constexpr(0x7FC00000)
 
 
-@dataclass(frozen=True)
-class UpdateTensors:
-    """A flat range in the memory of one device: each tensor is contiguous and has the same number of elements, in any
-    shape. Beside a bf16 value, which is the half of a master, stands its residual; an fp32 value is the master."""
-
-    value: Tensor  # fp32 or bf16
-    residual: Tensor | None  # int16; None beside an fp32 value
-    states: tuple[Tensor, ...]  # fp32, in the order of STATES
-    grad: Tensor  # fp32, bf16 or fp16
-
-
 def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
     """Launch one step of elements [segment.begin, segment.end) on the current stream of the tensors' device.
 
     Elements outside are not touched. Raises ConfigError for tensors and segments that do not fit.
     """
-    _check(rule, tensors, segment)
+    check_update(rule, tensors, segment)
+    if tensors.state_format is not StateFormat.FP32 or tensors.value.dtype is torch.float16:
+        raise ConfigError(f"no kernel for {tensors.state_format.name} states beside {tensors.value.dtype}")
     if segment.begin == segment.end:
         return
     numel = segment.end - segment.begin
@@ -107,40 +98,6 @@ def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
     (segment,) = np.frombuffer(row, SEGMENT_DTYPE)
     with np.errstate(over="ignore"):
         return tuple(np.array(rules.scalars_of(rule, segment), dtype=np.float32).tolist())
-
-
-def _check(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
-    numel, device, names = tensors.value.numel(), tensors.value.device, STATES[rule]
-    kind_of(tensors.grad.dtype)
-    if not 0 <= segment.begin <= segment.end <= numel or segment.step < 1:
-        raise ConfigError(
-            f"an update of [{segment.begin}, {segment.end}) of {numel} elements in step {segment.step}; give a range "
-            "inside of them, and count steps from 1"
-        )
-    if len(tensors.states) != len(names):
-        raise ConfigError(f"{rule.name} keeps {len(names)} states ({', '.join(names)}), got {len(tensors.states)}")
-    halves = tensors.value.dtype is torch.bfloat16
-    if halves != (tensors.residual is not None):
-        raise ConfigError(
-            f"a value of {tensors.value.dtype} {'needs' if halves else 'has no'} residual; bf16 values alone have one"
-        )
-    expected: list[tuple[str, Tensor | None, tuple[torch.dtype, ...]]] = [
-        ("value", tensors.value, (torch.float32, torch.bfloat16)),
-        ("residual", tensors.residual, (torch.int16,)),
-        ("gradient", tensors.grad, FLOATS),
-        *((name, state, (torch.float32,)) for name, state in zip(names, tensors.states, strict=True)),
-    ]
-    for name, tensor, dtypes in expected:
-        if tensor is None:
-            continue
-        there = tensor.device == device and tensor.numel() == numel and tensor.is_contiguous()
-        if not there or tensor.dtype not in dtypes:
-            wanted = f"{numel} contiguous elements of {' or '.join(map(str, dtypes))} on {device}"
-            got = f"{tensor.numel()} of {tensor.dtype} with strides {tensor.stride()} on {tensor.device}"
-            raise ConfigError(
-                f"{name}: an update takes {wanted}, got {got}; move a model before the first step of its optimizer, or "
-                "load the optimizer's state dict after it has moved"
-            )
 
 
 @triton.jit

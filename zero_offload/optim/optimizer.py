@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.choice import has_device_update
+from zero_offload.kernels.device_update import UpdateTensors, update_on_device
 from zero_offload.kernels.dtypes import address_of
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
@@ -236,8 +237,6 @@ def _update_on_host(param: nn.Parameter, grad: Tensor, state: State, hyper: Hype
 
 
 def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:
-    from zero_offload.kernels.triton_update import UpdateTensors, update_on_device
-
     states = tuple(state[name] for name in hyper.states)
     residual = state["residual"] if param.dtype == torch.bfloat16 else None
     update_on_device(hyper.rule, UpdateTensors(param.detach(), residual, states, grad), segment)
