@@ -33,6 +33,14 @@ class GradSource(NamedTuple):
     address: int
 
 
+class GradPiece(NamedTuple):
+    """The gradients of elements [begin, end) of a chunk, (end - begin,)."""
+
+    begin: int
+    end: int
+    grad: torch.Tensor
+
+
 class GradShard:
     """The gradients of one shard; `held` says whether a step's gradients are inside."""
 
@@ -135,18 +143,22 @@ class GradShard:
         if self.on_disk:
             read = self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)
             return [GradSource(0, end - begin, staging)], [read]
-        array = self.open().data_ptr() + begin * self.dtype.itemsize
-        sources, at = [], begin
+        size = self.dtype.itemsize
+        return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(row)], []
+
+    def pieces(self, row: int) -> list[GradPiece]:
+        """A chunk's gradients where they are in memory, one behind the other."""
+        begin, end = self.layout.chunks()[row]
+        array, found, at = self.open(), [], begin
         for index, grad in sorted(self._adopted.items()):
             piece = self.layout.params[index]
             first, last = max(piece.begin, at), min(piece.end, end)
             if first < last:
-                sources.append(GradSource(at - begin, first - begin, array))
-                address = grad.data_ptr() + (begin - piece.begin) * self.dtype.itemsize
-                sources.append(GradSource(first - begin, last - begin, address))
+                found.append(GradPiece(at - begin, first - begin, array[at:first]))
+                found.append(GradPiece(first - begin, last - begin, grad[first - piece.begin : last - piece.begin]))
                 at = last
-        sources.append(GradSource(at - begin, end - begin, array))
-        return [source for source in sources if source.begin < source.end], []
+        found.append(GradPiece(at - begin, end - begin, array[at:end]))
+        return [piece for piece in found if piece.begin < piece.end]
 
     def _extent(self) -> Extent:
         if self.dtype not in self._extents:
