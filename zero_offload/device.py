@@ -65,6 +65,9 @@ class Device(Protocol):
     def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         """Copy `source` (device) to `target` (pinned host), after compute launched so far."""
 
+    def mark(self) -> Event:
+        """When compute launched so far is done."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
 
@@ -86,6 +89,9 @@ class HostDevice:
 
     download = upload
 
+    def mark(self) -> Event:
+        raise AssertionError("a CPU computes at once")
+
     def pin(self, address: int, nbytes: int) -> None: ...
 
     def unpin(self, address: int) -> None: ...
@@ -95,11 +101,13 @@ class HostDevice:
 
 
 class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        # Every thread begins with the first device as its current one.
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -133,12 +141,17 @@ class CudaDevice:
 
     def _copy(self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
         # Memory just resized was last used by kernels launched before: the copy comes after them.
-        lane.wait_stream(torch.cuda.current_stream())
+        lane.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(lane)
-        return _CudaEvent(event)
+        return _CudaEvent(event, self.torch_device)
+
+    def mark(self) -> Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.torch_device))
+        return _CudaEvent(event, self.torch_device)
 
     def pin(self, address: int, nbytes: int) -> None:
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.

@@ -30,7 +30,7 @@ from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel, Parts
 from zero_offload.plan.dtypes import resolve
-from zero_offload.plan.layout import ShardLayout, make_layout
+from zero_offload.plan.layout import SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     UNITS_IN_FLIGHT,
@@ -56,7 +56,7 @@ from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarri
 from zero_offload.runtime.units.guard import guard
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, register
-from zero_offload.shards.shard import Component
+from zero_offload.shards.shard import Component, is_on_device
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
@@ -125,7 +125,7 @@ def offload(
 
 def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
     free_bytes = device.free_bytes()
-    name = "cpu" if free_bytes is None else str(device.torch_device)
+    name = "cpu" if device.is_host else f"device {device.torch_device}"
     for directory in config.nvme_dirs:
         with naming_errors("reach", directory):
             directory.exists()
@@ -145,10 +145,9 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
 def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | None, device: Device) -> None:
     problems = []
     if not device.is_host:
-        for kind in (StateKind.GRADS, StateKind.OPTIMIZER):
-            placement = config.placement_of(kind)
-            if placement == "auto" or Tier.DEVICE in placement:
-                problems.append(f"{kind.value} on a GPU arrive in a later version; use {kind.value}='cpu' or 'nvme'")
+        placement = config.placement_of(StateKind.GRADS)
+        if placement == "auto" or Tier.DEVICE in placement:
+            problems.append("grads on a GPU arrive in a later version; use grads='cpu' or 'nvme'")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     tensor_mesh = mesh_of(model.parameters())
@@ -196,7 +195,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     arena = Arena(*host_frames, None if device.is_host else device)
     budget = FrameBudget(*device_frames)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
-    store = ShardStore(layout, build.placement.tiers, arena, files.swap, num_slots)
+    store = ShardStore(layout, build.placement.tiers, arena, files.swap, num_slots, device)
     files.create(store, config.effective_durability)
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
@@ -249,15 +248,14 @@ its units at once)."""
 def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     """Limits on the host and on the device: for units on their way through, and for gradients on theirs."""
     config, device = build.config, build.device
-    sizes = [
-        (sum(num_frames(section.nbytes) for section in unit.sections), _home(tiers[StateKind.PARAMS], build))
-        for unit, tiers in zip(build.layout.units, build.placement.tiers, strict=True)
-    ]
-    passing = [frames for frames, home in sizes if home is Home.AWAY]
+    frames = {home: [0] * len(build.layout.units) for home in Home}
+    for section in build.layout.sections:
+        frames[_home(section, build)][section.unit] += num_frames(section.nbytes)
+    passing = frames[Home.AWAY]
     units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
         units = min(sum(passing), num_frames(budget))
-    staying = sum(frames for frames, home in sizes if home is Home.ON_DEVICE)
+    staying = sum(frames[Home.ON_DEVICE])
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
     if build.collectives.world_size > 1 or grads_on_disk:
@@ -273,37 +271,41 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
 
 
 class Home(Enum):
-    """Where a unit's flat buffers live while nobody uses them."""
+    """Where a section's flat buffer lives while nobody uses it."""
 
-    IN_PLACE = "in place"  # they are the shard: compute works on host memory, one shard
+    IN_PLACE = "in place"  # it is the shard, or a part of it is: in the memory that compute works on
     ON_DEVICE = "on device"  # filled once, refreshed after updates
     AWAY = "away"  # no memory under them
 
 
-def _home(params: Tier, build: Build) -> Home:
-    if params is Tier.NVME or build.collectives.partition.param_shards > 1:
+def _home(section: SectionLayout, build: Build) -> Home:
+    tiers = build.placement.tiers[section.unit]
+    params, cut = tiers[StateKind.PARAMS], build.collectives.partition.param_shards > 1
+    if section.num_shards == 1 and is_on_device(section, tiers, build.device):
+        return Home.IN_PLACE
+    if params is Tier.NVME or cut:
         return Home.AWAY
-    if build.device.is_host:
+    if build.device.is_host or (params is Tier.DEVICE and is_on_device(section, tiers, build.device)):
         return Home.IN_PLACE
     return Home.ON_DEVICE if params is Tier.DEVICE else Home.AWAY
 
 
 def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget) -> Unit:
     layout, index_of_shard = build.layout.units[index], build.collectives.shard_index
-    home = _home(build.placement.tiers[index][StateKind.PARAMS], build)
+    homes = {section.index: _home(section, build) for section in layout.sections}
     sections = []
     for section in layout.sections:
-        shard = store.shards[section.index]
+        shard, home = store.shards[section.index], homes[section.index]
         own = slice(index_of_shard * section.shard_numel, (index_of_shard + 1) * section.shard_numel)
         if home is Home.IN_PLACE:
-            flat = store.arena.array(section.dtype, section.numel)
-            # Whole parameters and no GPU: the shard is (part of) the flat buffer, without a second copy.
+            # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
+            flat = store.places.memory_of(shard, section.dtype, section.numel)
             store.places.place_memory(shard, {Component.VALUE: flat[own]})
             sections.append(Section(shard, flat, None))
             continue
         if home is Home.AWAY and build.collectives.partition.replicates_params:
             store.places.place_replica(shard)
-        replica = shard.replica.memory if shard.replica is not None else None
+        replica = shard.replica.memory if shard.replica is not None and not shard.on_device else None
         store.places.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
         if build.device.is_host:
             pages = MovableBuffer(store.arena, section.nbytes)
@@ -311,4 +313,4 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
         else:
             flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
             sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
-    return Unit(index, layout, sections, resident=home is not Home.AWAY)
+    return Unit(index, layout, sections, resident=Home.AWAY not in homes.values())

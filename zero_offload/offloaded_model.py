@@ -31,6 +31,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import STATES
+from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
@@ -93,6 +94,7 @@ class OffloadedModel:
         self._stats = StatsKeeper(parts.store.counters)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
         self._pipeline = UpdatePipeline(parts.store, parts.board)
+        self._device_pass = DevicePass(parts.store, parts.board, parts.device)
         self._num_cores = count_cores()
         self.worker = Worker(parts.board)
         committer = None if parts.keeper is None else Worker(parts.board, "zero_offload-commit")
@@ -185,7 +187,8 @@ class OffloadedModel:
             self.parts.board.wait(unit)
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
         self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
-        if not _overlaps(self.parts, sections):
+        if not _overlaps(self.parts, sections) or any(section.shard.on_device for section in sections):
+            # A commit of the step before notes what it is made of on that thread.
             self.worker.drain()
         return sections
 
@@ -200,11 +203,14 @@ class OffloadedModel:
         self._commits.drop()
         overlaps = _overlaps(self.parts, sections)
         threads = update_threads(min(torch.get_num_threads(), self._num_cores), overlaps, self.parts.device.is_host)
+        on_host = [section for section in sections if not section.shard.on_device]
         if overlaps:
-            self.worker.submit(lambda: self._pipeline.run(sections, threads))
+            self.worker.submit(lambda: self._pipeline.run(on_host, threads))
         else:
-            self._pipeline.run(sections, threads)
+            self._pipeline.run(on_host, threads)
             self.parts.residency.gatherer.end_update()
+        if len(on_host) < len(sections):
+            self._device_pass.run([section for section in sections if section.shard.on_device])
         self.parts.residency.refresh_kept()
 
     # Generations
@@ -285,7 +291,7 @@ class OffloadedModel:
     def stats(self) -> Stats:
         store = self.parts.store
         resident = {
-            "device": 0,
+            "device": store.device_bytes,
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }

@@ -16,7 +16,8 @@ With `Precision(states="bf16")` exp_avg and exp_avg_sq are 2 each; with "compact
 Parameters that `Precision.modules` keeps in another dtype count by that one's row.
 
 Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
-Where params and optimizer both rest in memory, that value is the parameter itself, or a part of it.
+Where params and optimizer both rest in the same memory, that value is the parameter itself, or a part of it. What a GPU
+updates in its own memory has its value there too, whatever the params tier; with one shard forward uses it in place.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
+DEVICE_CHUNKS_IN_FLIGHT = 4
+"""Gradients that a device's update has brought up and not consumed, in chunks."""
 SNAPSHOT_CHUNKS_IN_FLIGHT = 2
-"""Chunks of states in memory that a commit writes at once: no buffers, but a queue that others stand in."""
+"""Chunks of states in memory that a commit writes at once: no buffers for those on the host, but a queue that others
+stand in; one buffer each for those in a device's memory."""
 ACTIVATION_BLOCK_BYTES = 1 << 20
 """What activations on disk are cut into."""
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
@@ -202,16 +206,21 @@ def _grads_bytes(numel: int, held_bytes: int, partition: Partition) -> int:
     return held + _divide_up(numel * 4, partition.optimizer_shards) * partition.defers_reduction
 
 
-def rest_bytes(unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], partition: Partition) -> int:
-    """Bytes one copy of `kind` takes on the tier that `tiers` gives it."""
+def rest_bytes(
+    unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], partition: Partition, shared_memory: bool
+) -> int:
+    """Bytes one copy of `kind` takes on the tier that `tiers` gives it; `shared_memory` as in `Budget`."""
     params_tier, optimizer_tier = tiers[StateKind.PARAMS], tiers[StateKind.OPTIMIZER]
     if kind is StateKind.GRADS:
         return unit.grads_bytes
     if kind is StateKind.PARAMS:
-        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one.
-        shared = params_tier is optimizer_tier is Tier.NVME and not partition.replicates_params
-        return unit.frozen_bytes if shared else unit.params_bytes
-    if Tier.NVME not in (params_tier, optimizer_tier):
+        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one; as
+        # does one that a device updates.
+        on_device = optimizer_tier is Tier.DEVICE is not params_tier and not shared_memory
+        inside = (params_tier is optimizer_tier is Tier.NVME or on_device) and not partition.replicates_params
+        return unit.frozen_bytes if inside else unit.params_bytes
+    in_memory = Tier.NVME not in (params_tier, optimizer_tier)
+    if in_memory and (shared_memory or params_tier is optimizer_tier):
         trained_bytes = (unit.params_bytes - unit.frozen_bytes) * partition.param_shards
         return unit.optimizer_bytes - _divide_up(trained_bytes, partition.optimizer_shards)
     return unit.optimizer_bytes
@@ -223,20 +232,20 @@ def estimate_memory(
     """Add up what one rank needs on every tier."""
     rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
     keeps_generations = config.effective_durability is not Durability.SCRATCH
+    shared = placement.budget.shared_memory
     written = committed = 0
     for unit, tiers in zip(units, placement.tiers, strict=True):
         for kind in PLACED_KINDS:
-            rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, partition)
+            rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, partition, shared)
         if tiers[StateKind.OPTIMIZER] is Tier.NVME:
             written += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
         elif keeps_generations:
             committed += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
-        if tiers[StateKind.PARAMS] is Tier.NVME and (
-            partition.replicates_params or tiers[StateKind.OPTIMIZER] is not Tier.NVME
-        ):
-            written += unit.params_bytes - unit.frozen_bytes
+        if tiers[StateKind.PARAMS] is Tier.NVME:
+            inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
+            written += 0 if inside else unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
     wear = Wear(written, committed, config.commit_every)
@@ -253,7 +262,8 @@ def _staging_bytes(
         params_tier = tiers[StateKind.PARAMS]
         in_place = params_tier is Tier.DEVICE or (shared and params_tier is Tier.CPU)
         if num_shards > 1 or not in_place:
-            arriving.append(unit.params_bytes * num_shards)
+            stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
+            arriving.append(unit.frozen_bytes if stays else unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
@@ -266,13 +276,18 @@ def _staging_bytes(
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
     chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
-    updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    optimizer_tiers = {tiers[StateKind.OPTIMIZER] for tiers in placement.tiers}
+    updates_on_device = Tier.DEVICE in optimizer_tiers and not shared
+    commits_device = updates_on_device and config.effective_durability is not Durability.SCRATCH
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
-        Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
+        Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
+        + max(trained)
+        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * updates_on_device,
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
-        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
+        + CHUNKS_IN_FLIGHT * chunk_bytes * (Tier.NVME in optimizer_tiers)
+        + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }

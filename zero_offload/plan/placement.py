@@ -143,7 +143,10 @@ def _assign_automatically(
     for kind in kinds:
         for unit, given in zip(units, tiers, strict=True):
             known = {each: given.get(each, room.last) for each in PLACED_KINDS}
-            costs = {tier: rest_bytes(unit, kind, known | {kind: tier}, room.partition) for tier in room.tiers}
+            costs = {
+                tier: rest_bytes(unit, kind, known | {kind: tier}, room.partition, room.budget.shared_memory)
+                for tier in room.tiers
+            }
             given[kind] = room.take(costs)
 
 

@@ -11,22 +11,24 @@ from typing import Any
 
 import torch
 
-from zero_offload.errors import IntegrityError
+from zero_offload.device import Device
+from zero_offload.errors import CapacityError, IntegrityError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.replica import Replica
 from zero_offload.shards.shard import Component, Shard, block_sizes, component_dtype, master_components, shard_bytes
 from zero_offload.storage.extents import Extent
-from zero_offload.types import Tier
+from zero_offload.types import Tier, format_bytes
 
 
 class Places:
     """Of all shards of a store."""
 
-    def __init__(self, shards: Sequence[Shard], arena: Arena, disk: DiskArrays, num_slots: int) -> None:
+    def __init__(self, shards: Sequence[Shard], arena: Arena, device: Device, disk: DiskArrays, num_slots: int) -> None:
         self._shards = shards
         self._arena = arena
+        self._device = device
         self._disk = disk
         self._num_slots = num_slots
 
@@ -95,13 +97,32 @@ class Places:
         ]
         if not missing:
             return
+        sizes = {component: shard_bytes(layout, [component]) for component in missing}
+        if shard.on_device:
+            memory = self.memory_of(shard, torch.uint8, sum(sizes.values()))
+            for component, part in zip(sizes, memory.split(list(sizes.values())), strict=True):
+                shard.memory[component] = part.view(component_dtype(layout, component))
+            return
         # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
-        region = self._arena.allocate(shard_bytes(layout, missing))
+        region = self._arena.allocate(sum(sizes.values()))
         offset = 0
-        for component in missing:
-            dtype, nbytes = component_dtype(layout, component), shard_bytes(layout, [component])
+        for component, nbytes in sizes.items():
+            dtype = component_dtype(layout, component)
             shard.memory[component] = region.tensor(dtype, nbytes // dtype.itemsize, offset)
             offset += nbytes
+
+    def memory_of(self, shard: Shard, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """(numel,) zeros where the shard's components in memory are: on the host, or on the device."""
+        if not shard.on_device:
+            return self._arena.array(dtype, numel)
+        try:
+            return torch.zeros(numel, dtype=dtype, device=self._device.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"section {shard.layout.index}: {format_bytes(numel * dtype.itemsize)} are not free on "
+                f"{self._device.torch_device}; place fewer optimizer states there, for example optimizer='cpu' or "
+                "optimizer={'device': 0.5, 'cpu': 0.5}"
+            ) from error
 
     def add_states(self, shard: Shard, states: Sequence[Component]) -> None:
         """Room for further states, all zero. Raises CapacityError, and has none of them, where there is none."""
@@ -122,7 +143,7 @@ class Places:
 
     def ensure_cache(self, shard: Shard) -> None:
         """A cache belongs to no generation: it comes after what a manifest names."""
-        on_disk = shard.placement.params is Tier.NVME and shard.replica is None
+        on_disk = shard.placement.params is Tier.NVME and shard.replica is None and not shard.on_device
         if shard.cache is None and on_disk and Component.VALUE in shard.memory:
             shard.cache = self._disk.allocate(
                 f"section {shard.layout.index} cache", shard.layout.block_sizes(shard.layout.dtype)

@@ -12,10 +12,11 @@ A trainable shard is whole in its optimizer components; they alone make a genera
                 before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
                 They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
 
-A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU
-tier; `slots` the extents on disk: two for a trainable shard that takes part in generations, so that the
-committed one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is
-written after every update and belongs to no generation.
+A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU tier: in
+host memory, unless the shard is `on_device`, which has all of them in the device's, the value too, whatever the params
+tier. `slots` are the extents on disk: two for a trainable shard that takes part in generations, so that the committed
+one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is written after every
+update and belongs to no generation.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from enum import StrEnum
 import torch
 
 from zero_offload.abi import StateFormat
+from zero_offload.device import Device
 from zero_offload.kernels.states import num_scales
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.replica import Replica
@@ -140,12 +142,19 @@ class ShardPlacement:
         return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])
 
 
+def is_on_device(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> bool:
+    """Whether the components of a section's shard are in the compute device's own memory, where it is updated."""
+    return layout.trainable and tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not device.is_host
+
+
 @dataclass
 class Shard:
     """See [Note: components of a shard]."""
 
     layout: SectionLayout
     placement: ShardPlacement
+    on_device: bool = False
+    """See `is_on_device`."""
     states: tuple[Component, ...] = ()
     """What optimizers keep, in the order of `Component`."""
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)
@@ -167,11 +176,14 @@ class Shard:
         """All that it has, in the order of `Component`."""
         return master_components(self.layout) + self.states
 
-    def address(self, component: Component, begin: int) -> int:
-        """Where the chunk that begins there is in memory."""
-        array = self.memory[component]
-        first: int = array_range(self.layout, component, begin, begin).start
-        return array.data_ptr() + first * array.itemsize
+    def array(self, component: Component, row: int) -> torch.Tensor:
+        """A view of a chunk in memory: the host's, or the device's where it is `on_device`."""
+        return self.memory[component][array_range(self.layout, component, *self.layout.chunks()[row])]
+
+    @property
+    def memory_tier(self) -> Tier:
+        """What its bytes in memory count as."""
+        return Tier.DEVICE if self.on_device else Tier.CPU
 
     def keeps(self, states: Iterable[str]) -> bool:
         """Whether it has all of these."""

@@ -3,7 +3,8 @@
 Owns what an update must wait for: chunks in memory that a commit has not written yet, and slots that are not free
 before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is written
 from there, without a copy, in the order in which the next update comes to it, a few chunks at a time. An update that
-comes to a chunk which is not launched launches it, and waits for that one alone. The calls: `begin` when an update is
+comes to a chunk which is not launched launches it, and waits for that one alone. What rests in a device's memory is
+brought to host memory first, which is all that the next update waits for. The calls: `begin` when an update is
 complete, on its thread; `write` and, when the generation is named, `end` on the commit's thread; meanwhile `ask` before
 a chunk in memory changes, and `wait_for_slots` before a slot is written, on the next update's thread.
 """
@@ -16,7 +17,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+from zero_offload.memory.arena import Region
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
+from zero_offload.shards.device_staging import DeviceStaging
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Shard
 from zero_offload.storage.swap_file import Transfer
@@ -31,16 +36,17 @@ class ChunkCopy:
     row: int
     slot: int
     writes: list[Transfer] | None = None
+    staging: Region | None = None
+    """Of states in a device's memory."""
 
-    def launch(self, disk: DiskArrays) -> None:
-        if self.writes is not None:
-            return
-        begin, _ = self.shard.layout.chunks()[self.row]
-        rows, writes = slice(self.row, self.row + 1), []
-        for component in self.shard.components:
-            extent = self.shard.slots[self.slot][component]
-            writes.append(disk.launch_write(extent, rows, self.shard.address(component, begin)))
-        self.writes = writes
+    def arrays(self) -> list[torch.Tensor]:
+        return [self.shard.array(component, self.row) for component in self.shard.components]
+
+    def launch(self, disk: DiskArrays, addresses: Sequence[int]) -> None:
+        """Write what stands there, component by component."""
+        rows, slot = slice(self.row, self.row + 1), self.shard.slots[self.slot]
+        extents = [slot[component] for component in self.shard.components]
+        self.writes = [disk.launch_write(each, rows, at) for each, at in zip(extents, addresses, strict=True)]
 
     def wait(self) -> None:
         for write in self.writes or ():
@@ -62,10 +68,11 @@ class Snapshot:
 class Snapshots:
     """One snapshot at a time, of all shards of a store."""
 
-    def __init__(self, shards: Sequence[Shard], disk: DiskArrays, counters: Counters) -> None:
+    def __init__(self, shards: Sequence[Shard], disk: DiskArrays, counters: Counters, staging: DeviceStaging) -> None:
         self._shards = shards
         self._disk = disk
         self._counters = counters
+        self.staging = staging
         self._copies: dict[tuple[int, int], ChunkCopy] = {}
         """Of the snapshot under way, by section and chunk."""
         self._changed = threading.Condition()
@@ -101,11 +108,14 @@ class Snapshots:
         in_flight: deque[ChunkCopy] = deque()
         for copy in snapshot.copies:
             if len(in_flight) == SNAPSHOT_CHUNKS_IN_FLIGHT:
-                in_flight.popleft().wait()
-            self._launch(copy)
+                self._finish(in_flight.popleft())
+            if copy.shard.on_device:
+                self._bring(copy)
+            else:
+                self._launch(copy)
             in_flight.append(copy)
         for copy in in_flight:
-            copy.wait()
+            self._finish(copy)
 
     def end(self) -> None:
         """The generation is complete: memory may change, and slots that it does not name may be written."""
@@ -127,6 +137,8 @@ class Snapshots:
         copy = self._copies.get((shard.layout.index, row))
         if copy is None:
             return None
+        if shard.on_device:
+            return functools.partial(self._wait_for_staging, copy)
         self._launch(copy)
         return functools.partial(self._wait_for, copy)
 
@@ -147,7 +159,25 @@ class Snapshots:
 
     def _launch(self, copy: ChunkCopy) -> None:
         with self._changed:
-            copy.launch(self._disk)
+            if copy.writes is None:
+                copy.launch(self._disk, [array.data_ptr() for array in copy.arrays()])
+
+    def _bring(self, copy: ChunkCopy) -> None:
+        """Of what is in a device's memory; on the commit's thread alone."""
+        region, addresses = self.staging.bring(copy.arrays())
+        with self._changed:
+            copy.staging = region
+            self._changed.notify_all()
+        copy.launch(self._disk, addresses)
+
+    def _wait_for_staging(self, copy: ChunkCopy) -> None:
+        with self._changed:
+            self._wait_until(lambda: copy.staging is not None)
+
+    def _finish(self, copy: ChunkCopy) -> None:
+        copy.wait()
+        if copy.staging is not None:
+            self.staging.give_back(copy.staging)
 
     def _wait_for(self, copy: ChunkCopy) -> None:
         if not copy.done():

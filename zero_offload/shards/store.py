@@ -20,9 +20,11 @@ from typing import Any
 
 import torch
 
+from zero_offload.device import Device, HostDevice
 from zero_offload.memory.arena import Arena
 from zero_offload.memory.pool import LazyRegion
-from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.shards.device_staging import DeviceStaging
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.shards.places import Places
 from zero_offload.shards.shard import (
@@ -32,6 +34,7 @@ from zero_offload.shards.shard import (
     array_bytes,
     array_range,
     component_dtype,
+    is_on_device,
     shard_bytes,
 )
 from zero_offload.shards.snapshot import Snapshots
@@ -40,6 +43,7 @@ from zero_offload.storage.swap_file import SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import StateKind, Tier
 
+HOST = HostDevice()
 ChunkSource = Callable[[Component, int, int], torch.Tensor]
 """source(component, begin, end) -> the component's array of the chunk [begin, end), host."""
 
@@ -75,15 +79,16 @@ class ShardStore:
         arena: Arena,
         swap: SwapFile | None,
         num_slots: int,
+        device: Device = HOST,
     ) -> None:
         """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk."""
         self.arena = arena
         self.swap = swap
         self.counters = Counters()
         self.disk = DiskArrays(swap, self.counters)
-        self.shards = tuple(Shard(section, ShardPlacement.of(placements[section.unit])) for section in layout.sections)
-        self.snapshots = Snapshots(self.shards, self.disk, self.counters)
-        self.places = Places(self.shards, arena, self.disk, num_slots)
+        self.shards = tuple(_new_shard(section, placements[section.unit], device) for section in layout.sections)
+        self.snapshots = Snapshots(self.shards, self.disk, self.counters, DeviceStaging(device, arena))
+        self.places = Places(self.shards, arena, device, self.disk, num_slots)
         self._size_staging()
 
     def _size_staging(self) -> None:
@@ -122,13 +127,29 @@ class ShardStore:
         return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
-        """(shard_numel,) of the values where they rest in host memory; None where a fetch goes to disk."""
+        """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
+        a fetch goes to disk."""
         if shard.cache is not None or Component.VALUE not in shard.memory:
             return None
-        self.counters.read(Tier.CPU, shard.layout.shard_nbytes)
+        self.counters.read(shard.memory_tier, shard.layout.shard_nbytes)
         return shard.memory[Component.VALUE]
 
+    @property
+    def device_bytes(self) -> int:
+        """Of shards in the device's own memory."""
+        return sum(array.nbytes for shard in self.shards if shard.on_device for array in shard.memory.values())
+
     # The optimizer's update, chunk by chunk
+
+    def open_on_device(self, shard: Shard, row: int) -> dict[Component, torch.Tensor]:
+        """The arrays of a chunk of a shard that is `on_device`, when they may be changed; `finish_update` follows."""
+        if (copied := self.snapshots.ask(shard, row)) is not None:
+            copied()
+        found = {component: shard.array(component, row) for component in shard.components}
+        nbytes = sum(array.nbytes for array in found.values())
+        self.counters.read(Tier.DEVICE, nbytes)
+        self.counters.written(Tier.DEVICE, nbytes)
+        return found
 
     def open_chunk(self, shard: Shard, row: int, staging: int) -> OpenChunk:
         """Make chunk `row` addressable; what rests on disk is read into `staging` (`state_staging_bytes` long).
@@ -140,7 +161,7 @@ class ShardStore:
         for component in shard.components:
             nbytes = array_bytes(shard.layout, [component], end - begin)
             if component in shard.memory:
-                address = shard.address(component, begin)
+                address = shard.array(component, row).data_ptr()
                 self.counters.read(Tier.CPU, nbytes)
             else:
                 address, staging = staging, staging + nbytes
@@ -163,7 +184,8 @@ class ShardStore:
                 extent = shard.slots[shard.writable_slot()][component]
                 writes.append(self.disk.launch_write(extent, rows, chunk.addresses[component]))
             if component in shard.memory:
-                self.counters.written(Tier.CPU, array_bytes(shard.layout, [component], chunk.end - chunk.begin))
+                nbytes = array_bytes(shard.layout, [component], chunk.end - chunk.begin)
+                self.counters.written(shard.memory_tier, nbytes)
         if shard.cache is not None:
             writes.append(self.disk.launch_write(shard.cache, rows, chunk.addresses[Component.VALUE]))
         shard.writes += writes
@@ -178,17 +200,18 @@ class ShardStore:
     # Whole shards
 
     def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
-        """The array of one chunk, host: a view of where it rests, or of staging until the next read."""
+        """The array of one chunk, host: a copy of where it rests on the device, a view of where it rests in host
+        memory, or of staging until the next read."""
         if component in shard.memory:
-            return shard.memory[component][array_range(shard.layout, component, *shard.layout.chunks()[row])]
+            return _on_host(shard, shard.array(component, row))
         shard.settle()
         extent = shard.slots[shard.current][component]
         return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
 
     def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
-        """The component's array, host: a view where it rests in memory, else a copy."""
+        """The component's array, host: a view where it rests in host memory, else a copy."""
         if component in shard.memory:
-            return shard.memory[component]
+            return _on_host(shard, shard.memory[component])
         layout, dtype = shard.layout, component_dtype(shard.layout, component)
         out = torch.empty(shard_bytes(layout, [component]) // dtype.itemsize, dtype=dtype)
         for row, (begin, end) in enumerate(layout.chunks()):
@@ -209,7 +232,7 @@ class ShardStore:
             for component in shard.components:
                 values = source(component, begin, end)
                 if component in shard.memory:
-                    target = shard.memory[component][array_range(shard.layout, component, begin, end)]
+                    target = shard.array(component, row)
                 else:
                     target = staging.tensor(values.dtype, values.numel(), used)
                     used += values.nbytes
@@ -226,7 +249,12 @@ class ShardStore:
         """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""
         self.places.ensure_cache(shard)
         for component, array in shard.memory.items():
-            self.disk.read_array(shard.slots[slot][component], array)
+            extent = shard.slots[slot][component]
+            if not shard.on_device:
+                self.disk.read_array(extent, array)
+                continue
+            for row in range(len(shard.layout.chunks())):
+                shard.array(component, row).copy_(self.disk.read_block(extent, row, array.dtype, self.staging.region))
         if shard.cache is not None:
             self.disk.write_array(shard.cache, shard.memory[Component.VALUE])
         shard.dirty = False
@@ -235,3 +263,11 @@ class ShardStore:
         """The generation that names these slots (one per shard) is durable; older slots may be reused."""
         for shard, slot in zip(self.shards, slots, strict=True):
             shard.committed = slot
+
+
+def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:
+    return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, device))
+
+
+def _on_host(shard: Shard, array: torch.Tensor) -> torch.Tensor:
+    return array.to("cpu", copy=True) if shard.on_device else array

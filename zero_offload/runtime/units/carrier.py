@@ -136,6 +136,10 @@ class DeviceCarrier:
         offset, nbytes = 0, self._landing_bytes(sections)
         for section in sections:
             target, source = self._ends(section)
+            if section.shard.on_device and section.shard.fresh_replica is None:
+                assert source is not None
+                _copy_within(target, source)
+                continue
             if source is not None:
                 landing.uploads.append(self._device.upload(target, source))
                 continue
@@ -150,7 +154,7 @@ class DeviceCarrier:
         return sum(target.nbytes for target, source in ends if source is None)
 
     def _ends(self, section: Section) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What is to be filled on the device, and from where in host memory; None where it rests on disk."""
+        """What is to be filled on the device, and from where in memory; None where it rests on disk."""
         replica = section.shard.fresh_replica
         if replica is not None:
             return section.flat, replica.memory
@@ -257,3 +261,9 @@ class DeviceCarrier:
             upload.synchronize()
         if landing.region is not None:
             self._pool.release(landing.region)
+
+
+def _copy_within(target: torch.Tensor, source: torch.Tensor) -> None:
+    """In the device's memory, in the order of compute, which has updated the source; they may be the same."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

@@ -1,0 +1,122 @@
+"""The update of states in a device's memory: launched chunk by chunk, in the order of compute.
+
+Owns what gradients pass through on their way up. Runs on the control thread, whose stream compute is launched on, so
+that forward finds new values without a wait: nothing is moved but gradients that rest on the host. `run` returns when
+those have been read, and the update is launched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from zero_offload.abi import STATE_BLOCK
+from zero_offload.device import Device, Handoff
+from zero_offload.kernels.device_update import UpdateTensors, update_on_device
+from zero_offload.kernels.states import num_scales, state_dtype
+from zero_offload.kernels.update import SIGNED, STATES, Segment
+from zero_offload.memory.pool import LazyRegion
+from zero_offload.optim.pipeline import SectionUpdate, cut_segments
+from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.memory import DEVICE_CHUNKS_IN_FLIGHT
+from zero_offload.shards.grad_shard import GradPiece
+from zero_offload.shards.shard import Component, is_packed
+from zero_offload.shards.store import ShardStore
+from zero_offload.shards.update_board import UpdateBoard
+
+Arrays = Mapping[Component, torch.Tensor]
+
+
+class DevicePass:
+    """Updates sections whose shards are `on_device`."""
+
+    def __init__(self, store: ShardStore, board: UpdateBoard, device: Device) -> None:
+        self._store = store
+        self._board = board
+        self._device = device
+        self._uploads: deque[Handoff] = deque()
+        self._landing = LazyRegion(store.arena, CHUNK_NUMEL * 4)
+        """For gradients on disk."""
+
+    def run(self, sections: Sequence[SectionUpdate]) -> None:
+        """Update the sections, which are in order of first use, all sections of a unit together."""
+        with self._store.counters.timed("update_s"):
+            for i, section in enumerate(sections):
+                if i == 0 or sections[i - 1].unit != section.unit:
+                    self._board.start(section.unit)
+                self._update(section)
+                if i == len(sections) - 1 or sections[i + 1].unit != section.unit:
+                    self._board.complete(section.unit)
+            self._store.snapshots.staging.updated()
+
+    def _update(self, section: SectionUpdate) -> None:
+        for row, (begin, end) in enumerate(section.shard.layout.chunks()):
+            arrays = self._store.open_on_device(section.shard, row)
+            for piece in self._gradients(section, row):
+                first, last = begin + piece.begin, begin + piece.end
+                for rule, segments in section.segments.items():
+                    tensors = _tensors(section, arrays, STATES[rule], piece, (begin, end))
+                    for each in cut_segments(segments, first, first, last):
+                        update_on_device(rule, tensors, Segment(*each.tolist()))
+        self._await_uploads(0)
+        self._store.finish_update(section.shard)
+        section.grads.release()
+
+    def _gradients(self, section: SectionUpdate, row: int) -> Iterator[GradPiece]:
+        """A chunk's gradients, on the device."""
+        if section.grads.on_disk:
+            self._await_uploads(0)
+            region = self._landing.region
+            (source,), reads = section.grads.open_chunk(row, region.address)
+            for read in reads:
+                read.wait()
+            grad = region.tensor(section.grads.dtype, source.end - source.begin)
+            yield self._bring(GradPiece(source.begin, source.end, grad))
+            return
+        for piece in section.grads.pieces(row):
+            yield self._bring(piece)
+
+    def _bring(self, piece: GradPiece) -> GradPiece:
+        """From host memory to the device's."""
+        self._await_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
+        target = torch.empty_like(piece.grad, device=self._device.torch_device)
+        upload = self._device.upload(target, piece.grad)
+        self._uploads.append(upload)
+        return piece._replace(grad=upload.take())
+
+    def _await_uploads(self, count: int) -> None:
+        """Return when no more than so many are under way: what they read may change then."""
+        while len(self._uploads) > count:
+            self._uploads.popleft().ready.synchronize()
+
+
+def _tensors(
+    section: SectionUpdate, arrays: Arrays, states: Sequence[str], piece: GradPiece, chunk: tuple[int, int]
+) -> UpdateTensors:
+    """The part of a chunk's arrays that has these gradients."""
+    layout, part = section.shard.layout, slice(piece.begin, piece.end)
+    begin, numel, format = chunk[0], chunk[1] - chunk[0], layout.state_format
+    codes, scales = [], []
+    for name in states:
+        array = arrays[Component(name)]
+        if not is_packed(layout, Component(name)):
+            codes.append(array[part])
+            continue
+        # Codes, and scales behind them.
+        first, last = piece.begin // STATE_BLOCK, -(-piece.end // STATE_BLOCK)
+        codes.append(array[part].view(state_dtype(format, signed=name in SIGNED)))
+        scales.append(array[numel : numel + 4 * num_scales(format, numel)].view(torch.float32)[first:last])
+    beside = {name: arrays[name][part] for name in (Component.RESIDUAL, Component.MASTER) if name in arrays}
+    return UpdateTensors(
+        value=arrays[Component.VALUE][part],
+        residual=beside.get(Component.RESIDUAL),
+        states=tuple(codes),
+        grad=piece.grad,
+        master=beside.get(Component.MASTER),
+        scales=tuple(scales),
+        state_format=format,
+        seed=layout.index,
+        origin=section.origin + begin + piece.begin,
+    )
