@@ -56,7 +56,7 @@ from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarri
 from zero_offload.runtime.units.guard import guard
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, register
-from zero_offload.shards.shard import Component, is_on_device
+from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
@@ -254,7 +254,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     passing = frames[Home.AWAY]
     units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
-        units = min(sum(passing), num_frames(budget))
+        units = min(sum(passing), num_frames(max(budget - _device_state_bytes(build), 0)))
     staying = sum(frames[Home.ON_DEVICE])
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
@@ -267,6 +267,15 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     return (
         (host, UNLIMITED_FRAMES if unlimited else host),
         (units + staying, UNLIMITED_FRAMES if config.device_memory is None else units + staying),
+    )
+
+
+def _device_state_bytes(build: Build) -> int:
+    """Of what a device has in its own memory to update it there."""
+    return sum(
+        shard_bytes(section, planned_components(section))
+        for section in build.layout.sections
+        if is_on_device(section, build.placement.tiers[section.unit], build.device)
     )
 
 

@@ -7,6 +7,7 @@ early is a wrong number, not a lucky pass.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import torch
@@ -18,20 +19,25 @@ class _Lane:
     """Copies in order, none of them done before somebody waits."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        """Control and the threads of updates and commits share a lane, as they share a stream."""
         self.queue: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self.launched = 0
         self.finished = 0
 
     def launch(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
-        poison(target)
-        self.launched += 1
-        self.queue.append((self.launched, target, source))
-        return LateEvent(self, self.launched)
+        with self._lock:
+            poison(target)
+            self.launched += 1
+            self.queue.append((self.launched, target, source))
+            return LateEvent(self, self.launched)
 
     def run_until(self, number: int) -> None:
-        while self.finished < number:
-            self.finished, target, source = self.queue.popleft()
-            target.copy_(source)
+        with self._lock:
+            while self.finished < number:
+                finished, target, source = self.queue.popleft()
+                target.copy_(source)
+                self.finished = finished
 
 
 class LateEvent:

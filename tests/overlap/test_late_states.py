@@ -5,7 +5,9 @@ Results must be the CPU path's bits, whatever else rests where; what is committe
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ import zero_offload as zo
 from tests.helpers.late_device import LateDevice
 from tests.overlap.test_late_lanes import Model
 from zero_offload.device import Device, HostDevice
+from zero_offload.shards.device_staging import DeviceStaging
+from zero_offload.shards.snapshot import Snapshots
 
 offload_module = importlib.import_module("zero_offload.offload")
 
@@ -112,3 +116,189 @@ def test_the_bits_of_the_host(
         seen, found = train(config, range(4), micro_batches)
         assert seen == expected[0], (params, grads, optimizer)
         assert differing(found, expected[1]) == [], (params, grads, optimizer)
+
+
+FORMATS = [zo.Precision(compute="bf16"), zo.Precision(compute="bf16", states="compact")]
+
+
+@pytest.mark.parametrize("precision", FORMATS, ids=["exact", "compact"])
+@pytest.mark.parametrize("durability", ["commit", "process"])
+def test_a_generation_goes_on_anywhere(
+    tmp_path: Path, compute_on: Callable[[Device], None], precision: zo.Precision, durability: Any
+) -> None:
+    """Committed every step beside the next one, from a device's memory; resumed there, on the host, and there again."""
+    compute_on(HostDevice())
+    expected = train(zo.OffloadConfig(precision=precision), range(9))[1]
+    places = [("device", LateDevice()), ("device", LateDevice()), ("cpu", HostDevice()), ("device", LateDevice())]
+    steps = [range(0, 2), range(2, 5), range(5, 7), range(7, 9)]
+    for (optimizer, device), numbers in zip(places, steps, strict=True):
+        compute_on(device)
+        config = zo.OffloadConfig(
+            params="device",
+            optimizer=optimizer,
+            precision=precision,
+            nvme=tmp_path,
+            existing="resume",
+            durability=durability,
+        )
+        found = train(config, numbers)[1]
+    assert differing(found, expected) == []
+
+
+def test_a_checkpoint_moves_states_between_tiers(tmp_path: Path, compute_on: Callable[[Device], None]) -> None:
+    def make(optimizer: str, device: Device) -> tuple[Any, torch.optim.Optimizer]:
+        compute_on(device)
+        model = zo.offload(Model(), zo.OffloadConfig(params="device", optimizer=optimizer))
+        return model, adamw(model)
+
+    first = make("device", LateDevice())
+    for number in range(2):
+        step(*first, number)
+    zo.save_checkpoint(*first, tmp_path / "from device")
+    second = make("cpu", HostDevice())
+    zo.load_checkpoint(*second, tmp_path / "from device")
+    step(*second, 2)
+    zo.save_checkpoint(*second, tmp_path / "from host")
+    zo.load_checkpoint(*first, tmp_path / "from host")
+    for each in (first, second):
+        step(*each, 3)
+    assert differing(states_of(*first), states_of(*second)) == []
+    zo.close(first[0])
+    zo.close(second[0])
+
+
+class Frozen(Model):
+    """Large frozen weights beside small ones that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, param in self.named_parameters():
+            param.requires_grad_("norm" in name)
+
+
+@pytest.mark.parametrize("params", ["cpu", "nvme", "device"])
+def test_frozen_weights_stay_on_their_tier(tmp_path: Path, compute_on: Callable[[Device], None], params: str) -> None:
+    def run(config: zo.OffloadConfig) -> tuple[list[float], int]:
+        model = zo.offload(Frozen(), config)
+        optimizer = zo.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+        seen = [figure for number in range(3) for figure in step(model, optimizer, number)]
+        resident = zo.stats(model).resident_bytes["device"]
+        trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        zo.close(model)
+        return seen, resident if resident == 0 else resident // trained
+
+    compute_on(HostDevice())
+    expected, _ = run(zo.OffloadConfig())
+    compute_on(LateDevice())
+    config = zo.OffloadConfig(params=params, optimizer="device", nvme=tmp_path, durability="scratch")
+    seen, per_element = run(config)
+    assert seen == expected
+    assert per_element >= 12  # sections are padded
+
+
+OTHERS: list[Factory] = [
+    lambda model: zo.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    lambda model: zo.Adam(model.parameters(), lr=1e-2, amsgrad=True, maximize=True),
+    lambda model: zo.Adagrad(model.parameters(), lr=1e-2, initial_accumulator_value=0.1),
+    lambda model: zo.Lion(model.parameters(), lr=1e-3, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("make", OTHERS, ids=["SGD", "Adam", "Adagrad", "Lion"])
+def test_every_optimizer(compute_on: Callable[[Device], None], make: Factory) -> None:
+    found = []
+    for device in (HostDevice(), LateDevice()):
+        compute_on(device)
+        found.append(train(zo.OffloadConfig(params="device", optimizer="device"), range(3), make=make))
+    assert found[1][0] == found[0][0]
+    assert differing(found[1][1], found[0][1]) == []
+
+
+def test_states_that_come_later_and_two_optimizers(compute_on: Callable[[Device], None]) -> None:
+    """A momentum is given after a step; another optimizer has a part of the same sections."""
+    found = []
+    for device in (HostDevice(), LateDevice()):
+        compute_on(device)
+        model = zo.offload(Model(), zo.OffloadConfig(params="device", optimizer="device"))
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizers = [zo.SGD(params[::2], lr=0.1), zo.AdamW(params[1::2], lr=1e-2)]
+        for number in range(4):
+            model(batch(number)).backward()
+            if number == 1:
+                optimizers[0].param_groups[0]["momentum"] = 0.9
+            for optimizer in optimizers[: 1 + number % 2]:  # the second waits for two backwards
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(states_of(model, optimizers[0]) | states_of(model, optimizers[1]))
+        zo.close(model)
+    assert differing(found[1], found[0]) == []
+
+
+def test_what_is_written_from_outside(compute_on: Callable[[Device], None]) -> None:
+    found = []
+    for device in (HostDevice(), LateDevice()):
+        compute_on(device)
+        model: Any = zo.offload(Model(), zo.OffloadConfig(params="device", optimizer="device"))
+        optimizer = adamw(model)
+        step(model, optimizer, 0)
+        with zo.gathered(model.blocks[1], mode="write"), torch.no_grad():
+            model.blocks[1].down.weight.mul_(2.0)
+        step(model, optimizer, 1)
+        with zo.gathered(model.blocks[1], kind="master"):
+            masters = model.blocks[1].down.weight.detach().clone()
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+        optimizer.load_state_dict(optimizer.state_dict())
+        step(model, optimizer, 2)
+        found.append(states_of(model, optimizer) | {"masters": masters})
+        zo.close(model)
+    assert differing(found[1], found[0]) == []
+
+
+def test_a_step_with_an_infinite_gradient_changes_nothing(compute_on: Callable[[Device], None]) -> None:
+    compute_on(LateDevice())
+    model = zo.offload(Model(), zo.OffloadConfig(params="device", optimizer="device"))
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    before = states_of(model, optimizer)
+    (model(batch(1)) * torch.inf).backward()
+    with pytest.warns(UserWarning, match="the step is skipped"):
+        optimizer.step()
+    assert differing(states_of(model, optimizer), before) == []
+    assert zo.stats(model).skipped_steps == 1
+    zo.close(model)
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Snapshots, "begin"), (DeviceStaging, "bring")])
+def test_an_update_waits_for_what_a_commit_still_needs(
+    tmp_path: Path, compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
+) -> None:
+    """A commit that is kept from reading the device's memory keeps the next update from changing it."""
+    compute_on(LateDevice())
+    call, may_call, came = getattr(owner, name), threading.Event(), threading.Event()
+
+    def call_late(self: Any, *args: Any) -> Any:
+        came.set()
+        assert may_call.wait(60)
+        return call(self, *args)
+
+    monkeypatch.setattr(owner, name, call_late)
+    config = zo.OffloadConfig(params="device", optimizer="device", nvme=tmp_path, existing="resume")
+    model = zo.offload(Model(), config)
+    optimizer = adamw(model)
+    step(model, optimizer, 0)
+    expected = states_of(model, optimizer)
+    zo.commit(model, optimizer)
+    assert came.wait(60)
+    stepping = threading.Thread(target=step, args=(model, optimizer, 1))
+    stepping.start()
+    stepping.join(0.5)
+    waits = stepping.is_alive()
+    may_call.set()
+    stepping.join(60)
+    assert waits
+    assert not stepping.is_alive()
+    assert differing(states_of(model, optimizer), expected)
+    zo.close(model)
+    again = zo.offload(Model(), dataclasses.replace(config, generation=1))
+    assert differing(states_of(again, adamw(again)), expected) == []
+    zo.close(again)
