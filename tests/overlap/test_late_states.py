@@ -10,6 +10,7 @@ import importlib
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 import zero_offload as zo
 from tests.helpers.late_device import LateDevice
 from tests.overlap.test_late_lanes import Model
-from zero_offload.device import Device, HostDevice
+from zero_offload.device import Device, Handoff, HostDevice
 from zero_offload.shards.device_staging import DeviceStaging
 from zero_offload.shards.snapshot import Snapshots
 
@@ -165,6 +166,43 @@ def test_a_checkpoint_moves_states_between_tiers(tmp_path: Path, compute_on: Cal
     assert differing(states_of(*first), states_of(*second)) == []
     zo.close(first[0])
     zo.close(second[0])
+
+
+class Counting(LateDevice):
+    """Knows which of its uploads the host has not waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: set[int] = set()
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+        ready, number = super().upload(target, source).ready, self.uploads.launched
+
+        def synchronize() -> None:
+            ready.synchronize()
+            self.unread.discard(number)
+
+        self.unread.add(number)
+        return Handoff(target, SimpleNamespace(wait=ready.wait, done=ready.done, synchronize=synchronize))
+
+
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+def test_a_step_returns_when_gradients_may_change(
+    tmp_path: Path, compute_on: Callable[[Device], None], grads: str
+) -> None:
+    """What goes up are gradients, out of memory that the next backward writes."""
+    device = Counting()
+    compute_on(device)
+    config = zo.OffloadConfig(params="device", grads=grads, optimizer="device", nvme=tmp_path, durability="scratch")
+    model = zo.offload(Model(), config)
+    optimizer = adamw(model)
+    for number in range(3):
+        model(batch(number)).backward()
+        device.unread.clear()
+        before = device.uploads.launched
+        optimizer.step()
+        assert device.uploads.launched > before and not device.unread
+    zo.close(model)
 
 
 class Frozen(Model):

@@ -276,17 +276,20 @@ def _staging_bytes(
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
     chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
-    optimizer_tiers = {tiers[StateKind.OPTIMIZER] for tiers in placement.tiers}
-    updates_on_device = Tier.DEVICE in optimizer_tiers and not shared
-    commits_device = updates_on_device and config.effective_durability is not Durability.SCRATCH
+    # Of each unit that a device updates in its own memory: where its gradients come from.
+    grads_of_device = {
+        tiers[StateKind.GRADS] for tiers in placement.tiers if tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared
+    }
+    updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    commits_device = bool(grads_of_device) and config.effective_durability is not Durability.SCRATCH
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
         + max(trained)
-        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * updates_on_device,
+        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
-        + CHUNKS_IN_FLIGHT * chunk_bytes * (Tier.NVME in optimizer_tiers)
+        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,

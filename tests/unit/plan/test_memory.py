@@ -8,7 +8,7 @@ from torch import nn
 
 from zero_offload.config import OffloadConfig, Precision
 from zero_offload.plan.dtypes import ComputeDtypes
-from zero_offload.plan.layout import make_layout
+from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
     CHUNKS_IN_FLIGHT,
     GRADS_IN_FLIGHT,
@@ -146,6 +146,40 @@ def test_several_ranks_share_everything_in_stage_3_and_nothing_in_stage_0() -> N
     }
     whole = estimate(("cpu", "cpu", "cpu"), world_size=2, stage=0, durability="scratch")
     assert used(whole)["cpu", "params"] == 2 * 3 * N
+
+
+def test_what_a_gpu_updates_has_its_value_there() -> None:
+    """Forward uses it in place, whatever the params tier; frozen values stay on theirs."""
+    for tier in ("cpu", "nvme"):
+        plan = estimate((tier, "cpu", "device"), GPU, frozen=500, durability="scratch")
+        assert used(plan) == {
+            ("device", "optimizer"): 12 * 3 * N,
+            (tier, "params"): 2 * 500,
+            ("cpu", "grads"): 2 * 3 * N,
+        }
+        assert plan.nvme_written_bytes_per_step == 0
+        arriving = 2 * 500
+        largest_grads = 2 * 2 * N
+        assert plan.staging_bytes[Tier.DEVICE] == arriving + largest_grads + 4 * CHUNK_NUMEL * 4
+    here = estimate(("device", "device", "device"), GPU, durability="scratch")
+    assert used(here) == {
+        ("device", "params"): 2 * 3 * N,
+        ("device", "grads"): 2 * 3 * N,
+        ("device", "optimizer"): 10 * 3 * N,
+    }
+    assert here.staging_bytes == {Tier.DEVICE: 2 * 2 * N, Tier.CPU: 0, Tier.NVME: 0}
+
+
+def test_a_commit_of_what_a_gpu_holds_passes_through_cpu_memory() -> None:
+    kept, scratch = (estimate(("device",) * 3, GPU, durability=each) for each in ("process", "scratch"))
+    assert kept.staging_bytes[Tier.CPU] - scratch.staging_bytes[Tier.CPU] == 2 * CHUNK_NUMEL * (12 + 4)
+    assert estimate(("device",) * 3, ROOMY).staging_bytes[Tier.CPU] == 0
+
+
+def test_a_gpu_whose_states_are_in_cpu_memory_has_values_of_its_own() -> None:
+    plan = estimate(("device", "cpu", "cpu"), GPU, durability="scratch")
+    assert plan.rest_bytes[Tier.DEVICE, PARAMS] == 2 * 3 * N
+    assert plan.rest_bytes[Tier.CPU, OPTIMIZER] == 12 * 3 * N
 
 
 def test_accumulated_gradients_are_fp32() -> None:

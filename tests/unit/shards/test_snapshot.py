@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,8 @@ def test_chunks_are_written_in_the_order_of_the_next_update_a_few_at_a_time(
         in_flight: list[int] = []
         launch = ChunkCopy.launch
 
-        def record(copy: ChunkCopy, disk: DiskArrays) -> None:
-            launch(copy, disk)
+        def record(copy: ChunkCopy, disk: DiskArrays, addresses: Sequence[int]) -> None:
+            launch(copy, disk, addresses)
             launched.append(copy.shard.layout.unit)
             in_flight.append(sum(each.writes is not None and not each.done() for each in snapshot.copies))
 
