@@ -125,7 +125,9 @@ class Arena:
         self._free.extend(frames)
 
     def _place(self, address: int, nbytes: int) -> Region:
-        if self._pinner is not None and self._pinner.numa_node is not None:
+        if self._pinner is None and len(nodes := pages.nodes_of_threads()) > 1:
+            pages.spread_over_nodes(address, nbytes, nodes)
+        elif self._pinner is not None and self._pinner.numa_node is not None:
             pages.prefer_node(address, nbytes, self._pinner.numa_node)
         return _region(address, nbytes)
 

@@ -7,9 +7,12 @@ No range is inherited by forked children (a DataLoader worker must neither copy 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import platform
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from zero_offload.errors import CapacityError
@@ -47,7 +50,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
-_MPOL_PREFERRED = 1
+_MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
+_NODES = Path("/sys/devices/system/node")
 
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -79,19 +83,49 @@ def allocate_movable(nbytes: int) -> int:
 
 def prefer_node(address: int, nbytes: int, node: int) -> None:
     """Ask for pages of a NUMA node, as long as it has any; before they are touched."""
+    _ask_for_nodes(address, nbytes, _MPOL_PREFERRED, [node])
+
+
+def spread_over_nodes(address: int, nbytes: int, nodes: Sequence[int]) -> None:
+    """Ask for pages of these NUMA nodes in turn; before they are touched.
+
+    What threads of several nodes work on, one behind the other on the same ranges and not bound to their cores, is near
+    to none of them: spread, it has the bandwidth of all.
+    """
+    _ask_for_nodes(address, nbytes, _MPOL_INTERLEAVE, nodes)
+
+
+def _ask_for_nodes(address: int, nbytes: int, policy: int, nodes: Sequence[int]) -> None:
+    mask = ctypes.c_ulong(sum(1 << node for node in nodes))
     if _SYS_MBIND is not None:
-        mask = ctypes.c_ulong(1 << node)
-        size = num_frames(nbytes) * FRAME
         # Advice: a kernel without NUMA, or a sandbox, refuses, and any node serves.
         _libc.syscall(
             ctypes.c_long(_SYS_MBIND),
             ctypes.c_void_p(address),
-            ctypes.c_ulong(size),
-            ctypes.c_int(_MPOL_PREFERRED),
+            ctypes.c_ulong(num_frames(nbytes) * FRAME),
+            ctypes.c_int(policy),
             ctypes.byref(mask),
             ctypes.c_ulong(8 * ctypes.sizeof(mask)),
             ctypes.c_uint(0),
         )
+
+
+@functools.cache
+def nodes_of_threads(root: Path = _NODES) -> tuple[int, ...]:
+    """NUMA nodes on whose processors this process may run; none where the system does not say."""
+    cores, found = os.sched_getaffinity(0), []
+    for path in root.glob("node[0-9]*/cpulist"):
+        with contextlib.suppress(OSError, ValueError):
+            if cores & set(_listed(path.read_text())):
+                found.append(int(path.parent.name.removeprefix("node")))
+    return tuple(sorted(found))
+
+
+def _listed(text: str) -> Iterator[int]:
+    """The numbers of a list such as "0-3,8"."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
 
 
 def release(address: int, nbytes: int) -> None:

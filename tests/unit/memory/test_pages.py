@@ -143,6 +143,50 @@ def test_a_wish_for_a_node_is_no_more_than_that(node: int) -> None:
     pages.release(address, FRAME)
 
 
+@pytest.mark.parametrize(
+    ("lists", "cores", "nodes"),
+    [
+        (["0-1", "2-3"], {0, 1, 2}, (0, 1)),
+        (["0-1,8-9", "2-7"], {9}, (0,)),
+        (["0", "", "1,3"], {3}, (2,)),
+        (["0-3", "who knows"], {1}, (0,)),
+        ([], {0}, ()),
+    ],
+)
+def test_nodes_are_those_whose_processors_are_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lists: list[str], cores: set[int], nodes: tuple[int, ...]
+) -> None:
+    for node, text in enumerate(lists):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(f"{text}\n")
+    monkeypatch.setattr(pages.os, "sched_getaffinity", lambda pid: cores)
+    assert pages.nodes_of_threads(tmp_path) == nodes
+
+
+def policy_at(address: int) -> str:
+    """What the system has noted for the range that holds an address."""
+    maps = Path("/proc/self/numa_maps")
+    if not maps.exists():
+        pytest.skip("a kernel without NUMA")
+    ranges = [line.split()[:2] for line in maps.read_text().splitlines()]
+    return max((int(start, 16), policy) for start, policy in ranges if int(start, 16) <= address)[1]
+
+
+def test_memory_of_a_cpu_with_several_nodes_is_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames keep the policy on their way from buffer to buffer, before they are touched and after."""
+    monkeypatch.setattr(pages, "nodes_of_threads", lambda: (0, 5))  # nodes that are not there are left out
+    arena = Arena(1)
+    region, buffers = arena.allocate(FRAME), [MovableBuffer(arena, FRAME) for _ in range(2)]
+    assert policy_at(region.address) == "interleave:0"
+    for buffer in buffers:
+        assert buffer.attach()
+        assert policy_at(buffer.region.address) == "interleave:0"
+        buffer.region.tensor(torch.uint8, FRAME).fill_(1)
+        buffer.detach()
+    monkeypatch.setattr(pages, "nodes_of_threads", lambda: (0,))
+    assert policy_at(Arena(0).allocate(FRAME).address) == "default"
+
+
 @contextlib.contextmanager
 def reserved_huge_pages(count: int) -> Iterator[int]:
     """Set so many aside, which takes the right to."""
