@@ -1,15 +1,17 @@
 """The fused updates of all optimizers on tensors in a device's memory: csrc/optim and csrc/compact, with their bits.
 
-Owns what such a call takes, and what it refuses before anything is touched. `update_on_device` launches: Triton's
-kernels where they are to be had (`triton_update`), else torch's operations (`torch_update`). Nothing waits for the
-device.
+Owns what such a call takes, the numbers that its segment stands for, and what it refuses before anything is touched.
+`update_on_device` launches: Triton's kernels where they are to be had (`triton_update`), else torch's operations
+(`torch_update`). Nothing waits for the device.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +19,9 @@ from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.dtypes import FLOATS, kind_of
+from zero_offload.kernels.fallback import rules
 from zero_offload.kernels.states import num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED, STATES, Segment
+from zero_offload.kernels.update import SEGMENT_DTYPE, SIGNED, STATES, Segment, segment_array
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,19 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
     from zero_offload.kernels import triton_update
 
     triton_update.update_on_device(rule, tensors, segment)
+
+
+def scalars_of(rule: Rule, segment: Segment) -> tuple[float, ...]:
+    """What does not depend on the element, rounded to fp32 as the host does it; see `rules`."""
+    # The same for all parameters that share a step, whatever their sizes.
+    return _scalars(rule, segment_array([replace(segment, begin=0, end=0)]).tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
+    (segment,) = np.frombuffer(row, SEGMENT_DTYPE)
+    with np.errstate(over="ignore"):
+        return tuple(np.array(rules.scalars_of(rule, segment), dtype=np.float32).tolist())
 
 
 def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:

@@ -9,10 +9,6 @@ Nothing waits for the device. Triton keeps what it has compiled in files, for th
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -20,9 +16,9 @@ from torch import Tensor
 
 from zero_offload.abi import MAX_STATES, Rule, StateFormat
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.device_update import UpdateTensors, check_update
+from zero_offload.kernels.device_update import UpdateTensors, check_update, scalars_of
 from zero_offload.kernels.fallback import rules
-from zero_offload.kernels.update import SEGMENT_DTYPE, Segment, segment_array
+from zero_offload.kernels.update import Segment
 
 BLOCK = 1024
 """Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time."""
@@ -68,7 +64,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
     with torch.accelerator.device_index(tensors.value.device.index):
         _update[(triton.cdiv(numel, BLOCK),)](
             *(value, residual, *states, *absent, grad),
-            _scalars(rule, segment_array([replace(segment, begin=0, end=0)]).tobytes()),
+            scalars_of(rule, segment),
             numel,
             RULE=int(rule),
             NUM_STATES=len(states),
@@ -90,14 +86,6 @@ def _part(tensor: Tensor, segment: Segment) -> Tensor:
     # Most are whole, and a launch is short: five views would take longer than all checks.
     is_whole = segment.end - segment.begin == tensor.numel()
     return tensor if is_whole else tensor.view(-1)[segment.begin : segment.end]
-
-
-@functools.lru_cache(maxsize=64)
-def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
-    """Those of a segment's row, rounded to fp32 as the host does it; the same for all parameters that share a step."""
-    (segment,) = np.frombuffer(row, SEGMENT_DTYPE)
-    with np.errstate(over="ignore"):
-        return tuple(np.array(rules.scalars_of(rule, segment), dtype=np.float32).tolist())
 
 
 @triton.jit

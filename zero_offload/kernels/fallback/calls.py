@@ -25,7 +25,7 @@ from zero_offload.kernels.fallback.checks import (
     check_states,
     check_update,
 )
-from zero_offload.kernels.fallback.codec import random_key
+from zero_offload.kernels.fallback.codec import random_key, turns
 from zero_offload.kernels.fallback.elements import INFINITY
 from zero_offload.kernels.fallback.parts import CHUNK, Body, in_parts, num_chunks
 from zero_offload.kernels.fallback.rules import NUM_SCALARS, scalars_of
@@ -218,16 +218,13 @@ def _line_of(args: UpdateArgs, segments: Any) -> tuple[Any, Any, Any, Any]:
             row[:] = scalars_of(args.rule, segment)
     grain = STATE_BLOCK if args.state_format is StateFormat.COMPACT else 1
     first, places, keys, of_segment = [0], [], [], []
-    for index, (begin, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):
-        while begin < end:
-            turn = (args.origin + begin) >> 32
-            stop = min(end, ((turn + 1) << 32) - args.origin)
+    for index, (start, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):
+        for begin, stop, turn in turns(args.origin, start, end):
             shift = begin - first[-1]
             places.append((shift, stop, (args.origin + shift) % (1 << 32)))
             keys.append(random_key(args.seed, step, turn))
             of_segment.append(index)
             first.append(first[-1] - (begin - stop) // grain * grain)
-            begin = stop
     return (
         np.array(first, dtype=np.int64),
         np.array(places, dtype=np.int64).reshape(-1, 3),

@@ -8,7 +8,7 @@ stored is what [Note: codes] in csrc/compact/compact.h and [Note: bits of a word
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,16 @@ _ZERO, _ONE, _TWO, _SIGN_OF_A_BYTE = (np.float32(x) for x in (0.0, 1.0, 2.0, 128
 _SMALLEST_SCALE = U32(0x20000001).view(np.float32)  # 2^-63, and the lowest bit
 MIDDLE = np.float32(0.5)
 """For `code_of`: the nearer of two codes."""
+
+
+def turns(origin: int, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Elements [begin, end) of arrays that are a section's from `origin` on, cut where another key begins: where each
+    part begins and ends, and its turn."""
+    while begin < end:
+        turn = (origin + begin) >> 32
+        stop = min(end, ((turn + 1) << 32) - origin)
+        yield begin, stop, turn
+        begin = stop
 
 
 def random_key(seed: int, step: int, turn: int) -> tuple[int, int]:
@@ -100,7 +110,7 @@ def first_bit(state: int, width: int) -> Any:
 def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
     """Values of a state <-> codes, over `words`. Codes come and go in the lower 8 bits of a 32-bit word."""
     u32, bits, from_bits, select, f32 = words.u32, words.bits, words.from_bits, words.select, words.f32
-    fma, sqrt, greater, whole = words.fma, words.sqrt, words.greater, words.whole
+    fma, sqrt, divide, greater, whole = words.fma, words.sqrt, words.divide, words.greater, words.whole
     largest = np.float32(127 if signed else 255)
 
     def value_of(code: Any, scale: Any) -> Any:
@@ -120,13 +130,13 @@ def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
     def scale_of(top: Any) -> Any:
         """From the bits of a block's root of the largest magnitude."""
         root = from_bits(top)
-        scale = greater(from_bits(u32(bits(root / largest) | _1)), _SMALLEST_SCALE)
+        scale = greater(from_bits(u32(bits(divide(root, largest)) | _1)), _SMALLEST_SCALE)
         is_nothing = root < _SMALLEST_SCALE if signed else top == _0
         return select(top >= INFINITY, from_bits(QUIET_NAN), select(is_nothing, _ZERO, scale))
 
     def inverse_of(scale: Any) -> Any:
         """What a root is multiplied with to be in units of its scale; 0 where all codes of the block are 0."""
-        return select(scale > _ZERO, _ONE / scale, _ZERO)
+        return select(scale > _ZERO, divide(_ONE, scale), _ZERO)
 
     def code_of(root: Any, inverse: Any, at_least: Any) -> Any:
         """The integer c below the root or the one above it: that, where the square has come the share `at_least` of

@@ -97,6 +97,10 @@ bytes_at: Function = intrinsic(_pointer_to(types.uint8))
 """Memory at an address, as elements of 16, 32 or 8 bits."""
 
 
+def _divide(a: Any, b: Any) -> Any:
+    return a / b
+
+
 def _u32(x: Any) -> Any:
     return np.uint32(x)
 
@@ -124,4 +128,4 @@ def _sign(x: Any) -> Any:
 
 
 u32, f32, whole, select = function(_u32), function(_f32), function(_whole), function(_select)
-greater, sign = function(_greater), function(_sign)
+divide, greater, sign = function(_divide), function(_greater), function(_sign)

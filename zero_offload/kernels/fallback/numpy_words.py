@@ -38,6 +38,10 @@ def sqrt(x: Any) -> Any:
     return np.sqrt(x)
 
 
+def divide(a: Any, b: Any) -> Any:
+    return a / b
+
+
 def bits(x: Any) -> Any:
     return x.view(np.uint32)
 
