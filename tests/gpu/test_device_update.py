@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.device_updates import (
+    FLOATS,
     GRADS,
     SEGMENT,
     VALUES,
+    Kept,
     copies,
     same_bits,
     tame,
@@ -22,7 +25,7 @@ from tests.helpers.device_updates import (
     update_on_host,
     wild,
 )
-from zero_offload.abi import Rule
+from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -36,19 +39,48 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("make", [tame, wild])
+@pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
-def test_the_bits_of_the_native_kernels(rule: Rule, make: Any) -> None:
+def test_the_bits_of_the_native_kernels(rule: Rule, format: StateFormat, make: Any) -> None:
+    """From within the arrays on, over the end of a turn of random words, and with ends within a block of codes."""
     triton_update = pytest.importorskip("zero_offload.kernels.triton_update", exc_type=ImportError)
-    for numel in (1, 7, 1024, 100_003):
-        for value_dtype in VALUES:
-            for grad_dtype in GRADS:
-                for step in (1, 1000):
-                    arrays = make(rule, numel, value_dtype, grad_dtype)
-                    on_gpu = copies(arrays, "cuda")
-                    segment = replace(SEGMENT, begin=numel // 3, end=numel, step=step)
-                    update_on_host(rule, arrays, segment)
-                    update_by(triton_update, rule, on_gpu, segment)
-                    assert same_bits(on_gpu, arrays) == [], (numel, value_dtype, grad_dtype, step)
+    grain = STATE_BLOCK if format is StateFormat.COMPACT else 1
+    # With one rule every gradient's dtype beside every value's: each pair is a kernel, and some seconds of compiling.
+    pairs = [
+        (value_dtype, grad_dtype)
+        for (i, value_dtype), (k, grad_dtype) in itertools.product(enumerate(FLOATS), enumerate(GRADS))
+        if rule is Rule.ADAMW or (i + k + rule + format) % len(GRADS) == 0
+    ]
+    for numel, (value_dtype, grad_dtype) in itertools.product((1, 7, 1024, 100_003), pairs):
+        kept = Kept(format, origin=(1 << 32) - numel // 2 // grain * grain)
+        for step in (1, 1000):
+            arrays = make(rule, numel, value_dtype, grad_dtype, format)
+            on_gpu = copies(arrays, "cuda")
+            segment = replace(SEGMENT, begin=numel // 3 // grain * grain, end=numel - numel // 100, step=step)
+            update_on_host(rule, arrays, segment, kept)
+            update_by(triton_update, rule, on_gpu, segment, kept)
+            assert same_bits(on_gpu, arrays) == [], (numel, value_dtype, grad_dtype, step)
+
+
+@pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
+def test_the_bits_after_many_steps(format: StateFormat) -> None:
+    """What is rounded at random is rounded alike for as long as one looks, and no step waits for one."""
+    triton_update = pytest.importorskip("zero_offload.kernels.triton_update", exc_type=ImportError)
+    kept = Kept(format)
+    for rule, value_dtype in itertools.product((Rule.ADAMW, Rule.SGD_MOMENTUM), FLOATS):
+        arrays = tame(rule, 50_000, value_dtype, torch.bfloat16, format)
+        on_gpu = copies(arrays, "cuda")
+        segment = replace(SEGMENT, end=50_000, step=1)
+        update_by(triton_update, rule, on_gpu, segment, kept)  # compiles
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in range(2, 40):
+                update_by(triton_update, rule, on_gpu, replace(segment, step=step), kept)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for step in range(1, 40):
+            update_on_host(rule, arrays, replace(segment, step=step), kept)
+        assert same_bits(on_gpu, arrays) == [], (rule, value_dtype)
 
 
 def train(optimizer: torch.optim.Optimizer, seeds: range) -> None:

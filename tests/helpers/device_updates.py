@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -12,70 +13,138 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.any_bits import floats, halves
-from zero_offload.abi import Rule
+from tests.helpers.any_bits import codes, floats, halves
+from zero_offload.abi import Rule, StateFormat
 from zero_offload.kernels.master import split_master
+from zero_offload.kernels.states import encode_states, num_scales, state_dtype
 from zero_offload.kernels.update import SIGNED, STATES, Segment, UpdateBuffers, fused_update
 
 MODULE = "zero_offload.kernels.triton_update"
+MODULES = (MODULE, "zero_offload.kernels.triton_states")
+"""Those with kernels."""
 SEGMENT = Segment(0, 0, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 VALUES = (torch.float32, torch.bfloat16)
-GRADS = (torch.float32, torch.bfloat16, torch.float16)
+"""Of ordinary parameters."""
+FLOATS = GRADS = (torch.float32, torch.bfloat16, torch.float16)
 Arrays = dict[str, Tensor]
-"""By name: value, residual (bf16 values), grad, and the states of a rule."""
+"""By name: value, residual (bf16 values), master (fp16 values), grad, and the states of a rule, where they are codes
+with their scales."""
 
 
-def tame(rule: Rule, numel: int, value_dtype: torch.dtype, grad_dtype: torch.dtype) -> Arrays:
+@dataclass(frozen=True)
+class Kept:
+    """How a section keeps its states, and what its random words are made from."""
+
+    format: StateFormat = StateFormat.FP32
+    seed: int = 0x123456789ABCDEF0
+    origin: int = 0
+
+
+WHOLE = Kept()
+
+
+def scales_of(name: str) -> str:
+    """What the scales of a state are called."""
+    return f"scales of {name}"
+
+
+def tame(
+    rule: Rule,
+    numel: int,
+    value_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    format: StateFormat = StateFormat.FP32,
+) -> Arrays:
     """Numbers as training has them, (numel,) each."""
     draw = torch.Generator().manual_seed(numel)
     master = torch.randn(numel, generator=draw)
-    arrays = {"value": master}
+    arrays = {"value": master.to(value_dtype)}
     if value_dtype is torch.bfloat16:
-        arrays = {"value": master.bfloat16(), "residual": torch.empty(numel, dtype=torch.int16)}
+        short = format is StateFormat.COMPACT
+        arrays["residual"] = torch.empty(numel, dtype=torch.int8 if short else torch.int16)
         split_master(master, arrays["value"], arrays["residual"])
+    elif value_dtype is torch.float16:
+        arrays["master"] = master
     arrays["grad"] = torch.randn(numel, generator=draw).to(grad_dtype)
     for name in STATES[rule]:
-        state = 0.1 * torch.randn(numel, generator=draw)
-        arrays[name] = state if name in SIGNED else state.abs()
+        x = 0.1 * torch.randn(numel, generator=draw)
+        signed = name in SIGNED
+        arrays[name] = torch.empty(numel, dtype=state_dtype(format, signed=signed))
+        scales = torch.empty(num_scales(format, numel)) if format is StateFormat.COMPACT else None
+        encode_states(format, x if signed else x.abs(), arrays[name], scales, signed=signed)
+        if scales is not None:
+            arrays[scales_of(name)] = scales
     return arrays
 
 
-def wild(rule: Rule, numel: int, value_dtype: torch.dtype, grad_dtype: torch.dtype) -> Arrays:
+def wild(
+    rule: Rule,
+    numel: int,
+    value_dtype: torch.dtype,
+    grad_dtype: torch.dtype,
+    format: StateFormat = StateFormat.FP32,
+) -> Arrays:
     """NaNs of all kinds, infinities, subnormal numbers and ordinary ones, at addresses off any vector's."""
-    whole = value_dtype is torch.float32
-    arrays = {"value": floats(numel, 1) if whole else halves(numel, 1)}
-    if not whole:
-        arrays["residual"] = halves(numel, 2).view(torch.int16)
+    whole, short = value_dtype is torch.float32, format is StateFormat.COMPACT
+    arrays = {"value": floats(numel, 1) if whole else halves(numel, 1, value_dtype)}
+    if value_dtype is torch.bfloat16:
+        arrays["residual"] = codes(numel, 2, torch.int8) if short else halves(numel, 2).view(torch.int16)
+    elif value_dtype is torch.float16:
+        arrays["master"] = floats(numel, 3)
     arrays["grad"] = floats(numel, 5) if grad_dtype is torch.float32 else halves(numel, 5, grad_dtype)
-    for seed, name in enumerate(STATES[rule]):
-        state = floats(numel, 10 + seed, 1e-3)
-        arrays[name] = state if name in SIGNED else state.abs()
+    for seed, name in enumerate(STATES[rule], start=10):
+        signed = name in SIGNED
+        if short:
+            arrays[name] = codes(numel, seed, state_dtype(format, signed=signed))
+            arrays[scales_of(name)] = floats(num_scales(format, numel), 10 + seed, 1e-3)
+        elif format is StateFormat.BF16:
+            arrays[name] = halves(numel, seed)
+        else:
+            state = floats(numel, seed, 1e-3)
+            arrays[name] = state if signed else state.abs()
     return arrays
 
 
-def update_on_host(rule: Rule, arrays: Arrays, segment: Segment) -> None:
+def update_on_host(rule: Rule, arrays: Arrays, segment: Segment, kept: Kept = WHOLE) -> None:
     """By the native kernels, or what stands in for them; they take no address of nothing."""
     if segment.begin == segment.end:
         return
     buffers = UpdateBuffers(
         value=arrays["value"].data_ptr(),
         residual=arrays["residual"].data_ptr() if "residual" in arrays else 0,
-        master=0,
+        master=arrays["master"].data_ptr() if "master" in arrays else 0,
         states=tuple(arrays[name].data_ptr() for name in STATES[rule]),
         grad=arrays["grad"].data_ptr(),
         value_out=0,
         value_dtype=arrays["value"].dtype,
         grad_dtype=arrays["grad"].dtype,
+        scales=tuple(scales.data_ptr() for scales in _scales(rule, arrays)),
+        state_format=kept.format,
+        seed=kept.seed,
+        origin=kept.origin,
     )
     fused_update(rule, buffers, [segment], 1)
 
 
-def update_by(module: Any, rule: Rule, arrays: Arrays, segment: Segment) -> None:
+def update_by(module: Any, rule: Rule, arrays: Arrays, segment: Segment, kept: Kept = WHOLE) -> None:
     """By `module`, which is triton_update."""
-    states = tuple(arrays[name] for name in STATES[rule])
-    tensors = module.UpdateTensors(arrays["value"], arrays.get("residual"), states, arrays["grad"])
+    tensors = module.UpdateTensors(
+        value=arrays["value"],
+        residual=arrays.get("residual"),
+        states=tuple(arrays[name] for name in STATES[rule]),
+        grad=arrays["grad"],
+        master=arrays.get("master"),
+        scales=_scales(rule, arrays),
+        state_format=kept.format,
+        seed=kept.seed,
+        origin=kept.origin,
+    )
     with np.errstate(all="ignore"):  # an interpreter computes the masked elements of a block too
         module.update_on_device(rule, tensors, segment)
+
+
+def _scales(rule: Rule, arrays: Arrays) -> tuple[Tensor, ...]:
+    return tuple(arrays[scales_of(name)] for name in STATES[rule] if scales_of(name) in arrays)
 
 
 def copies(arrays: Arrays, device: str = "cpu") -> Arrays:
@@ -93,13 +162,16 @@ def same_bits(actual: Arrays, expected: Arrays) -> list[str]:
 
 
 def import_triton_update(patch: pytest.MonkeyPatch, interpreted: str) -> ModuleType:
-    """triton_update anew, since Triton looks at this variable when a kernel is declared."""
-    pytest.importorskip("triton", reason="triton is not installed: pip install 'zero_offload[triton]'")
+    """triton_update and what it calls anew, since Triton looks at this variable when a kernel is declared."""
+    triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'zero_offload[triton]'")
     patch.setenv("TRITON_INTERPRET", interpreted)
-    before = sys.modules.pop(MODULE, None)
+    if interpreted == "1":
+        # Those of Triton's functions that are kernels themselves were declared when it was imported.
+        patch.setattr(triton.language, "max", triton.jit(triton.language.standard.max.fn))
+    before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
     try:
         return importlib.import_module(MODULE)
     finally:
-        sys.modules.pop(MODULE, None)
-        if before is not None:
-            sys.modules[MODULE] = before
+        for name in MODULES:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)

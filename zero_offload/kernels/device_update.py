@@ -47,14 +47,14 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
 
     Elements outside are not touched. Raises ConfigError for tensors and segments that do not fit.
     """
-    from zero_offload.kernels import torch_update
+    if has_device_update(tensors.value):
+        from zero_offload.kernels.triton_update import update_on_device as by_triton
 
-    if not has_device_update(tensors.value):
-        torch_update.update_on_device(rule, tensors, segment)
-        return
-    from zero_offload.kernels import triton_update
+        by_triton(rule, tensors, segment)
+    else:
+        from zero_offload.kernels.torch_update import update_on_device as by_torch
 
-    triton_update.update_on_device(rule, tensors, segment)
+        by_torch(rule, tensors, segment)
 
 
 def scalars_of(rule: Rule, segment: Segment) -> tuple[float, ...]:

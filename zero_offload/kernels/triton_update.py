@@ -1,27 +1,33 @@
 """The fused updates of all optimizers on a GPU, compiled by Triton: csrc/optim on tensors of a device.
 
-The only file that imports triton, and imported only when `choice.has_device_update` asks for it. One pass, as on a CPU:
-gradient, master and states are read, states, master and value written. The operations and their roundings are those of
-[Note: rounding] in csrc/optim/rules.inl, one by one, so that the bits are those of the native kernels: `tl.fma` is the
-only fused one (a launch forbids others), divisions and roots are the rounded ones, and subnormal numbers are kept.
-Nothing waits for the device. Triton keeps what it has compiled in files, for the next process too.
+Imported, and triton with it, only when `choice.has_device_update` asks for it. One pass, as on a CPU: gradient, master
+and states are read, states, master and value written, in whatever format they rest (`triton_states`). The operations
+and their roundings are those of [Note: rounding] in csrc/optim/rules.inl, one by one, so that the bits are those of the
+native kernels: `tl.fma` is the only fused one (a launch forbids others), divisions and roots are the rounded ones, and
+subnormal numbers are kept. Nothing waits for the device. Triton keeps what it has compiled in files, for the next
+process too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from zero_offload.abi import MAX_STATES, Rule, StateFormat
-from zero_offload.errors import ConfigError
+from zero_offload.abi import MAX_STATES, STATE_BLOCK, Rule, StateFormat
 from zero_offload.kernels.device_update import UpdateTensors, check_update, scalars_of
+from zero_offload.kernels.dtypes import kind_of
 from zero_offload.kernels.fallback import rules
+from zero_offload.kernels.fallback.codec import random_key, turns
+from zero_offload.kernels.triton_states import load_master, load_state, random_words, store_master, store_state
 from zero_offload.kernels.update import Segment
 
 BLOCK = 1024
-"""Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time."""
+"""Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time.
+A warp's are one block of codes, which finds its scale without the others."""
 OPTIONS = {"enable_fp_fusion": False}
 """Of the compiler: a product is not fused with the sum behind it."""
 
@@ -36,7 +42,6 @@ _ADAMW, _ADAMW_AMSGRAD = tl.constexpr(int(Rule.ADAMW)), tl.constexpr(int(Rule.AD
 _ADAM_AMSGRAD, _ADAGRAD = tl.constexpr(int(Rule.ADAM_AMSGRAD)), tl.constexpr(int(Rule.ADAGRAD))
 _LION, _SGD = tl.constexpr(int(Rule.LION)), tl.constexpr(int(Rule.SGD))
 _SGD_NESTEROV = tl.constexpr(int(Rule.SGD_NESTEROV))
-_QUIET_NAN = tl.constexpr(0x7FC00000)
 
 
 def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
@@ -45,34 +50,27 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
     Elements outside are not touched. Raises ConfigError for tensors and segments that do not fit.
     """
     check_update(rule, tensors, segment)
-    if tensors.state_format is not StateFormat.FP32 or tensors.value.dtype is torch.float16:
-        raise ConfigError(f"no kernel for {tensors.state_format.name} states beside {tensors.value.dtype}")
-    if segment.begin == segment.end:
-        return
-    numel = segment.end - segment.begin
-    value, grad = _part(tensors.value, segment), _part(tensors.grad, segment)
-    residual = None if tensors.residual is None else _part(tensors.residual, segment)
-    # Triton gets the bits of bf16 numbers: they are moved into place, without a conversion that has rules of its own.
-    if residual is not None:
-        value = value.view(torch.int16)
-    has_bf16_grad = grad.dtype is torch.bfloat16
-    if has_bf16_grad:
-        grad = grad.view(torch.int16)
-    states = [_part(state, segment) for state in tensors.states]
-    absent = [None] * (MAX_STATES - len(states))
+    beside = tensors.residual if tensors.master is None else tensors.master
+    arrays = (tensors.grad, tensors.value, beside, *_padded(tensors.states))
+    scales = _padded(tensors.scales)
+    scalars = scalars_of(rule, segment)
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.accelerator.device_index(tensors.value.device.index):
-        _update[(triton.cdiv(numel, BLOCK),)](
-            *(value, residual, *states, *absent, grad),
-            scalars_of(rule, segment),
-            numel,
-            RULE=int(rule),
-            NUM_STATES=len(states),
-            IS_SPLIT=residual is not None,
-            HAS_BF16_GRAD=has_bf16_grad,
-            BLOCK=BLOCK,
-            **OPTIONS,
-        )
+        for begin, end, numbering in _runs(tensors, segment):
+            _update[(triton.cdiv(end - begin, BLOCK),)](
+                *(_part(array, begin) for array in arrays),
+                *(_part(scale, begin // STATE_BLOCK) for scale in scales),
+                scalars,
+                end - begin,
+                *numbering,
+                RULE=int(rule),
+                NUM_STATES=len(tensors.states),
+                VALUE=int(kind_of(tensors.value.dtype)),
+                HAS_BF16_GRAD=tensors.grad.dtype is torch.bfloat16,
+                FORMAT=int(tensors.state_format),
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )
 
 
 def try_on(device: torch.device) -> None:
@@ -82,50 +80,83 @@ def try_on(device: torch.device) -> None:
     update_on_device(Rule.SGD, UpdateTensors(value, None, (), torch.zeros_like(value)), segment)
 
 
-def _part(tensor: Tensor, segment: Segment) -> Tensor:
+def _runs(tensors: UpdateTensors, segment: Segment) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
+    """Ranges of the segment, each of one launch; the number of its first element, and the key of its random words.
+
+    Words are numbered modulo 2^32, and which turn it is is a part of their key. All come as int32, whatever their
+    highest bit: of a type that depended on the number there would be one more kernel to compile.
+    """
+    for begin, end, turn in turns(tensors.origin, segment.begin, segment.end):
+        before = between = 0  # where nothing is rounded at random
+        if tensors.state_format is not StateFormat.FP32:
+            before, between = random_key(tensors.seed, segment.step, turn)
+        yield begin, end, (_int32(tensors.origin + begin), _int32(before), _int32(between))
+
+
+def _int32(word: int) -> int:
+    """With the same lower 32 bits."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+
+def _padded(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return (*tensors, *(None,) * (MAX_STATES - len(tensors)))
+
+
+def _part(tensor: Tensor | None, begin: int) -> Tensor | None:
+    """From an element on."""
+    if tensor is None:
+        return None
+    # Triton gets the bits of bf16 numbers: they are moved into place, without a conversion that has rules of its own.
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
     # Most are whole, and a launch is short: five views would take longer than all checks.
-    is_whole = segment.end - segment.begin == tensor.numel()
-    return tensor if is_whole else tensor.view(-1)[segment.begin : segment.end]
+    return tensor.view(-1)[begin:] if begin else tensor
 
 
-@triton.jit
+# The first element's number and the key change from step to step, and so no kernel is made for special values of them.
+@triton.jit(do_not_specialize=["number", "before", "between"])
 def _update(
+    grad: tl.tensor,
     value: tl.tensor,
-    residual: tl.tensor,
+    beside: tl.tensor,
     state0: tl.tensor,
     state1: tl.tensor,
     state2: tl.tensor,
-    grad: tl.tensor,
+    scales0: tl.tensor,
+    scales1: tl.tensor,
+    scales2: tl.tensor,
     c: tl.tuple,
     numel: tl.tensor,
+    number: tl.tensor,
+    before: tl.tensor,
+    between: tl.tensor,
     RULE: tl.constexpr,
     NUM_STATES: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
+    VALUE: tl.constexpr,
     HAS_BF16_GRAD: tl.constexpr,
+    FORMAT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One block; `c` are the scalars of `rules.scalars_of`. `value` points to the bits of halves if IS_SPLIT, `grad` to
-    those of bf16 numbers if HAS_BF16_GRAD."""
+    """One block; `c` are the scalars of `rules.scalars_of`. VALUE is a Kind and FORMAT a StateFormat; `beside` has the
+    residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before` and
+    `between` are the key of random words."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel
+    # Where nothing is rounded at random, the compiler drops this.
+    random = random_words(i.to(tl.int32) + number, before, between)
     g = tl.load(grad + i, mask=inside)
     if HAS_BF16_GRAD:
         g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     g = g.to(tl.float32) * c[_GRAD_SCALE]
-    if IS_SPLIT:
-        # The residual is signed and may carry into the half.
-        half = tl.load(value + i, mask=inside).to(tl.int32) << 16
-        p = (half + tl.load(residual + i, mask=inside).to(tl.int32)).to(tl.float32, bitcast=True)
-    else:
-        p = tl.load(value + i, mask=inside)
+    p = load_master(value, beside, i, inside, VALUE, FORMAT)
     # Where a rule has fewer states, the others stand for nothing and come back as they are.
     s0, s1, s2 = g, g, g
     if NUM_STATES > 0:
-        s0 = tl.load(state0 + i, mask=inside)
+        s0 = load_state(state0, scales0, i, numel, RULE != _ADAGRAD, FORMAT, BLOCK)
     if NUM_STATES > 1:
-        s1 = tl.load(state1 + i, mask=inside)
+        s1 = load_state(state1, scales1, i, numel, False, FORMAT, BLOCK)
     if NUM_STATES > 2:
-        s2 = tl.load(state2 + i, mask=inside)
+        s2 = load_state(state2, scales2, i, numel, False, FORMAT, BLOCK)
     if RULE <= _ADAM_AMSGRAD:
         p, s0, s1, s2 = _adam(c, g, p, s0, s1, s2, RULE <= _ADAMW_AMSGRAD, NUM_STATES == 3)
     elif RULE == _ADAGRAD:
@@ -135,28 +166,12 @@ def _update(
     else:
         p, s0 = _sgd(c, g, p, s0, RULE)
     if NUM_STATES > 0:
-        _store(state0 + i, s0, inside)
+        store_state(state0, scales0, i, s0, random, numel, RULE != _ADAGRAD, True, FORMAT, BLOCK)
     if NUM_STATES > 1:
-        _store(state1 + i, s1, inside)
+        store_state(state1, scales1, i, s1, random, numel, False, False, FORMAT, BLOCK)
     if NUM_STATES > 2:
-        _store(state2 + i, s2, inside)
-    if IS_SPLIT:
-        word = _canonical_bits(p)
-        tl.store(value + i, ((word + 0x8000) >> 16).to(tl.int16), mask=inside)
-        tl.store(residual + i, word.to(tl.int16), mask=inside)
-    else:
-        _store(value + i, p, inside)
-
-
-@triton.jit
-def _canonical_bits(x: tl.tensor) -> tl.tensor:
-    """See `canonical` in csrc/simd/elements.inl: a GPU makes NaNs of its own."""
-    return tl.where(x != x, _QUIET_NAN, x.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def _store(to: tl.tensor, x: tl.tensor, inside: tl.tensor) -> None:
-    tl.store(to, _canonical_bits(x).to(tl.float32, bitcast=True), mask=inside)
+        store_state(state2, scales2, i, s2, random, numel, False, False, FORMAT, BLOCK)
+    store_master(value, beside, i, p, random, inside, VALUE, FORMAT)
 
 
 # The rules, with the formulas and sources of csrc/optim/rules.inl.

@@ -1,11 +1,13 @@
 """The update on a GPU without one: run by Triton's interpreter on CPU tensors.
 
 The interpreter of Triton 3.9 rounds `fma` once, so its bits are those of the native kernels. Others may round twice:
-then numbers of ordinary size are compared, within some units of their last place. tests/gpu has the rest.
+then numbers of ordinary size are compared, within some units of their last place, and states in other formats, of which
+such a unit may be a whole code, are not. tests/gpu has the rest.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import warnings
@@ -21,26 +23,32 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.device_updates import (
+    FLOATS,
     GRADS,
     MODULE,
     SEGMENT,
     VALUES,
     Arrays,
+    Kept,
     copies,
     import_triton_update,
     same_bits,
+    scales_of,
     tame,
     update_by,
     update_on_host,
     wild,
 )
-from zero_offload.abi import Rule
+from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels import choice
 from zero_offload.kernels.update import STATES
 
-SIZES = [0, 1, 7, 1000, 1024, 3001]
+SIZES = [0, 1, 7, 257, 1000, 1024, 3001]
+DTYPES = list(itertools.product(FLOATS, GRADS))
+"""Of value and gradient."""
 every_rule = pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
+every_format = pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
 
 
 @pytest.fixture(scope="module")
@@ -72,34 +80,103 @@ def check(actual: Arrays, expected: Arrays, is_fused: bool) -> None:
         torch.testing.assert_close(actual[name], each, rtol=rtol, atol=1e-6)
 
 
+@pytest.fixture
+def fused(is_fused: bool) -> None:
+    """Skips where bits cannot be compared."""
+    if not is_fused:
+        pytest.skip("this Triton's interpreter rounds an fma twice")
+
+
 @every_rule
-def test_every_format_and_size(triton_update: ModuleType, is_fused: bool, rule: Rule) -> None:
-    for numel in SIZES:
-        for value_dtype in VALUES:
-            for grad_dtype in GRADS:
-                expected = tame(rule, numel, value_dtype, grad_dtype)
-                actual, before = copies(expected), copies(expected)
-                segment = replace(SEGMENT, end=numel)
-                update_on_host(rule, expected, segment)
-                update_by(triton_update, rule, actual, segment)
-                check(actual, expected, is_fused)
-                assert numel < 1000 or set(same_bits(actual, before)) >= {"value", *STATES[rule]}
+def test_every_dtype_and_size(triton_update: ModuleType, is_fused: bool, rule: Rule) -> None:
+    sizes = itertools.cycle(SIZES)
+    for (value_dtype, grad_dtype), _ in itertools.product(DTYPES, range(4)):
+        numel = next(sizes)
+        expected = tame(rule, numel, value_dtype, grad_dtype)
+        actual, before = copies(expected), copies(expected)
+        segment = replace(SEGMENT, end=numel)
+        update_on_host(rule, expected, segment)
+        update_by(triton_update, rule, actual, segment)
+        check(actual, expected, is_fused)
+        assert numel < 1000 or set(same_bits(actual, before)) >= {"value", *STATES[rule]}
+
+
+@pytest.mark.parametrize("format", [StateFormat.BF16, StateFormat.COMPACT], ids=lambda format: format.name)
+@every_rule
+def test_states_in_other_formats(triton_update: ModuleType, fused: None, format: StateFormat, rule: Rule) -> None:
+    """Step after step, each with words of its own."""
+    kept, sizes = Kept(format), itertools.cycle(SIZES)
+    for value_dtype, grad_dtype in DTYPES:
+        numel = next(sizes)
+        expected = tame(rule, numel, value_dtype, grad_dtype, format)
+        actual, before = copies(expected), copies(expected)
+        for step in (1, 2):
+            segment = replace(SEGMENT, end=numel, step=step)
+            update_on_host(rule, expected, segment, kept)
+            update_by(triton_update, rule, actual, segment, kept)
+        assert same_bits(actual, expected) == [], (value_dtype, grad_dtype, numel)
+        assert numel < 1000 or set(same_bits(actual, before)) >= expected.keys() - {"grad"}
 
 
 @pytest.mark.parametrize("grad_scale", [0.37, -1e39], ids=["small", "infinite"])
+@every_format
 @every_rule
-def test_any_numbers(triton_update: ModuleType, is_fused: bool, rule: Rule, grad_scale: float) -> None:
+def test_any_numbers(
+    triton_update: ModuleType, fused: None, rule: Rule, format: StateFormat, grad_scale: float
+) -> None:
     """NaNs come out as one, infinities and subnormal numbers as on a CPU."""
-    if not is_fused:
-        pytest.skip("this Triton's interpreter rounds an fma twice")
-    for value_dtype in VALUES:
-        for grad_dtype in GRADS:
-            expected = wild(rule, 1100, value_dtype, grad_dtype)
-            actual = copies(expected)
-            segment = replace(SEGMENT, end=1100, grad_scale=grad_scale)
-            update_on_host(rule, expected, segment)
-            update_by(triton_update, rule, actual, segment)
-            assert same_bits(actual, expected) == []
+    kept = Kept(format)
+    for value_dtype, grad_dtype in DTYPES[::2]:
+        expected = wild(rule, 1000, value_dtype, grad_dtype, format)
+        actual = copies(expected)
+        segment = replace(SEGMENT, end=1000, grad_scale=grad_scale)
+        update_on_host(rule, expected, segment, kept)
+        update_by(triton_update, rule, actual, segment, kept)
+        assert same_bits(actual, expected) == [], (value_dtype, grad_dtype)
+
+
+@pytest.mark.parametrize("rule", [Rule.ADAMW_AMSGRAD, Rule.ADAGRAD, Rule.SGD_MOMENTUM], ids=lambda rule: rule.name)
+def test_blocks_of_any_magnitude(triton_update: ModuleType, fused: None, rule: Rule) -> None:
+    """Codes of zeros, of subnormal numbers, of huge ones, of what lies far apart, and of what is beyond fp32."""
+    format, blocks = StateFormat.COMPACT, 14
+    arrays = tame(rule, blocks * STATE_BLOCK - 3, torch.float32, torch.float32, format)
+    for name in STATES[rule]:
+        arrays[name].zero_()
+        arrays[scales_of(name)].zero_()
+    exponents = torch.tensor([-45.0, -42.0, -38.0, -30.0, -22.0, -20.0, -18.0, -10.0, 0.0, 10.0, 19.0, 38.0, 0.0, 0.0])
+    grad = arrays["grad"].double() * 10 ** exponents.repeat_interleave(STATE_BLOCK).double()[:-3]
+    grad[12 * STATE_BLOCK :] *= torch.logspace(-30, 0, 2 * STATE_BLOCK - 3)
+    arrays["grad"].copy_(grad)
+    arrays["grad"][3 * STATE_BLOCK : 4 * STATE_BLOCK] = 0
+    arrays["grad"][13 * STATE_BLOCK + 5] = torch.nan
+    segment = replace(SEGMENT, end=grad.numel(), beta2=0.0 if rule is Rule.ADAGRAD else 0.5, weight_decay=0.0)
+    expected, actual = arrays, copies(arrays)
+    for step in (1, 2):
+        update_on_host(rule, expected, replace(segment, step=step), Kept(format))
+        update_by(triton_update, rule, actual, replace(segment, step=step), Kept(format))
+        assert same_bits(actual, expected) == []
+    for name in STATES[rule]:
+        scales = expected[scales_of(name)]
+        assert (scales == 0).any() and scales.isnan().any() and (scales > 0).sum() >= 5
+
+
+@every_format
+@pytest.mark.parametrize("first", [1 << 31, 1 << 32, 7 << 32], ids=hex)
+def test_elements_are_numbered_from_the_origin(
+    triton_update: ModuleType, fused: None, first: int, format: StateFormat
+) -> None:
+    """Random words begin anew, with another key, at 2^32; what lies on both sides is one segment."""
+    grain = STATE_BLOCK if format is StateFormat.COMPACT else 1
+    numel, begin = 6 * STATE_BLOCK, 256 + 3 // grain
+    kept = Kept(format, seed=0xFEDCBA9876543210, origin=first - begin - 2 * STATE_BLOCK)
+    expected = tame(Rule.ADAMW, numel, torch.bfloat16, torch.bfloat16, format)
+    actual, elsewhere = copies(expected), copies(expected)
+    segment = replace(SEGMENT, begin=begin, end=numel - 5)
+    update_on_host(Rule.ADAMW, expected, segment, kept)
+    update_by(triton_update, Rule.ADAMW, actual, segment, kept)
+    assert same_bits(actual, expected) == []
+    update_on_host(Rule.ADAMW, elsewhere, segment, replace(kept, origin=0))
+    assert bool(same_bits(elsewhere, expected)) == (format is not StateFormat.FP32)
 
 
 @every_rule
@@ -139,17 +216,23 @@ def test_the_first_step(triton_update: ModuleType, rule: Rule, step: int) -> Non
     torch.testing.assert_close(arrays["value"], expected["value"], rtol=1e-6, atol=0)
 
 
-def test_elements_outside_of_the_segment_stay(triton_update: ModuleType, is_fused: bool) -> None:
-    for value_dtype in VALUES:
-        expected = tame(Rule.ADAMW, 3000, value_dtype, value_dtype)
+@every_format
+def test_elements_outside_of_the_segment_stay(triton_update: ModuleType, is_fused: bool, format: StateFormat) -> None:
+    """Of the block of codes in which it ends, all share the scale."""
+    for value_dtype in FLOATS:
+        expected = tame(Rule.ADAMW, 3500, value_dtype, torch.bfloat16, format)
         actual, before = copies(expected), copies(expected)
         segment = replace(SEGMENT, begin=256, end=2817)
-        update_on_host(Rule.ADAMW, expected, segment)
-        update_by(triton_update, Rule.ADAMW, actual, segment)
-        check(actual, expected, is_fused)
-        for part in (slice(0, 256), slice(2817, None)):
-            outside = [{name: each[part] for name, each in arrays.items()} for arrays in (actual, before)]
-            assert same_bits(*outside) == []
+        if is_fused:
+            update_on_host(Rule.ADAMW, expected, segment, Kept(format))
+            update_by(triton_update, Rule.ADAMW, actual, segment, Kept(format))
+            assert same_bits(actual, expected) == []
+        else:
+            update_by(triton_update, Rule.ADAMW, actual, segment, Kept(format))
+        for array, was in zip(actual.values(), before.values(), strict=True):
+            of_blocks = array.numel() < 3500
+            for part in (slice(0, 1), slice(12, None)) if of_blocks else (slice(0, 256), slice(2817, None)):
+                assert same_bits({"": array[part]}, {"": was[part]}) == []
 
 
 @pytest.mark.parametrize(
@@ -160,6 +243,12 @@ def test_elements_outside_of_the_segment_stay(triton_update: ModuleType, is_fuse
         ({"step": 0}, "count steps from 1"),
         ({"value": torch.ones(8, dtype=torch.bfloat16)}, "needs a residual"),
         ({"residual": torch.ones(8, dtype=torch.int16)}, "has no residual"),
+        ({"value": torch.ones(8, dtype=torch.float16)}, "needs a master"),
+        ({"master": torch.ones(8)}, "has no master"),
+        ({"scales": (torch.ones(1),)}, "ADAMW keeps 0 scales"),
+        ({"state_format": StateFormat.COMPACT}, "ADAMW keeps 2 scales"),
+        ({"state_format": StateFormat.COMPACT, "origin": 8}, "multiples of 256"),
+        ({"state_format": StateFormat.BF16}, "exp_avg: .*torch.bfloat16.* got 8 of torch.float32"),
         ({"value": torch.ones(8, dtype=torch.float64)}, "value: .*torch.float64"),
         ({"grad": torch.ones(8, dtype=torch.float64)}, "not torch.float64"),
         ({"grad": torch.ones(7)}, "gradient: .* got 7"),
@@ -184,14 +273,16 @@ def test_what_cannot_work_is_refused(triton_update: ModuleType, changes: dict[st
 
 @pytest.fixture
 def on_device(triton_update: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """CPU tensors of `on_device` are updated as those of a GPU are."""
+    """CPU tensors in the memory of those of `on_device` are updated as those of a GPU are."""
     chosen: list[Any] = []
+
+    def has_device_update(tensor: torch.Tensor) -> bool:
+        # An empty one has no address, but a storage like others, and so has what is detached.
+        return any(tensor.untyped_storage() is each.untyped_storage() for each in chosen)
+
     monkeypatch.setitem(sys.modules, MODULE, triton_update)
     for module in ("optim.optimizer", "kernels.device_update"):
-        monkeypatch.setattr(
-            f"zero_offload.{module}.has_device_update",
-            lambda tensor: any(tensor.data_ptr() == each.data_ptr() for each in chosen),
-        )
+        monkeypatch.setattr(f"zero_offload.{module}.has_device_update", has_device_update)
     return chosen
 
 
