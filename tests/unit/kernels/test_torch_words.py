@@ -102,7 +102,7 @@ def test_words_wrap() -> None:
     ours = [torch_words.u32(each) for each in (x + y, x - y, x * y, np.uint32(0) - x, x << np.uint32(16))]
     theirs = [a + b, a - b, a * b, np.uint32(0) - a, a << np.uint32(16)]
     for found, expected in zip(ours, theirs, strict=True):
-        assert np.array_equal(found.numpy().astype(np.uint32), expected)
+        assert np.array_equal(found.numpy(), expected.astype(np.int64))
 
 
 def test_numbers_are_selected_beside_tensors() -> None:
