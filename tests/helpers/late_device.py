@@ -2,36 +2,42 @@
 
 A copy is queued, its target poisoned; it happens when somebody waits for it, together with all earlier copies of the
 same lane. A missing wait is then a NaN (or a wild integer) in the result, and a source that is changed or freed too
-early is a wrong number, not a lucky pass.
+early is a wrong number, not a lucky pass. Threads beside the one that computes say which compute a download comes after.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 import torch
 
-from zero_offload.device import Handoff
+from zero_offload.device import Event, Handoff
 
 
 class _Lane:
     """Copies in order, none of them done before somebody waits."""
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        """Control and the threads of updates and commits share a lane, as they share a stream."""
         self.queue: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self.launched = 0
         self.finished = 0
 
     def launch(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
-        poison(target)
-        self.launched += 1
-        self.queue.append((self.launched, target, source))
-        return LateEvent(self, self.launched)
+        with self._lock:
+            poison(target)
+            self.launched += 1
+            self.queue.append((self.launched, target, source))
+            return LateEvent(self, self.launched)
 
     def run_until(self, number: int) -> None:
-        while self.finished < number:
-            self.finished, target, source = self.queue.popleft()
-            target.copy_(source)
+        with self._lock:
+            while self.finished < number:
+                finished, target, source = self.queue.popleft()
+                target.copy_(source)
+                self.finished = finished
 
 
 class LateEvent:
@@ -66,14 +72,22 @@ class LateDevice:
         self.uploads = _Lane()
         self.downloads = _Lane()
         self.pinned: dict[int, int] = {}
+        self._computes_on = threading.get_ident()
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         self._check_pinned(source)
         return Handoff(target, self.uploads.launch(target, source))
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         self._check_pinned(target)
+        if after is None:
+            assert threading.get_ident() == self._computes_on, "a download of another thread comes after no compute"
+        else:
+            after.wait()
         return Handoff(target, self.downloads.launch(target, source))
+
+    def mark(self) -> LateEvent:
+        return LateEvent(self.uploads, 0)  # compute is done at once
 
     def pin(self, address: int, nbytes: int) -> None:
         self.pinned[address] = nbytes
