@@ -93,13 +93,18 @@ def same_bits(actual: Arrays, expected: Arrays) -> list[str]:
 
 
 def import_triton_update(patch: pytest.MonkeyPatch, interpreted: str) -> ModuleType:
-    """triton_update anew, since Triton looks at this variable when a kernel is declared."""
+    return import_triton_module(patch, "triton_update", interpreted)
+
+
+def import_triton_module(patch: pytest.MonkeyPatch, name: str, interpreted: str) -> ModuleType:
+    """One of the kernels' modules anew, since Triton looks at this variable when a kernel is declared."""
     pytest.importorskip("triton", reason="triton is not installed: pip install 'zero_offload[triton]'")
     patch.setenv("TRITON_INTERPRET", interpreted)
-    before = sys.modules.pop(MODULE, None)
+    module = f"zero_offload.kernels.{name}"
+    before = sys.modules.pop(module, None)
     try:
-        return importlib.import_module(MODULE)
+        return importlib.import_module(module)
     finally:
-        sys.modules.pop(MODULE, None)
+        sys.modules.pop(module, None)
         if before is not None:
-            sys.modules[MODULE] = before
+            sys.modules[module] = before

@@ -1,6 +1,6 @@
 """The fused updates of all optimizers on a GPU, compiled by Triton: csrc/optim on tensors of a device.
 
-The only file that imports triton, and imported only when `choice.has_device_update` asks for it. One pass, as on a CPU:
+Imported only when `choice.has_device_update` asks for it. One pass, as on a CPU:
 gradient, master and states are read, states, master and value written. The operations and their roundings are those of
 [Note: rounding] in csrc/optim/rules.inl, one by one, so that the bits are those of the native kernels: `tl.fma` is the
 only fused one (a launch forbids others), divisions and roots are the rounded ones, and subnormal numbers are kept.
