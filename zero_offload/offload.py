@@ -145,10 +145,9 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
 def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | None, device: Device) -> None:
     problems = []
     if not device.is_host:
-        for kind in (StateKind.GRADS, StateKind.OPTIMIZER):
-            placement = config.placement_of(kind)
-            if placement == "auto" or Tier.DEVICE in placement:
-                problems.append(f"{kind.value} on a GPU arrive in a later version; use {kind.value}='cpu' or 'nvme'")
+        placement = config.placement_of(StateKind.OPTIMIZER)
+        if placement == "auto" or Tier.DEVICE in placement:
+            problems.append("optimizer on a GPU arrive in a later version; use optimizer='cpu' or 'nvme'")
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     tensor_mesh = mesh_of(model.parameters())
