@@ -27,8 +27,8 @@ RECIPES: dict[str, Sequence[Any]] = {
     "max_norm": [0.5, None],
     "no_sync": [False, True],
 }
-# Gradients and optimizer states on a GPU are refused.
-PLACEMENTS = {"params": list(TIERS), "grads": ["cpu", "nvme", "mixed"], "optimizer": ["cpu", "nvme", "mixed"]}
+# Optimizer states on a GPU are refused.
+PLACEMENTS = {"params": list(TIERS), "grads": ["device", "cpu", "nvme", "mixed"], "optimizer": ["cpu", "nvme", "mixed"]}
 MATRIX = RECIPES | PLACEMENTS
 ALL = [recipe | placement for recipe in pairwise(RECIPES) for placement in all_rows(PLACEMENTS)]
 
