@@ -255,7 +255,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     passing = [frames for frames, home in sizes if home is Home.AWAY]
     units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
-        units = min(sum(passing), num_frames(budget))
+        units = min(sum(passing), num_frames(budget - _grads_on_device(build)))
     staying = sum(frames for frames, home in sizes if home is Home.ON_DEVICE)
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
@@ -268,6 +268,18 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     return (
         (host, UNLIMITED_FRAMES if unlimited else host),
         (units + staying, UNLIMITED_FRAMES if config.device_memory is None else units + staying),
+    )
+
+
+def _grads_on_device(build: Build) -> int:
+    """Bytes of gradients that rest in a device's own memory."""
+    if build.device.is_host:
+        return 0
+    units = _unit_bytes(build.layout, build.config, build.collectives.partition)
+    return sum(
+        unit.grads_bytes
+        for unit, tiers in zip(units, build.placement.tiers, strict=True)
+        if tiers[StateKind.GRADS] is Tier.DEVICE
     )
 
 

@@ -265,17 +265,26 @@ def _staging_bytes(
             trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
-    chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
-    updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
+    if any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers):
+        chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
+    else:
+        chunk_bytes = CHUNK_NUMEL * 4 * any(_stages_grads(tiers, shared) for tiers in placement.tiers)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:]) + max(trained),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
-        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
+        + CHUNKS_IN_FLIGHT * chunk_bytes
         + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
+
+
+def _stages_grads(tiers: Mapping[StateKind, Tier], shared_memory: bool) -> bool:
+    """Whether an update on the host finds gradients on a drive, or in the device's own memory."""
+    grads = tiers[StateKind.GRADS]
+    on_device = grads is Tier.DEVICE is not tiers[StateKind.OPTIMIZER] and not shared_memory
+    return grads is Tier.NVME or on_device
 
 
 def _divide_up(value: int, parts: int) -> int:
