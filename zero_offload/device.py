@@ -62,8 +62,12 @@ class Device(Protocol):
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         """Copy `source` (pinned host) to `target` (device), after compute launched so far."""
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
-        """Copy `source` (device) to `target` (pinned host), after compute launched so far."""
+    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        """Copy `source` (device) to `target` (pinned host), after compute launched so far.
+
+        With a mark for `after`, when that is reached: for threads beside the one that computes, which would else wait
+        for whatever it has launched since.
+        """
 
     def mark(self) -> Event:
         """When compute launched so far is done."""
@@ -87,7 +91,8 @@ class HostDevice:
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         raise AssertionError("a CPU computes on host memory in place")
 
-    download = upload
+    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        raise AssertionError("a CPU computes on host memory in place")
 
     def mark(self) -> Event:
         raise AssertionError("a CPU computes at once")
@@ -107,7 +112,11 @@ class _CudaEvent:
 
     def wait(self) -> None:
         # Every thread begins with the first device as its current one.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        self.let_wait(torch.cuda.current_stream(self._device))
+
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
+        """Let what is launched on a stream from now on run after it."""
+        stream.wait_event(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -133,15 +142,19 @@ class CudaDevice:
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         return Handoff(target, self._copy(self._uploads, target, source))
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
-        event = self._copy(self._downloads, target, source)
+    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        event = self._copy(self._downloads, target, source, after)
         # The allocator may reuse the source's memory only after this lane has read it.
         source.record_stream(self._downloads)
         return Handoff(target, event)
 
-    def _copy(self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def _copy(
+        self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
+    ) -> Event:
         # Memory just resized was last used by kernels launched before: the copy comes after them.
-        lane.wait_stream(torch.cuda.current_stream(self.torch_device))
+        mark = self.mark() if after is None else after
+        assert isinstance(mark, _CudaEvent)
+        mark.let_wait(lane)
         with torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()

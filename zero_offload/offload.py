@@ -81,7 +81,7 @@ def offload(
     ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
     """
     device = compute_device()
-    _check_model(model, config, mesh, device)
+    _check_model(model, mesh, device)
     skips_values = lacks_values(model)
     group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
     collectives = Collectives(group, device.torch_device, config)
@@ -142,16 +142,11 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
     return replace(hardware, cpu_memory_bytes=cpu, device_memory_bytes=device, nvme_free_bytes=nvme)
 
 
-def _check_model(model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | None, device: Device) -> None:
-    problems = []
-    if not device.is_host:
-        placement = config.placement_of(StateKind.GRADS)
-        if placement == "auto" or Tier.DEVICE in placement:
-            problems.append("grads on a GPU arrive in a later version; use grads='cpu' or 'nvme'")
+def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     tensor_mesh = mesh_of(model.parameters())
-    problems += mesh_problems(mesh, device.torch_device.type, tensor_mesh)
+    problems = list(mesh_problems(mesh, device.torch_device.type, tensor_mesh))
     for name, param in model.named_parameters():
         if tensor_mesh is not None and is_dtensor(param) and owner_of(param) is None:
             problems += dtensor_problems(name, param, tensor_mesh)
@@ -254,7 +249,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     passing = frames[Home.AWAY]
     units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
-        units = min(sum(passing), num_frames(max(budget - _device_state_bytes(build), 0)))
+        units = min(sum(passing), num_frames(max(budget - _resting_on_device(build), 0)))
     staying = sum(frames[Home.ON_DEVICE])
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
@@ -270,13 +265,18 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     )
 
 
-def _device_state_bytes(build: Build) -> int:
-    """Of what a device has in its own memory to update it there."""
-    return sum(
+def _resting_on_device(build: Build) -> int:
+    """Bytes of gradients, and of states that are updated there, in a device's own memory."""
+    if build.device.is_host:
+        return 0
+    units, tiers = _unit_bytes(build.layout, build.config, build.collectives.partition), build.placement.tiers
+    grads = (unit.grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE)
+    states = (
         shard_bytes(section, planned_components(section))
         for section in build.layout.sections
-        if is_on_device(section, build.placement.tiers[section.unit], build.device)
+        if is_on_device(section, tiers[section.unit], build.device)
     )
+    return sum(grads) + sum(states)
 
 
 class Home(Enum):

@@ -195,6 +195,10 @@ class OffloadedModel:
     def _launch(self, hypers: Mapping[nn.Parameter, Hyper], sections: Sequence[SectionUpdate]) -> None:
         units = list(dict.fromkeys(section.unit for section in sections))
         self.parts.board.queue(units)
+        # The update takes what was launched until now, whatever is launched beside it.
+        made = None if self.parts.device.is_host else self.parts.device.mark()
+        for section in sections:
+            section.grads.lend(made)
         self.parts.residency.begin_update(units)
         # A backward through weights that are about to change must fail as it does in plain torch.
         torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
@@ -291,7 +295,7 @@ class OffloadedModel:
     def stats(self) -> Stats:
         store = self.parts.store
         resident = {
-            "device": store.device_bytes,
+            "device": store.device_bytes + self.grads.ledger.device_bytes,
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }

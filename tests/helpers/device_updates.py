@@ -20,7 +20,8 @@ from zero_offload.kernels.states import encode_states, num_scales, state_dtype
 from zero_offload.kernels.update import SIGNED, STATES, Segment, UpdateBuffers, fused_update
 
 MODULE = "zero_offload.kernels.triton_update"
-MODULES = (MODULE, "zero_offload.kernels.triton_states")
+SUMS = "zero_offload.kernels.triton_sums"
+MODULES = (MODULE, SUMS, "zero_offload.kernels.triton_states")
 """Those with kernels."""
 SEGMENT = Segment(0, 0, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 VALUES = (torch.float32, torch.bfloat16)
@@ -162,16 +163,20 @@ def same_bits(actual: Arrays, expected: Arrays) -> list[str]:
 
 
 def import_triton_update(patch: pytest.MonkeyPatch, interpreted: str) -> ModuleType:
-    """triton_update and what it calls anew, since Triton looks at this variable when a kernel is declared."""
+    return import_triton_module(patch, MODULE, interpreted)
+
+
+def import_triton_module(patch: pytest.MonkeyPatch, name: str, interpreted: str) -> ModuleType:
+    """One of the kernels' modules, and what it calls, anew: Triton looks at this variable when a kernel is declared."""
     triton = pytest.importorskip("triton", reason="triton is not installed: pip install 'zero_offload[triton]'")
     patch.setenv("TRITON_INTERPRET", interpreted)
     if interpreted == "1":
         # Those of Triton's functions that are kernels themselves were declared when it was imported.
         patch.setattr(triton.language, "max", triton.jit(triton.language.standard.max.fn))
-    before = {name: sys.modules.pop(name) for name in MODULES if name in sys.modules}
+    before = {each: sys.modules.pop(each) for each in MODULES if each in sys.modules}
     try:
-        return importlib.import_module(MODULE)
+        return importlib.import_module(name)
     finally:
-        for name in MODULES:
-            sys.modules.pop(name, None)
+        for each in MODULES:
+            sys.modules.pop(each, None)
         sys.modules.update(before)

@@ -2,7 +2,8 @@
 
 A copy is queued, its target poisoned; it happens when somebody waits for it, together with all earlier copies of the
 same lane. A missing wait is then a NaN (or a wild integer) in the result, and a source that is changed or freed too
-early is a wrong number, not a lucky pass.
+early is a wrong number, not a lucky pass. Threads beside the one that computes say which compute a download comes
+after.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import deque
 
 import torch
 
-from zero_offload.device import Handoff
+from zero_offload.device import Event, Handoff
 
 
 class _Lane:
@@ -72,13 +73,18 @@ class LateDevice:
         self.uploads = _Lane()
         self.downloads = _Lane()
         self.pinned: dict[int, int] = {}
+        self._computes_on = threading.get_ident()
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
         self._check_pinned(source)
         return Handoff(target, self.uploads.launch(target, source))
 
-    def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         self._check_pinned(target)
+        if after is None:
+            assert threading.get_ident() == self._computes_on, "a download of another thread comes after no compute"
+        else:
+            after.wait()
         return Handoff(target, self.downloads.launch(target, source))
 
     def mark(self) -> LateEvent:

@@ -91,7 +91,9 @@ class ScriptedLM(TinyLM):
 
 def digest(tensor: Tensor) -> str:
     """Of the values, whatever floating dtype they have: bf16 is exact in fp32."""
-    return hashlib.sha256(tensor.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]
+    # A copy: what numpy has seen of a device's memory could not be resized any more.
+    copy = tensor.detach().to(torch.float32, copy=True).contiguous()
+    return hashlib.sha256(copy.numpy().tobytes()).hexdigest()[:16]
 
 
 def digests(tensors: dict[str, Tensor]) -> list[str]:

@@ -88,8 +88,8 @@ def test_a_missing_wait_is_seen(
         def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
             return _careless(super().upload(target, source), "take")
 
-        def download(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
-            return _careless(super().download(target, source), "take_on_host")
+        def download(self, target: torch.Tensor, source: torch.Tensor, **named: Any) -> Handoff:
+            return _careless(super().download(target, source, **named), "take_on_host")
 
     class NoWait:
         def __init__(self, event: Any) -> None:

@@ -33,8 +33,7 @@ RECIPES: dict[str, Sequence[Any]] = {
     "max_norm": [0.5, None],
     "no_sync": [False, True],
 }
-# Gradients on a GPU are refused.
-PLACEMENTS = {"params": list(TIERS), "grads": ["cpu", "nvme", "mixed"], "optimizer": list(TIERS)}
+PLACEMENTS = {"params": list(TIERS), "grads": list(TIERS), "optimizer": list(TIERS)}
 MATRIX = RECIPES | PLACEMENTS
 ALL = [recipe | placement for recipe in pairwise(RECIPES) for placement in all_rows(PLACEMENTS)]
 

@@ -27,11 +27,12 @@ offload_module = importlib.import_module("zero_offload.offload")
 
 MIXED = {"device": 0.5, "cpu": 0.25, "nvme": 0.25}
 PLACEMENTS: list[tuple[Any, Any, Any]] = [
+    ("device", "device", "device"),
     ("device", "cpu", "device"),
     ("cpu", "cpu", "device"),
     ("nvme", "nvme", "device"),
     ("device", "cpu", MIXED),
-    (MIXED, "cpu", {"device": 0.5, "nvme": 0.5}),
+    (MIXED, MIXED, {"device": 0.5, "nvme": 0.5}),
 ]
 Made = tuple[list[float], dict[str, Any]]
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -327,14 +328,18 @@ def test_an_update_waits_for_what_a_commit_still_needs(
     expected = states_of(model, optimizer)
     zo.commit(model, optimizer)
     assert came.wait(60)
-    stepping = threading.Thread(target=step, args=(model, optimizer, 1))
-    stepping.start()
-    stepping.join(0.5)
-    waits = stepping.is_alive()
-    may_call.set()
-    stepping.join(60)
-    assert waits
-    assert not stepping.is_alive()
+    ended, waited = threading.Event(), []
+
+    def let_go() -> None:
+        waited.append(not ended.wait(0.5))
+        may_call.set()
+
+    other = threading.Thread(target=let_go)
+    other.start()
+    step(model, optimizer, 1)
+    ended.set()
+    other.join()
+    assert waited == [True]
     assert differing(states_of(model, optimizer), expected)
     zo.close(model)
     again = zo.offload(Model(), dataclasses.replace(config, generation=1))

@@ -80,10 +80,11 @@ def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
             f"an update of [{segment.begin}, {segment.end}) of {numel} elements in step {segment.step}; give a range "
             "inside of them, and count steps from 1"
         )
-    if compact and (segment.begin % STATE_BLOCK or tensors.origin % STATE_BLOCK):
+    grain = STATE_BLOCK if compact else 1
+    if tensors.origin < 0 or tensors.origin % grain or segment.begin % grain:
         raise ConfigError(
-            f"an update that begins at {segment.begin} of elements from {tensors.origin} on; beside compact states "
-            f"both are multiples of {STATE_BLOCK}"
+            f"an update that begins at {segment.begin} of elements from {tensors.origin} on; both are 0 or more, and "
+            f"beside compact states multiples of {STATE_BLOCK}"
         )
     for name, tensor, count, dtypes in _expected(rule, tensors):
         there = tensor.device == device and tensor.numel() == count and tensor.is_contiguous()

@@ -76,7 +76,7 @@ class DevicePass:
             yield self._bring(GradPiece(source.begin, source.end, grad))
             return
         for piece in section.grads.pieces(row):
-            yield self._bring(piece)
+            yield piece if section.grads.on_device else self._bring(piece)
 
     def _bring(self, piece: GradPiece) -> GradPiece:
         """From host memory to the device's."""

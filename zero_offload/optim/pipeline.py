@@ -2,8 +2,8 @@
 
 Owns the order of an update and its staging memory. Chunks whose states rest on disk are read ahead, updated by
 one fused kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all; chunks in
-memory are updated in place. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far it
-is.
+memory are updated in place; their gradients come by staging too where those are on a disk or a GPU. `run` works on
+whatever thread calls it; `UpdateBoard` tells the others how far it is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zero_offload.kernels.update import STATES, SegmentArray, UpdateBuffers, fus
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
-from zero_offload.shards.grad_shard import GradShard, GradSource
+from zero_offload.shards.grad_shard import Arrival, GradShard, GradSource
 from zero_offload.shards.shard import Component, Shard, is_packed
 from zero_offload.shards.store import OpenChunk, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -54,7 +54,7 @@ class _Task:
     staging: Region | None = None
     chunk: OpenChunk | None = None
     grads: list[GradSource] = field(default_factory=list)
-    grad_reads: list[Transfer] = field(default_factory=list)
+    grad_reads: Sequence[Arrival] = ()
     writes: list[Transfer] = field(default_factory=list)
 
 
@@ -65,7 +65,9 @@ class UpdatePipeline:
         self._store = store
         self._board = board
         self._num_threads = 1
-        self._free: list[Region] | None = None
+        self._free: list[Region] = []
+        self._staging_bytes = 0
+        """Of each region: what the largest chunk of any update so far needed."""
         self._writing: deque[_Task] = deque()
 
     def run(self, sections: Sequence[SectionUpdate], num_threads: int) -> None:
@@ -82,6 +84,7 @@ class UpdatePipeline:
             raise
 
     def _run(self, sections: Sequence[SectionUpdate]) -> None:
+        self._take_staging(sections)
         tasks = self._tasks(sections)
         reading: deque[_Task] = deque()
         delivery: tuple[int, ...] | None = None
@@ -114,17 +117,17 @@ class UpdatePipeline:
 
     def _open(self, task: _Task) -> None:
         """Launch a chunk's reads."""
-        shard = task.section.shard
+        shard, grads = task.section.shard, task.section.grads
         if task.row == 0:
             # The last update's writes must have landed before they are read.
             shard.settle()
             shard.writes.clear()
-        if shard.on_disk or task.section.grads.on_disk:
+        state_bytes = self._store.state_staging_bytes if shard.on_disk else 0
+        if shard.on_disk or grads.needs_staging:
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
         task.chunk = self._store.open_chunk(shard, task.row, staging)
-        grad_staging = staging + self._store.state_staging_bytes
-        task.grads, task.grad_reads = task.section.grads.open_chunk(task.row, grad_staging)
+        task.grads, task.grad_reads = grads.open_chunk(task.row, staging + state_bytes)
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
         """Update a chunk and launch its writes."""
@@ -151,15 +154,21 @@ class UpdatePipeline:
 
     def _lease(self) -> Region:
         """Staging for a chunk, waiting for the oldest write when all of it is in use."""
-        nbytes = self._store.state_staging_bytes + CHUNK_NUMEL * 4  # states and an fp32 gradient
-        # An optimizer that was built since the last update may have brought further states.
-        if self._free is None or any(region.nbytes < nbytes for region in self._free):
-            self._free = [self._store.arena.allocate(nbytes) for _ in range(CHUNKS_IN_FLIGHT)]
-            for region in self._free:
-                self._store.disk.add_memory(region)
         while not self._free:
             self._release(self._writing.popleft())
         return self._free.pop()
+
+    def _take_staging(self, sections: Sequence[SectionUpdate]) -> None:
+        """Have what their chunks need. Nothing is under way."""
+        # An optimizer that was built since the last update may have brought further states.
+        state_bytes = self._store.state_staging_bytes * any(section.shard.on_disk for section in sections)
+        grad_bytes = CHUNK_NUMEL * 4 * any(section.grads.comes_by_staging for section in sections)  # fp32
+        if state_bytes + grad_bytes <= self._staging_bytes:
+            return
+        self._staging_bytes = state_bytes + grad_bytes
+        self._free = [self._store.arena.allocate(self._staging_bytes) for _ in range(CHUNKS_IN_FLIGHT)]
+        for region in self._free:
+            self._store.disk.add_memory(region)
 
     def _reap(self, *, all_of_them: bool) -> None:
         while self._writing and (all_of_them or all(w.done() for w in self._writing[0].writes)):
@@ -168,7 +177,7 @@ class UpdatePipeline:
     def _release(self, task: _Task) -> None:
         for write in task.writes:
             write.wait()
-        if task.staging is not None and self._free is not None:
+        if task.staging is not None:
             self._free.append(task.staging)
 
 

@@ -280,8 +280,12 @@ def _staging_bytes(
     grads_of_device = {
         tiers[StateKind.GRADS] for tiers in placement.tiers if tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared
     }
-    updates_on_nvme = any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers)
     commits_device = bool(grads_of_device) and config.effective_durability is not Durability.SCRATCH
+    update_bytes = 0
+    if any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers):
+        update_bytes = chunk_bytes
+    elif any(_stages_grads(tiers, shared) for tiers in placement.tiers):
+        update_bytes = CHUNK_NUMEL * 4
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
@@ -289,11 +293,18 @@ def _staging_bytes(
         + max(trained)
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
-        + CHUNKS_IN_FLIGHT * chunk_bytes * updates_on_nvme
+        + CHUNKS_IN_FLIGHT * update_bytes
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
+
+
+def _stages_grads(tiers: Mapping[StateKind, Tier], shared_memory: bool) -> bool:
+    """Whether an update finds gradients on a drive, or one on the host finds them in the device's own memory."""
+    grads = tiers[StateKind.GRADS]
+    on_device = grads is Tier.DEVICE is not tiers[StateKind.OPTIMIZER] and not shared_memory
+    return grads is Tier.NVME or on_device
 
 
 def _divide_up(value: int, parts: int) -> int:

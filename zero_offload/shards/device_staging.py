@@ -22,7 +22,7 @@ class DeviceStaging:
         self._device = device
         self._arena = arena
         self._free: list[Region] = []
-        self._newest: Event | None = None
+        self._newest: Event | None = None if device.is_host else device.mark()
 
     def updated(self) -> None:
         """The updates of all states are launched."""
@@ -30,13 +30,12 @@ class DeviceStaging:
 
     def bring(self, arrays: Sequence[torch.Tensor]) -> tuple[Region, list[int]]:
         """Copies of the arrays, each on sectors of its own, and their addresses; the arrays may change then."""
-        if self._newest is not None:
-            self._newest.wait()
         region = self._lease(sum(map(_room, arrays)))
         addresses, copies, offset = [], [], 0
         for array in arrays:
             addresses.append(region.address + offset)
-            copies.append(self._device.download(region.tensor(array.dtype, array.numel(), offset), array))
+            target = region.tensor(array.dtype, array.numel(), offset)
+            copies.append(self._device.download(target, array, after=self._newest))
             offset += _room(array)
         for copy in copies:
             copy.take_on_host()

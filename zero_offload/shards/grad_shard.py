@@ -3,26 +3,34 @@
 Owns one buffer per trainable section: (shard_numel,) in the compute dtype while a step has one micro-batch on
 one rank, fp32 from the first accumulation on (compute dtype -> fp32 is exact, so the switch changes no bit).
 On the NVMe tier the buffer's pages are attached only while backward writes it. The calls: `open`, writes to
-the array, `close`; the update takes `open_chunk`, then calls `release`; `held` is cleared by whoever consumed the
-gradients. A large gradient that autograd has computed in host memory is not copied: `adopt` keeps its tensor.
+the array, `close`; `lend` to an update, which takes `open_chunk`, then calls `release`; or `drop`. `held` is cleared
+by whoever consumed the gradients. A large gradient that autograd has computed in host memory is not copied: `adopt`
+keeps its tensor. In the memory of a GPU gradients rest in a `DeviceGradShard`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
+from zero_offload.device import Event
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.extents import Extent
-from zero_offload.storage.swap_file import Transfer
 from zero_offload.types import Tier
 
 AttachBuffer = Callable[[MovableBuffer], None]
 """Puts pages under a buffer, evicting others if need be. Raises CapacityError."""
+
+
+class Arrival(Protocol):
+    """Gradients on their way to host memory."""
+
+    def wait(self) -> None:
+        """Return when they are there."""
 
 
 class GradSource(NamedTuple):
@@ -44,6 +52,9 @@ class GradPiece(NamedTuple):
 class GradShard:
     """The gradients of one shard; `held` says whether a step's gradients are inside."""
 
+    on_device = False
+    """Whether they are in the compute device's own memory."""
+
     def __init__(
         self, store: ShardStore, layout: SectionLayout, tier: Tier, attach: AttachBuffer, shard_index: int = 0
     ) -> None:
@@ -62,10 +73,27 @@ class GradShard:
         """By the parameter's index: (numel,) `dtype`, instead of its part of the array."""
         self.dtype = layout.dtype
         self.held = False
+        self._lent = False
+        self._made: Event | None = None
 
     @property
     def on_disk(self) -> bool:
         return self._array is None and self.tier is Tier.NVME
+
+    @property
+    def comes_by_staging(self) -> bool:
+        """Whether `open_chunk` may have to bring gradients to staging memory."""
+        return self.tier is Tier.NVME
+
+    @property
+    def needs_staging(self) -> bool:
+        """Whether it has to now."""
+        return self.on_disk
+
+    @property
+    def device_bytes(self) -> int:
+        """What they take of the compute device's own memory."""
+        return 0
 
     def open(self) -> torch.Tensor:
         """The buffer, (shard_numel,) `dtype`, host, with the gradients it holds; valid until `close`."""
@@ -106,9 +134,19 @@ class GradShard:
         self._array = None
         self._parts.clear()
 
+    def lend(self, made: Event | None) -> None:
+        """An update is launched that takes gradients. On a GPU they are valid at the mark `made`."""
+        self._made, self._lent = made, True
+
     def release(self) -> None:
-        """The gradients are of no use any more, unless some are still held."""
-        if not self.held:
+        """The update has used them: what is kept here goes, unless some are still held."""
+        self._lent = False
+        self.drop()
+
+    def drop(self) -> None:
+        """What nobody holds goes; what an update takes, when it calls `release`."""
+        # In this order it goes whichever thread comes last: the one that stops holding, or the one that releases.
+        if not self.held and not self._lent:
             self._adopted.clear()
 
     def close(self) -> None:
@@ -119,12 +157,12 @@ class GradShard:
         self._buffer.detach()
         self._forget_array()
 
-    def widen(self) -> torch.Tensor:
-        """Switch to fp32, keeping the values, which is exact; returns the open buffer, which then has all of them."""
+    def widen(self) -> None:
+        """Switch to fp32, keeping the values, which is exact; the open buffer then has all of them."""
         for index, grad in list(self._adopted.items()):
             self.place(index).copy_(grad)
         if self.dtype == torch.float32:
-            return self.open()
+            return
         narrow = self.open().float() if self.held else None
         if self._buffer is not None and self._buffer.attached:
             self._buffer.detach()
@@ -135,10 +173,9 @@ class GradShard:
         self.held = held
         if narrow is not None:
             wide.copy_(narrow)
-        return wide
 
-    def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], list[Transfer]]:
-        """Where the update finds a chunk's gradients, and the transfers to wait for before using them."""
+    def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
+        """Where the update finds a chunk's gradients, and what to wait for before using them."""
         begin, end = self.layout.chunks()[row]
         if self.on_disk:
             read = self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)
@@ -147,7 +184,7 @@ class GradShard:
         return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(row)], []
 
     def pieces(self, row: int) -> list[GradPiece]:
-        """A chunk's gradients where they are in memory, one behind the other."""
+        """A chunk's gradients where they are in memory, in order, none of them twice."""
         begin, end = self.layout.chunks()[row]
         array, found, at = self.open(), [], begin
         for index, grad in sorted(self._adopted.items()):

@@ -202,6 +202,25 @@ def test_staging_on_a_gpu_passes_through_cpu_memory() -> None:
     assert plan.staging_bytes[Tier.CPU] == 2 * 3 * N
 
 
+@pytest.mark.parametrize(
+    ("grads", "budget", "chunk_bytes"),
+    [("device", GPU, 4 * MIB), ("nvme", GPU, 4 * MIB), ("cpu", GPU, 0), ("device", ROOMY, 0), ("nvme", ROOMY, 4 * MIB)],
+)
+def test_gradients_that_an_update_on_the_host_does_not_find_in_its_memory_are_staged(
+    grads: str, budget: Budget, chunk_bytes: int
+) -> None:
+    plan = estimate(("device", grads, "cpu"), budget=budget)
+    assert plan.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * chunk_bytes
+    with_states = estimate(("device", grads, "nvme"), budget=budget)
+    assert with_states.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * 16 * MIB
+
+
+def test_gradients_in_the_memory_of_a_gpu_are_counted_there() -> None:
+    plan = estimate(("cpu", "device", "cpu"), budget=GPU, durability="scratch")
+    assert used(plan)["device", "grads"] == 2 * 3 * N
+    assert plan.used_bytes(Tier.DEVICE) == plan.staging_bytes[Tier.DEVICE] + 2 * 3 * N
+
+
 def test_whole_units_are_gathered_from_all_ranks() -> None:
     plan = estimate(("device", "device", "device"), budget=GPU, world_size=4)
     # Both units in flight, and the gradients of the largest in fp32, two at a time.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zero_offload.kernels.device_grads import launch_sum, read_sums
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
@@ -44,6 +45,8 @@ class SectionGrads:
     params: list[nn.Parameter] = field(default_factory=list)
     sums: dict[int, GradSum] = field(default_factory=dict)
     """Per parameter that has a gradient; several ranks: of this rank's part."""
+    launched: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Sums that a GPU makes of gradients in its memory, newer than those in `sums`; see `GradLedger.measure`."""
     factors: dict[int, float] = field(default_factory=dict)
     """See [Note: factors]; what has none is used as it is."""
     reduced: set[int] = field(default_factory=set)
@@ -102,13 +105,32 @@ class GradLedger:
         """A parameter's section and its index there."""
         return self._places[id(param)]
 
+    def measure(self, grads: SectionGrads, index: int) -> None:
+        """Sum up a gradient where it rests: on a host now, on a GPU by a launch, whose result is read when wanted."""
+        view = grads.shard.view(index)
+        if grads.shard.on_device:
+            grads.launched[index] = launch_sum(view)
+            return
+        threads = torch.get_num_threads()
+        grads.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
+
+    def _read_launched(self) -> None:
+        """Fill `sums` with what was launched since: one download, whatever it is wanted for."""
+        launched = [(grads, index) for grads in self.sections for index in grads.launched]
+        found = read_sums([grads.launched[index] for grads, index in launched])
+        for (grads, index), each in zip(launched, found, strict=True):
+            grads.sums[index] = each
+            del grads.launched[index]
+
     def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
-        for grads, indices in self._chosen(params):
+        for grads in self.sections:
             for index in grads.exposed & grads.holding:
                 # The user may have changed it through `.grad`.
-                self._sum_again(grads, index)
+                self.measure(grads, index)
+        self._read_launched()
+        for grads, indices in self._chosen(params):
             squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             # Tensor-parallel ranks that hold the same count it once between them.
             total += squares / grads.layout.num_copies
@@ -117,7 +139,8 @@ class GradLedger:
         return math.sqrt(total), bad == 0
 
     def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
-        """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
+        """Names of those of `params` whose gradient, or this rank's part of it, is not finite."""
+        self._read_launched()
         return [
             grads.layout.params[index].spec.name
             for grads, indices in self._chosen(params)
@@ -161,7 +184,7 @@ class GradLedger:
                 # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
                 bound = min(limit * self.loss_scale, torch.finfo(view.dtype).max)
                 view.clamp_(-bound, bound)
-                self._sum_again(grads, index)
+                self.measure(grads, index)
             if indices:
                 grads.shard.close()
 
@@ -177,11 +200,11 @@ class GradLedger:
         view, factor = grads.shard.view(index), grads.factors.pop(index, 1.0)
         return view if factor == 1.0 else view.mul_(factor)
 
-    def _sum_again(self, grads: SectionGrads, index: int) -> None:
-        view = grads.shard.view(index)
-        grads.sums[index] = sum_of_squares(
-            view.data_ptr(), view.dtype, view.numel(), num_threads=torch.get_num_threads()
-        )
+    @property
+    def device_bytes(self) -> int:
+        """Of the compute device's own memory, under gradients at rest."""
+        shards = (shard for grads in self.sections for shard in (grads.shard, grads.local) if shard is not None)
+        return sum(shard.device_bytes for shard in shards)
 
     def held(self, param: nn.Parameter) -> bool:
         """Whether a gradient waits for a step."""
@@ -200,11 +223,11 @@ class GradLedger:
         return self._apply_factor(grads, index).view(grads.layout.params[index].spec.shape)
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient as a step would use it, fp32, or None; one rank only."""
+        """A copy of the gradient as a step would use it, fp32, host, or None; one rank only."""
         grads, index = self._places[id(param)]
         if index not in grads.holding:
             return None
-        copy = grads.shard.view(index).view(grads.layout.params[index].spec.shape).float().clone()
+        copy = grads.shard.view(index).to("cpu", torch.float32, copy=True).view(grads.layout.params[index].spec.shape)
         grads.shard.close()
         return copy.mul_(self.factor(grads, index))
 
@@ -220,11 +243,9 @@ class GradLedger:
             found = found or bool(indices)
             for index in indices:
                 self._forget(grads, index)
-            if indices:
-                grads.shard.release()
             if grads.local is not None and not grads.waiting:
                 grads.local.held = False
-                grads.local.release()
+                grads.local.drop()
         return found
 
     def _forget(self, grads: SectionGrads, index: int) -> None:
@@ -235,10 +256,12 @@ class GradLedger:
         grads.waiting.discard(index)
         grads.reduced.discard(index)
         grads.sums.pop(index, None)
+        grads.launched.pop(index, None)
         grads.factors.pop(index, None)
         if not grads.holding:
             grads.sums.clear()
             grads.reduced.clear()
             grads.shard.held = False
+            grads.shard.drop()
             if not any(each.holding for each in self.sections):
                 self.loss_scale, self.overflowed = 1.0, False

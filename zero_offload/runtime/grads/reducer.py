@@ -2,9 +2,9 @@
 
 Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
 in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
-gathered in a flat buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. On a
-GPU they are downloaded first. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`;
-then `clip_norm`, `clip_value`; or `drop`.
+gathered in a flat buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. From a GPU
+they are downloaded first, unless they rest in its memory. What has arrived is in `ledger`. The calls: `arrive` per
+parameter, `finish_backward`; then `clip_norm`, `clip_value`; or `drop`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.dtensors import local_grad
@@ -27,6 +27,7 @@ from zero_offload.runtime.grads.staging import GradStaging
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.shards.device_grad_shard import DeviceGradShard
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -50,7 +51,8 @@ class GradReducer:
         device: Device,
     ) -> None:
         self._device = device
-        layouts = [section.layout for unit in units for section in unit.sections]
+        sections = [section for unit in units for section in unit.sections]
+        layouts = [section.layout for section in sections if not self._rests_on_device(section)]
         self._staging = GradStaging(device, store.arena, layouts, self._land, self._rest)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
@@ -67,7 +69,12 @@ class GradReducer:
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
+        if self._rests_on_device(section):
+            return DeviceGradShard(self._store, layout, self._device, index)
         return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
+
+    def _rests_on_device(self, section: Section) -> bool:
+        return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
@@ -146,8 +153,11 @@ class GradReducer:
 
     def _keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient to rest on this rank."""
+        shard = grads.local or grads.shard
         if self._device.is_host:
             self._keep_one(grads, index, grad.contiguous(), adds=adds)
+        elif shard.on_device:
+            self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, shard.dtype), adds=adds)
         else:
             self._staging.stage(grads, index, grad.reshape(-1), adds=adds)
 
@@ -161,28 +171,32 @@ class GradReducer:
         shard.adopt(index, grad.detach().view(-1))
         shard.held = True
         if grads.local is None:
-            threads = torch.get_num_threads()
-            grads.sums[index] = sum_of_squares(grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
+            self.ledger.measure(grads, index)
 
     def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Write one gradient, host, to where it rests."""
+        """Write one gradient, host or where it rests, to its place there."""
         shard = grads.local or grads.shard
         self._keep_open(grads)
         if adds:
             shard.widen()
         if grads.local is None:
             self._put(grads, index, grad, adds=adds)
+        elif shard.on_device:
+            _keep_there(adds, shard, index, grad)
         else:
             _write(adds, shard.place(index), grad)
         shard.held = True
 
     def _put(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Write a shard's part of one gradient, host, or add it to what a step would make of the one there."""
-        place = grads.shard.place(index)
-        factor = grads.factors.pop(index, 1.0)
+        """Write a shard's part of one gradient, or add it to what a step would make of the one there."""
+        shard, factor = grads.shard, grads.factors.pop(index, 1.0)
         if adds and factor != 1.0:
-            place.mul_(factor)
-        grads.sums[index] = _write(adds, place, grad)
+            shard.view(index).mul_(factor)
+        if shard.on_device:
+            _keep_there(adds, shard, index, grad)
+            self.ledger.measure(grads, index)
+        else:
+            grads.sums[index] = _write(adds, shard.place(index), grad)
 
     def _keep_open(self, grads: SectionGrads) -> None:
         """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
@@ -217,14 +231,14 @@ class GradReducer:
             self._reductions.add(grads)
             return
         grads.arrived.clear()
-        if self._device.is_host:
+        if self._device.is_host or (grads.local or grads.shard).on_device:
             self._rest(grads)
         else:
             self._staging.seal(grads)
 
     def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
-        """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, goes to rest."""
-        if self._device.is_host:
+        """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
+        if self._device.is_host or grads.shard.on_device:
             self._store_reduced(grads, shard)
             self._rest(grads)
         else:
@@ -242,12 +256,12 @@ class GradReducer:
             piece, grad = grads.layout.params[index], local.view(index)
             if local.tier is Tier.NVME:
                 grad = grad.to(partial.device)  # Pages that come and go are not pinned: no asynchronous copy.
-            elif not self._device.is_host:
+            elif not self._device.is_host and not local.on_device:
                 grad = self._device.upload(torch.empty_like(grad, device=partial.device), grad).take()
             partial[piece.begin : piece.end].add_(grad)
         grads.waiting.clear()
         local.held = False
-        local.release()
+        local.drop()
         local.close()
 
     def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
@@ -292,6 +306,23 @@ def _describe(grads: SectionGrads) -> str:
     names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
     wide = ", in fp32" if grads.partial is not None and grads.partial.dtype != grads.layout.dtype else ""
     return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}{wide}"
+
+
+def _own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
+    storage = grad.untyped_storage()
+    # Counted are the gradient and `storage`.
+    alone = grad.nbytes == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return grad.detach().reshape(-1).to(dtype, copy=not alone)
+
+
+def _keep_there(adds: bool, shard: GradShard, index: int, grad: torch.Tensor) -> None:
+    """Keep a gradient in the device's memory, or add it to the fp32 one there; nothing waits for it."""
+    if adds:
+        assert shard.dtype == torch.float32
+        shard.view(index).add_(grad)
+    else:
+        shard.adopt(index, grad)
 
 
 def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:

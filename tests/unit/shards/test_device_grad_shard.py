@@ -1,0 +1,153 @@
+"""Gradients at rest on a device, on lanes that copy as late as the waits permit."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.late_device import LateDevice
+from tests.helpers.stores import open_store
+from zero_offload.memory.arena import Arena
+from zero_offload.plan.dtypes import ComputeDtypes
+from zero_offload.plan.layout import make_layout
+from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.shards.device_grad_shard import DeviceGradShard
+
+WIDTH = 1100
+"""Its weight takes two chunks."""
+
+
+@contextmanager
+def device_shard(
+    path: Path, dtype: torch.dtype = torch.bfloat16, num_shards: int = 1, index: int = 0
+) -> Iterator[tuple[DeviceGradShard, LateDevice]]:
+    model, device = nn.Linear(WIDTH, WIDTH), LateDevice()
+    with open_store(model, ("cpu", "cpu", "cpu"), path, dtype=dtype) as store:
+        layout = make_layout(ModelSpec.from_module(model), ComputeDtypes(dtype), num_shards)
+        (section,) = layout.sections
+        yield DeviceGradShard(store, section, device, index), device
+
+
+def fill(shard: DeviceGradShard, indices: range, index_of_shard: int = 0) -> torch.Tensor:
+    """Gradients of these parameters; the whole shard with them, NaN elsewhere."""
+    whole = torch.full((shard.layout.shard_numel,), float("nan"), dtype=shard.dtype)
+    for index in indices:
+        begin, end = shard.layout.in_shard(shard.layout.params[index], index_of_shard)
+        whole[begin:end] = torch.randn(end - begin).to(shard.dtype)
+        shard.adopt(index, whole[begin:end].clone())
+    shard.held = True
+    return whole
+
+
+def update_reads(shard: DeviceGradShard, device: LateDevice) -> torch.Tensor:
+    """What an update finds, chunk by chunk; NaN where there is no gradient."""
+    region = Arena(0, None, device).allocate(4 << 20)
+    found = []
+    for row, (begin, end) in enumerate(shard.layout.chunks()):
+        chunk = region.tensor(shard.dtype, end - begin)
+        chunk.fill_(float("nan"))
+        (source,), arrivals = shard.open_chunk(row, region.address)
+        assert source == (0, end - begin, region.address)
+        assert chunk.isnan().all(), "it has not been waited for"
+        for arrival in arrivals:
+            arrival.wait()
+        found.append(chunk.clone())
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("indices", [range(2), range(1), range(1, 2), range(0)], ids=str)
+def test_an_update_on_the_host_gets_chunks_by_staging(dtype: torch.dtype, indices: range, nvme: Path) -> None:
+    with device_shard(nvme, dtype) as (shard, device):
+        whole = fill(shard, indices)
+        shard.lend(device.mark())
+        assert torch.equal(update_reads(shard, device).nan_to_num(7), whole.nan_to_num(7))
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_rank_has_its_part_of_each(index: int, nvme: Path) -> None:
+    with device_shard(nvme, torch.float32, 3, index) as (shard, device):
+        whole = fill(shard, range(2), index)
+        shard.lend(device.mark())
+        assert torch.equal(update_reads(shard, device).nan_to_num(7), whole.nan_to_num(7))
+        assert shard.device_bytes == 4 * sum(view.numel() for view in (shard.view(0), shard.view(1)))
+
+
+def test_pieces_are_views_in_order(nvme: Path) -> None:
+    with device_shard(nvme) as (shard, _):
+        fill(shard, range(1, -1, -1))
+        assert [len(shard.pieces(row)) for row in range(2)] == [1, 2]
+        for row, (begin, _) in enumerate(shard.layout.chunks()):
+            for piece in shard.pieces(row):
+                of = 0 if begin + piece.begin < shard.layout.params[1].begin else 1
+                at = begin + piece.begin - shard.layout.params[of].begin
+                assert piece.grad.data_ptr() == shard.view(of)[at:].data_ptr()
+                assert piece.grad.numel() == piece.end - piece.begin
+
+
+def test_widening_keeps_the_values(nvme: Path) -> None:
+    with device_shard(nvme) as (shard, device):
+        whole = fill(shard, range(2))
+        for _ in range(2):
+            shard.widen()
+            assert shard.dtype == torch.float32
+            shard.lend(device.mark())
+            assert torch.equal(update_reads(shard, device).nan_to_num(7), whole.float().nan_to_num(7))
+
+
+def test_memory_goes_when_nobody_wants_it(nvme: Path) -> None:
+    with device_shard(nvme) as (shard, device):
+        fill(shard, range(2))
+        grad = weakref.ref(shard.view(0))
+        shard.drop()
+        assert grad() is not None, "still held"
+        shard.lend(device.mark())
+        shard.held = False
+        shard.drop()
+        assert grad() is not None and shard.device_bytes > 0, "an update takes it"
+        shard.release()
+        assert grad() is None and shard.device_bytes == 0
+        fill(shard, range(2))
+        shard.held = False
+        shard.drop()
+        assert shard.device_bytes == 0
+
+
+def test_a_copy_under_way_keeps_what_it_reads(nvme: Path) -> None:
+    """As `record_stream` does: the memory goes to the next who asks when the lane has read it."""
+    with device_shard(nvme) as (shard, device):
+        whole = fill(shard, range(1))
+        shard.lend(device.mark())
+        region = Arena(0, None, device).allocate(4 << 20)
+        _, arrivals = shard.open_chunk(0, region.address)
+        shard.held = False
+        shard.release()
+        arrivals[0].wait()
+        begin, end = shard.layout.chunks()[0]
+        assert torch.equal(region.tensor(shard.dtype, end - begin), whole[begin:end])
+
+
+def test_another_thread_has_to_say_after_which_compute(nvme: Path) -> None:
+    with device_shard(nvme) as (shard, device):
+        fill(shard, range(1))
+        failures: list[AssertionError] = []
+
+        def update() -> None:
+            try:
+                update_reads(shard, device)
+            except AssertionError as error:
+                failures.append(error)
+
+        for made, count in ((None, 1), (device.mark(), 1)):
+            shard.lend(made)
+            thread = threading.Thread(target=update)
+            thread.start()
+            thread.join()
+            assert len(failures) == count
