@@ -68,6 +68,7 @@ class Roundings:
             function=lambda body, name="": body,
             fma=lambda a, b, c: self.real._note("fma", b),
             sqrt=lambda x: self.real._note("sqrt", None),
+            divide=lambda a, b: self.real._note("div", b),
             greater=lambda a, b: a,
             sign=lambda x: self.real,
             select=lambda condition, then, otherwise: otherwise if isinstance(otherwise, Counted) else then,

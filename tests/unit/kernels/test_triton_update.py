@@ -42,9 +42,12 @@ from tests.helpers.device_updates import (
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels import choice
+from zero_offload.kernels.fallback import numpy_words as words
+from zero_offload.kernels.fallback.codec import first_bit, make_codec, make_codes, random_key
 from zero_offload.kernels.update import STATES
 
 SIZES = [0, 1, 7, 257, 1000, 1024, 3001]
+codec, signed = make_codec(words), make_codes(words, signed=True)
 DTYPES = list(itertools.product(FLOATS, GRADS))
 """Of value and gradient."""
 every_rule = pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
@@ -158,6 +161,63 @@ def test_blocks_of_any_magnitude(triton_update: ModuleType, fused: None, rule: R
     for name in STATES[rule]:
         scales = expected[scales_of(name)]
         assert (scales == 0).any() and scales.isnan().any() and (scales > 0).sum() >= 5
+
+
+def on_the_edge(kept: Kept, code: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(STATE_BLOCK,) values of a signed state, and which lie, to the last bit, where `code` begins in step 1."""
+    before, between = random_key(kept.seed, 1, 0)
+    random = codec.random_word(np.arange(STATE_BLOCK, dtype=np.uint32), np.uint32(before), np.uint32(between))
+    edge = codec.random_edge(random, first_bit(0, 12))[:, np.newaxis]
+    inverse = signed.inverse_of(signed.scale_of(words.bits(np.ones(1, dtype=np.float32))))
+    below = np.full_like(edge, code - 1)
+    at_least = words.fma(below, words.fma(np.float32(2), edge, below), edge)
+    near = (at_least.astype(np.float64) / inverse.astype(np.float64) ** 2).astype(np.float32)
+    x = words.from_bits(words.bits(near) + np.arange(-40, 40).astype(np.uint32))  # (STATE_BLOCK, 80)
+    y = signed.root_of(x) * inverse
+    hits = y * y == at_least
+    values = x[np.arange(STATE_BLOCK), hits.argmax(axis=1)]
+    return torch.from_numpy(values), torch.from_numpy(hits.any(axis=1))
+
+
+def test_a_code_begins_on_its_edge(triton_update: ModuleType, fused: None) -> None:
+    """So seldom that other tests do not see it."""
+    kept = Kept(StateFormat.COMPACT)
+    expected = tame(Rule.SGD_MOMENTUM, STATE_BLOCK, torch.float32, torch.float32, kept.format)
+    expected["momentum_buffer"].zero_()
+    values, hits = on_the_edge(kept, 101)
+    values[0], hits[0] = 1.0, False  # the largest
+    expected["grad"].copy_(values)
+    actual = copies(expected)
+    segment = replace(SEGMENT, end=STATE_BLOCK, weight_decay=0.0, grad_scale=1.0, step=1)
+    update_on_host(Rule.SGD_MOMENTUM, expected, segment, kept)
+    update_by(triton_update, Rule.SGD_MOMENTUM, actual, segment, kept)
+    assert same_bits(actual, expected) == []
+    assert hits.sum() > 20 and (actual["momentum_buffer"][hits] == 101).all()
+
+
+@pytest.mark.parametrize("rule", [Rule.ADAMW, Rule.ADAGRAD, Rule.LION], ids=lambda rule: rule.name)
+@every_format
+def test_what_lies_behind_the_end_is_not_looked_at(
+    triton_update: ModuleType, fused: None, rule: Rule, format: StateFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU loads anything there, where the interpreter loads zeros."""
+    builder = pytest.importorskip("triton.runtime.interpreter").InterpreterBuilder
+    load = builder.create_masked_load
+
+    def load_anything(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        loaded = load(self, pointers, mask, *rest)
+        items = loaded.data.view(np.uint8).reshape(*loaded.data.shape, -1)
+        items[~mask.data] = 0x7E  # huge numbers, large codes
+        return loaded
+
+    monkeypatch.setattr(builder, "create_masked_load", load_anything)
+    for numel in (3, 300):
+        expected = tame(rule, numel, torch.bfloat16, torch.float32, format)
+        actual = copies(expected)
+        segment = replace(SEGMENT, end=numel)
+        update_on_host(rule, expected, segment, Kept(format))
+        update_by(triton_update, rule, actual, segment, Kept(format))
+        assert same_bits(actual, expected) == []
 
 
 @every_format
