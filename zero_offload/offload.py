@@ -255,7 +255,8 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     passing = [frames for frames, home in sizes if home is Home.AWAY]
     units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
-        units = min(sum(passing), num_frames(budget - _grads_on_device(build)))
+        fewest, most = min(units, num_frames(budget)), num_frames(budget) - num_frames(_grads_on_device(build))
+        units = min(sum(passing), max(fewest, most))
     staying = sum(frames for frames, home in sizes if home is Home.ON_DEVICE)
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
