@@ -249,7 +249,8 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     passing = frames[Home.AWAY]
     units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
-        units = min(sum(passing), num_frames(max(budget - _resting_on_device(build), 0)))
+        fewest, most = min(units, num_frames(budget)), num_frames(budget) - num_frames(_resting_on_device(build))
+        units = min(sum(passing), max(fewest, most))
     staying = sum(frames[Home.ON_DEVICE])
     grads = 0
     grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)

@@ -18,7 +18,7 @@ import zero_offload as zo
 from tests.helpers.late_device import LateDevice
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
-from tests.helpers.scripts import Average, Script, check, run_offloaded, run_plain
+from tests.helpers.scripts import Average, Script, check, clip_norm, run_offloaded, run_plain
 from tests.parity.test_partial_steps import CLIPPING, NUM_STEPS, OPTIMIZERS, adamw, backward, freezing, make
 from zero_offload.api import runtime_of
 from zero_offload.device import Handoff, HostDevice
@@ -58,6 +58,8 @@ def looks_at_grad(model: nn.Module, rows: Any, average: Average) -> Iterator[flo
         yield backward(model, rows, 2 * step, average)
         nn.utils.clip_grad_value_(model.parameters(), 0.001)
         model.norm.weight.grad.mul_(0.5)
+        yield clip_norm(list(model.parameters()), 0.01, model)
+        model.norm.bias.grad.mul_(0.5)
         yield backward(model, rows, 2 * step + 1, average)
         optimizer.step()
         model.zero_grad()
@@ -170,6 +172,9 @@ def test_all_sums_are_read_at_once_and_only_when_asked_for(
         assert reads == [num_params]
         optimizer.zero_grad()
         reads.clear()
+    model(tokens_of(0)).backward()
+    optimizer.zero_grad()
+    assert zo.clip_grad_norm_(model, 0.1) == 0 and not reads, "nothing is left to read"
 
 
 def test_gradients_leave_the_device_with_the_update_only(on_device: Use) -> None:

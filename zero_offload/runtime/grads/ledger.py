@@ -139,8 +139,7 @@ class GradLedger:
         return math.sqrt(total), bad == 0
 
     def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
-        """Names of those of `params` whose gradient, or this rank's part of it, is not finite."""
-        self._read_launched()
+        """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
         return [
             grads.layout.params[index].spec.name
             for grads, indices in self._chosen(params)
