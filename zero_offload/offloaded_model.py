@@ -295,7 +295,7 @@ class OffloadedModel:
     def stats(self) -> Stats:
         store = self.parts.store
         resident = {
-            "device": store.device_bytes + self.grads.ledger.device_bytes,
+            "device": store.device_bytes + sum(grads.device_bytes for grads in self.grads.ledger.sections),
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }

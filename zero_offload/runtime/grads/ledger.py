@@ -46,7 +46,7 @@ class SectionGrads:
     sums: dict[int, GradSum] = field(default_factory=dict)
     """Per parameter that has a gradient; several ranks: of this rank's part."""
     launched: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Sums that a GPU makes of gradients in its memory, newer than those in `sums`; see `GradLedger.measure`."""
+    """Sums that a GPU makes of gradients in its memory, newer than those in `sums`; see `measure`."""
     factors: dict[int, float] = field(default_factory=dict)
     """See [Note: factors]; what has none is used as it is."""
     reduced: set[int] = field(default_factory=set)
@@ -67,6 +67,20 @@ class SectionGrads:
     @property
     def layout(self) -> SectionLayout:
         return self.section.layout
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the compute device's own memory, under gradients at rest."""
+        return self.shard.device_bytes + (0 if self.local is None else self.local.device_bytes)
+
+    def measure(self, index: int) -> None:
+        """Sum up a gradient where it rests: on a host now, on a GPU by a launch, whose result is read when wanted."""
+        view = self.shard.view(index)
+        if self.shard.on_device:
+            self.launched[index] = launch_sum(view)
+            return
+        threads = torch.get_num_threads()
+        self.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
 
 
 class GradLedger:
@@ -105,15 +119,6 @@ class GradLedger:
         """A parameter's section and its index there."""
         return self._places[id(param)]
 
-    def measure(self, grads: SectionGrads, index: int) -> None:
-        """Sum up a gradient where it rests: on a host now, on a GPU by a launch, whose result is read when wanted."""
-        view = grads.shard.view(index)
-        if grads.shard.on_device:
-            grads.launched[index] = launch_sum(view)
-            return
-        threads = torch.get_num_threads()
-        grads.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
-
     def _read_launched(self) -> None:
         """Fill `sums` with what was launched since: one download, whatever it is wanted for."""
         launched = [(grads, index) for grads in self.sections for index in grads.launched]
@@ -128,7 +133,7 @@ class GradLedger:
         for grads in self.sections:
             for index in grads.exposed & grads.holding:
                 # The user may have changed it through `.grad`.
-                self.measure(grads, index)
+                grads.measure(index)
         self._read_launched()
         for grads, indices in self._chosen(params):
             squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
@@ -183,7 +188,7 @@ class GradLedger:
                 # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
                 bound = min(limit * self.loss_scale, torch.finfo(view.dtype).max)
                 view.clamp_(-bound, bound)
-                self.measure(grads, index)
+                grads.measure(index)
             if indices:
                 grads.shard.close()
 
@@ -198,12 +203,6 @@ class GradLedger:
         """The gradient where it rests, clipped there; its sum is made again by the caller."""
         view, factor = grads.shard.view(index), grads.factors.pop(index, 1.0)
         return view if factor == 1.0 else view.mul_(factor)
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the compute device's own memory, under gradients at rest."""
-        shards = (shard for grads in self.sections for shard in (grads.shard, grads.local) if shard is not None)
-        return sum(shard.device_bytes for shard in shards)
 
     def held(self, param: nn.Parameter) -> bool:
         """Whether a gradient waits for a step."""
