@@ -289,7 +289,7 @@ class OffloadedModel:
     def stats(self) -> Stats:
         store = self.parts.store
         resident = {
-            "device": self.grads.ledger.device_bytes,
+            "device": sum(grads.device_bytes for grads in self.grads.ledger.sections),
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }

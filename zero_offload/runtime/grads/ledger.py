@@ -68,6 +68,11 @@ class SectionGrads:
     def layout(self) -> SectionLayout:
         return self.section.layout
 
+    @property
+    def device_bytes(self) -> int:
+        """Of the compute device's own memory, under gradients at rest."""
+        return self.shard.device_bytes + (0 if self.local is None else self.local.device_bytes)
+
 
 class GradLedger:
     """The gradients of one model between backward and step."""
@@ -106,21 +111,13 @@ class GradLedger:
         return self._places[id(param)]
 
     def measure(self, grads: SectionGrads, index: int) -> None:
-        """Sum up a gradient where it rests: now on a host, by a launch on a GPU, whose result is read when asked for."""
+        """Sum up a gradient where it rests: on a host now; on a GPU by a launch, of which the result is read later."""
         view = grads.shard.view(index)
         if grads.shard.on_device:
             grads.launched[index] = launch_sum(view)
             return
         threads = torch.get_num_threads()
         grads.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
-
-    def _read_launched(self) -> None:
-        """Fill `sums` with what was launched since: one download, whatever it is wanted for."""
-        launched = [(grads, index) for grads in self.sections for index in grads.launched]
-        found = read_sums([grads.launched[index] for grads, index in launched])
-        for (grads, index), each in zip(launched, found, strict=True):
-            grads.sums[index] = each
-            del grads.launched[index]
 
     def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
@@ -129,7 +126,7 @@ class GradLedger:
             for index in grads.exposed & grads.holding:
                 # The user may have changed it through `.grad`.
                 self.measure(grads, index)
-        self._read_launched()
+        _read_launched(self.sections)
         for grads, indices in self._chosen(params):
             squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             # Tensor-parallel ranks that hold the same count it once between them.
@@ -199,12 +196,6 @@ class GradLedger:
         view, factor = grads.shard.view(index), grads.factors.pop(index, 1.0)
         return view if factor == 1.0 else view.mul_(factor)
 
-    @property
-    def device_bytes(self) -> int:
-        """Of the compute device's own memory, under gradients at rest."""
-        shards = (shard for grads in self.sections for shard in (grads.shard, grads.local) if shard is not None)
-        return sum(shard.device_bytes for shard in shards)
-
     def held(self, param: nn.Parameter) -> bool:
         """Whether a gradient waits for a step."""
         grads, index = self._places[id(param)]
@@ -264,3 +255,12 @@ class GradLedger:
             grads.shard.drop()
             if not any(each.holding for each in self.sections):
                 self.loss_scale, self.overflowed = 1.0, False
+
+
+def _read_launched(sections: Iterable[SectionGrads]) -> None:
+    """Fill `sums` with what was launched since: one download, whichever of them are wanted."""
+    launched = [(grads, index) for grads in sections for index in grads.launched]
+    found = read_sums([grads.launched[index] for grads, index in launched])
+    for (grads, index), each in zip(launched, found, strict=True):
+        grads.sums[index] = each
+        del grads.launched[index]

@@ -3,8 +3,8 @@
 Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
 in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
 gathered in a flat buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. From a GPU
-they are downloaded first, unless they rest in its memory. What has arrived is in `ledger`. The calls: `arrive` per parameter, `finish_backward`;
-then `clip_norm`, `clip_value`; or `drop`.
+they are downloaded first, unless they rest in its memory. What has arrived is in `ledger`. The calls: `arrive` per
+parameter, `finish_backward`; then `clip_norm`, `clip_value`; or `drop`.
 """
 
 from __future__ import annotations
