@@ -6,12 +6,16 @@ Skipped without CUDA. The same paths run on the CPU with late lanes in tests/ove
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import zero_offload as zo
+from zero_offload.api import runtime_of
+from zero_offload.kernels import device_grads
+from zero_offload.kernels.grads import sum_of_squares
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -59,12 +63,102 @@ def train(config: zo.OffloadConfig) -> list[tuple[float, float]]:
 def test_placements_agree_bit_for_bit(tmp_path: Path, precision: str) -> None:
     expected = train(zo.OffloadConfig(precision=precision))
     assert train(zo.OffloadConfig(precision=precision, params="device")) == expected
-    for i, (params, grads, optimizer) in enumerate([("nvme", "cpu", "nvme"), ("cpu", "nvme", "nvme")]):
+    placements = [
+        ("nvme", "cpu", "nvme"),
+        ("cpu", "nvme", "nvme"),
+        ("cpu", "device", "cpu"),
+        ("nvme", "device", "nvme"),
+        ("device", {"device": 0.5, "cpu": 0.5}, "cpu"),
+    ]
+    for i, (params, grads, optimizer) in enumerate(placements):
         nvme = tmp_path / str(i)
         config = zo.OffloadConfig(
             params=params, grads=grads, optimizer=optimizer, precision=precision, nvme=nvme, durability="scratch"
         )
         assert train(config) == expected
+
+
+def train_with_everything(config: zo.OffloadConfig) -> list[Any]:
+    """Micro-batches, a scaled loss that overflows once, clipping by value and by norm, gradients read and dropped."""
+    model = zo.offload(build(), config)
+    optimizer, scaler = zo.AdamW(model.parameters(), lr=1e-3), zo.GradScaler(2.0**10)
+    results: list[Any] = []
+    for step, batch in enumerate(batches()):
+        for micro in range(1 + step % 2):
+            factor = float("inf") if step == 3 and micro == 0 else 1.0
+            scaler.scale((model(batch).float() - micro).square().mean() * factor).backward()
+        if step == 5:
+            optimizer.zero_grad()
+            scaler.scale(model(batch).float().square().mean()).backward()
+        scaler.unscale_(optimizer)
+        zo.clip_grad_value_(model, 1e-3)
+        results.append(zo.clip_grad_norm_(model, 0.1).item())
+        with zo.gathered(model[0], kind="grads") as grads:
+            results += [grad.nan_to_num().double().square().sum().item() for grad in grads.values()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    with zo.gathered(model, kind="master") as masters:
+        results += [master.double().sum().item() for master in masters.values()]
+    results.append(zo.stats(model).skipped_steps)
+    zo.close(model)
+    return results
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_gradients_on_the_device_have_the_bits_of_those_on_the_host(tmp_path: Path, precision: str) -> None:
+    expected = train_with_everything(zo.OffloadConfig(precision=precision))
+    assert expected[-1] == 1
+    for optimizer in ("cpu", "nvme"):
+        config = zo.OffloadConfig(
+            precision=precision, grads="device", optimizer=optimizer, nvme=tmp_path / optimizer, durability="scratch"
+        )
+        assert str(train_with_everything(config)) == str(expected)  # text, in which NaNs are equal
+
+
+@pytest.mark.parametrize("way", ["triton", "scan", "rows"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_of_squares_have_the_bits_of_the_kernels(
+    dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way != "triton":
+        monkeypatch.setattr(device_grads, "has_device_update", lambda grad: False)
+        monkeypatch.setattr(device_grads, "_scans_in_order", lambda device: way == "scan")
+    else:
+        pytest.importorskip("triton")
+    draw = torch.Generator().manual_seed(0)
+    grads = [
+        (torch.randn(numel, generator=draw) * 10.0 ** (torch.rand(numel, generator=draw) * 8 - 6)).to(dtype)
+        for numel in (1, 17, 16383, 16384, 16385, 100_000, 5_000_001)
+    ]
+    grads[2][100], grads[3][200] = float("inf"), float("nan")
+    found = device_grads.read_sums([device_grads.launch_sum(grad.cuda()) for grad in grads])
+    expected = [sum_of_squares(grad.data_ptr(), dtype, grad.numel()) for grad in grads]
+    assert str(found) == str(expected)
+
+
+def test_a_scan_over_rows_adds_in_order() -> None:
+    """If not, sums without Triton take a thousand launches each: slow, and no wrong bits."""
+    assert device_grads._scans_in_order(torch.device("cuda", torch.cuda.current_device()))
+
+
+def test_gradients_on_the_device_go_with_their_update() -> None:
+    model = zo.offload(build(), zo.OffloadConfig(grads="device"))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+    grad_bytes = sum(2 * param.numel() for param in model.parameters())
+    for batch in batches()[:3]:
+        loss = model(batch).float().square().mean()
+        before = torch.cuda.memory_allocated()
+        loss.backward()
+        assert zo.stats(model).resident_bytes["device"] == grad_bytes
+        assert torch.cuda.memory_allocated() - before > 0.5 * grad_bytes
+        optimizer.step()
+        optimizer.zero_grad()
+        runtime_of(model).drain()
+        torch.cuda.synchronize()
+        assert zo.stats(model).resident_bytes["device"] == 0
+        assert torch.cuda.memory_allocated() - before < 0.2 * grad_bytes
+    zo.close(model)
 
 
 def test_fp32_follows_the_plain_model() -> None:

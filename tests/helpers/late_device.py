@@ -2,8 +2,8 @@
 
 A copy is queued, its target poisoned; it happens when somebody waits for it, together with all earlier copies of the
 same lane. A missing wait is then a NaN (or a wild integer) in the result, and a source that is changed or freed too
-early is a wrong number, not a lucky pass. Threads beside the one that computes say which compute a download comes
-after.
+early is a wrong number, not a lucky pass. Threads beside the one that computes must say after which compute a download
+comes.
 """
 
 from __future__ import annotations

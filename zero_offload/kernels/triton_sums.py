@@ -1,4 +1,4 @@
-"""Sums of squares of gradients on a GPU, compiled by Triton, chunk by chunk: [Note: the tree] in csrc/reduce/reduce.h.
+"""Sums of squares of gradients on a GPU, compiled by Triton: chunks of [Note: the tree] in csrc/reduce/reduce.h.
 
 Imported only when `choice.has_device_update` says that Triton is here. One pass over the gradient; what it leaves is
 one number per chunk, which `device_grads.read_sums` adds up. Nothing waits for the device.
@@ -40,7 +40,7 @@ def sum_chunks(grad: Tensor, sums: Tensor) -> None:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel", "num_chunks"])
 def _sum_chunks(
     values: tl.tensor,
     sums: tl.tensor,

@@ -2,7 +2,7 @@
 
 Owns the order of an update and its staging memory. Chunks whose states rest on disk are read ahead, updated by
 one fused kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all; chunks in
-memory are updated in place; their gradients come by staging too where those are on a disk or a GPU. `run` works on
+memory are updated in place. Gradients on a disk, or in the memory of a GPU, come by staging too. `run` works on
 whatever thread calls it; `UpdateBoard` tells the others how far it is.
 """
 

@@ -119,14 +119,6 @@ class GradLedger:
         """A parameter's section and its index there."""
         return self._places[id(param)]
 
-    def _read_launched(self) -> None:
-        """Fill `sums` with what was launched since: one download, whatever it is wanted for."""
-        launched = [(grads, index) for grads in self.sections for index in grads.launched]
-        found = read_sums([grads.launched[index] for grads, index in launched])
-        for (grads, index), each in zip(launched, found, strict=True):
-            grads.sums[index] = each
-            del grads.launched[index]
-
     def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
@@ -134,7 +126,7 @@ class GradLedger:
             for index in grads.exposed & grads.holding:
                 # The user may have changed it through `.grad`.
                 grads.measure(index)
-        self._read_launched()
+        _read_launched(self.sections)
         for grads, indices in self._chosen(params):
             squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             # Tensor-parallel ranks that hold the same count it once between them.
@@ -263,3 +255,12 @@ class GradLedger:
             grads.shard.drop()
             if not any(each.holding for each in self.sections):
                 self.loss_scale, self.overflowed = 1.0, False
+
+
+def _read_launched(sections: Iterable[SectionGrads]) -> None:
+    """Fill `sums` with what was launched since: one download, whichever of them are wanted."""
+    launched = [(grads, index) for grads in sections for index in grads.launched]
+    found = read_sums([grads.launched[index] for grads, index in launched])
+    for (grads, index), each in zip(launched, found, strict=True):
+        grads.sums[index] = each
+        del grads.launched[index]

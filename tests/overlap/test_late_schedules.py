@@ -1,0 +1,105 @@
+"""Random scripts of operations on a device whose copies come late, with gradients at rest in its memory or not.
+
+As tests/parity/test_schedules.py, on one rank compared with plain tensors, on two with ranks in memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.late_device import LateDevice
+from tests.helpers.offloaded_player import play_on_ranks
+from tests.helpers.ranks import RankPool
+from tests.parity.test_schedules import (
+    OF_ONE,
+    ON_RANKS,
+    ON_RANKS_PROFILE,
+    PARTS,
+    PLACEMENTS,
+    PROFILE,
+    SHARED,
+    check,
+    check_same,
+)
+from zero_offload.plan.partition import STAGES
+
+offload_module: Any = importlib.import_module("zero_offload.offload")
+
+FEW, MANY = 15, 1000
+FEW_ON_RANKS, MANY_ON_RANKS = 5, 200
+# Optimizer states on a GPU are refused.
+ON_HOST = st.sampled_from(["cpu", "nvme", {"cpu": 0.5, "nvme": 0.5}])
+GRADS = st.sampled_from(["device", "device", {"device": 0.5, "cpu": 0.25, "nvme": 0.25}, "cpu"])
+LATE = PLACEMENTS | {"grads": GRADS, "optimizer": ON_HOST}
+OF_ONE_LATE = OF_ONE | {"choices": st.fixed_dictionaries(LATE)}
+ON_RANKS_LATE = ON_RANKS | {"choices": st.fixed_dictionaries({"stage": st.sampled_from(STAGES), **LATE})}
+
+
+def check_late(**drawn: Any) -> None:
+    before, offload_module.compute_device = offload_module.compute_device, LateDevice
+    try:
+        check(**drawn)
+    finally:
+        offload_module.compute_device = before
+
+
+@settings(PROFILE, max_examples=FEW)
+@given(**OF_ONE_LATE)
+def test_any_script_gives_the_bits_of_plain_tensors(**drawn: Any) -> None:
+    check_late(**drawn)
+
+
+@pytest.mark.full
+@settings(PROFILE, max_examples=MANY)
+@given(**OF_ONE_LATE)
+def test_many_scripts_give_the_bits_of_plain_tensors(**drawn: Any) -> None:
+    check_late(**drawn)
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def play_late(rank: int, world_size: int, *job: Any) -> list[list[Any]]:
+    """A job of ranks."""
+    before, offload_module.compute_device = offload_module.compute_device, LateDevice
+    try:
+        return play_on_ranks(rank, world_size, *job)
+    finally:
+        offload_module.compute_device = before
+
+
+def check_ranks(script: Any, choices: dict[str, Any], dim: int, pool: RankPool) -> None:
+    script = [*script, *(("read", "params", part) for part in PARTS)]
+    shared = {name: choices[name] for name in SHARED}
+    with tempfile.TemporaryDirectory() as placed, tempfile.TemporaryDirectory() as in_memory:
+        found = pool.succeed(play_late, script, dim, choices, placed, 2)
+        expected = pool.succeed(play_on_ranks, script, dim, shared, in_memory, 2)
+    for mine, theirs in zip(found, expected, strict=True):
+        check_same(script, mine, theirs)
+
+
+@settings(ON_RANKS_PROFILE, max_examples=FEW_ON_RANKS)
+@given(**ON_RANKS_LATE)
+def test_two_ranks_give_the_bits_of_ranks_in_memory(pool: RankPool, **drawn: Any) -> None:
+    check_ranks(**drawn, pool=pool)
+
+
+@pytest.mark.full
+@settings(ON_RANKS_PROFILE, max_examples=MANY_ON_RANKS)
+@given(**ON_RANKS_LATE)
+def test_many_scripts_on_two_ranks(pool: RankPool, **drawn: Any) -> None:
+    check_ranks(**drawn, pool=pool)
