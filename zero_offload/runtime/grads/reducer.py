@@ -52,7 +52,7 @@ class GradReducer:
     ) -> None:
         self._device = device
         sections = [section for unit in units for section in unit.sections]
-        layouts = [section.layout for section in sections if not self._rests_on_device(section)]
+        layouts = [section.layout for section in sections if not _rests_on(device, section)]
         self._staging = GradStaging(device, store.arena, layouts, self._land, self._rest)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
@@ -69,12 +69,9 @@ class GradReducer:
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
-        if self._rests_on_device(section):
+        if _rests_on(self._device, section):
             return DeviceGradShard(self._store, layout, self._device, index)
         return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
-
-    def _rests_on_device(self, section: Section) -> bool:
-        return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
@@ -292,6 +289,11 @@ class GradReducer:
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
+
+
+def _rests_on(device: Device, section: Section) -> bool:
+    """Whether a section's gradients rest in the device's own memory."""
+    return section.shard.placement.grads is Tier.DEVICE and not device.is_host
 
 
 def _close(grads: SectionGrads) -> None:
