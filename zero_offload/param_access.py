@@ -22,6 +22,7 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component, Shard, is_state
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.types import Tier
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class ParamAccess:
 
     def describe(self, param: nn.Parameter) -> str:
         """Name and tier, for repr and messages."""
-        place = self.place(param)
-        return f"{place.name}, offloaded to {place.section.shard.placement.params.value}"
+        place, shard = self.place(param), self.place(param).section.shard
+        return f"{place.name}, offloaded to {(Tier.DEVICE if shard.on_device else shard.placement.params).value}"
 
     # Data
 

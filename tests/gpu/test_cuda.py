@@ -69,6 +69,9 @@ def test_placements_agree_bit_for_bit(tmp_path: Path, precision: str) -> None:
         ("cpu", "device", "cpu"),
         ("nvme", "device", "nvme"),
         ("device", {"device": 0.5, "cpu": 0.5}, "cpu"),
+        ("device", "device", "device"),
+        ("cpu", "cpu", "device"),
+        ("nvme", "nvme", {"device": 0.4, "cpu": 0.3, "nvme": 0.3}),
     ]
     for i, (params, grads, optimizer) in enumerate(placements):
         nvme = tmp_path / str(i)
@@ -109,11 +112,42 @@ def train_with_everything(config: zo.OffloadConfig) -> list[Any]:
 def test_gradients_on_the_device_have_the_bits_of_those_on_the_host(tmp_path: Path, precision: str) -> None:
     expected = train_with_everything(zo.OffloadConfig(precision=precision))
     assert expected[-1] == 1
-    for optimizer in ("cpu", "nvme"):
+    for optimizer in ("cpu", "nvme", "device"):
         config = zo.OffloadConfig(
             precision=precision, grads="device", optimizer=optimizer, nvme=tmp_path / optimizer, durability="scratch"
         )
         assert str(train_with_everything(config)) == str(expected)  # text, in which NaNs are equal
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "compact"])
+def test_states_on_the_device_go_through_generations(tmp_path: Path, states: Any) -> None:
+    """Committed every step, beside the next one, with updates by Triton and by torch's operations in turn; resumed
+    there, on the host, and there again."""
+    precision = zo.Precision(compute="bf16", states=states)
+
+    def go_on(numbers: range, **settings: Any) -> list[float]:
+        model = zo.offload(build(), zo.OffloadConfig(params="device", precision=precision, **settings))
+        optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+        zo.resume(model, optimizer)
+        for number in numbers:
+            model(batches()[number]).float().square().mean().backward()
+            zo.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            zo.commit(model, optimizer)
+        with zo.gathered(model, kind="master") as masters:
+            found = [master.double().sum().item() for master in masters.values()]
+        zo.close(model)
+        return found
+
+    expected = go_on(range(NUM_STEPS), optimizer="cpu")
+    kept = {"nvme": tmp_path, "existing": "resume"}
+    go_on(range(0, 3), optimizer="device", grads="device", **kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_offload.kernels.device_update.has_device_update", lambda tensor: False)
+        go_on(range(3, 5), optimizer="device", **kept)
+    go_on(range(5, 6), optimizer="cpu", **kept)
+    assert go_on(range(6, NUM_STEPS), optimizer="device", grads="device", **kept) == expected
 
 
 @pytest.mark.parametrize("way", ["triton", "scan", "rows"])
