@@ -45,6 +45,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
     owner.session.check_usable()
+    owner.session.settle()
     places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
     if mode == "write":
         _one_rank(owner, "params")

@@ -101,6 +101,8 @@ class ParamAccess:
     def begin_walk(self) -> None:
         """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do."""
         self._session.check_usable()
+        # What a backward that broke off has left in use would be read and written as a plain parameter.
+        self._session.settle()
         self._need_whole("model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walking, self._last = True, None
         self._writes.clear()

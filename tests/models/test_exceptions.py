@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,3 +210,37 @@ def test_the_warning_names_the_parameters(fp32_config: zo.OffloadConfig) -> None
         other = zo.offload(build(TinyLM), zo.OffloadConfig())
         (other(tokens_of(0)) * float("nan")).backward()
         zo.AdamW(other.parameters()).step()
+
+
+class FusedAtInput(TinyLM):
+    """Raises when block 1 has used its parameters in backward, and has not ended it."""
+
+    class FusedBlock(Block):
+        backward_error: type[BaseException] | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(_Fuse.apply(x, self.backward_error))
+
+    def __init__(self) -> None:
+        super().__init__(WIDE, block=self.FusedBlock)
+
+
+@pytest.mark.parametrize("way", ["load_state_dict", "gathered"])
+def test_values_written_after_a_step_that_broke_off_are_kept(way: str, nvme: Path) -> None:
+    """A unit was in use: what is written then is not written to a copy that nobody keeps."""
+    config = zo.OffloadConfig(params="nvme", precision="fp32", nvme=nvme, durability="scratch")
+    model = zo.offload(build(FusedAtInput), config)
+    optimizer = zo.AdamW(model.parameters())
+    before = read_masters(model)
+    broken_step(model, optimizer, "backward", Explosion)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*was left by an exception")
+        if way == "load_state_dict":
+            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+        else:
+            with torch.no_grad(), zo.gathered(model, mode="write") as params:
+                for param in params.values():
+                    param.mul_(0.5)
+    after = read_masters(model)
+    assert [name for name in after if not torch.equal(after[name], 0.5 * before[name])] == []
+    zo.close(model)
