@@ -271,7 +271,8 @@ class Session:
         self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
 
     def settle(self) -> None:
-        """Before a norm or a step: of a backward that broke off, some gradients are not whole, and none may be used."""
+        """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients
+        are not whole, and none may be used; units that it used are at rest then."""
         if self._backward_runs and not self.active:
             self._recover()
 
