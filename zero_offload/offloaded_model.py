@@ -98,7 +98,7 @@ class OffloadedModel:
         self._num_cores = count_cores()
         self.worker = Worker(parts.board)
         committer = None if parts.keeper is None else Worker(parts.board, "zero_offload-commit")
-        parts.board.tell(parts.store.snapshots.fail)
+        parts.board.tell(_weakly(parts.store.snapshots.fail))
         self._commits = Commits(
             parts.keeper,
             parts.store.snapshots,
@@ -347,6 +347,18 @@ def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
     if not overlaps:
         return available
     return max(1, available // 2 if is_host else available - 1)
+
+
+def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """A listener that keeps nobody alive: drives know the board, and a dropped model's memory must not wait for the
+    garbage collector."""
+    method = weakref.WeakMethod(fail)
+
+    def listener(error: BaseException) -> None:
+        if (found := method()) is not None:
+            found(error)
+
+    return listener
 
 
 @contextmanager

@@ -54,6 +54,28 @@ USES: dict[str, Script] = {
 }
 
 
+@pytest.mark.parametrize("tier", ["cpu", "device"])
+def test_states_in_memory_leave_with_a_model_that_makes_generations(
+    tier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tier == "device":
+        monkeypatch.setattr(importlib.import_module("zero_offload.offload"), "compute_device", LateDevice)
+    Offloaded(WIDE, zo.OffloadConfig(), tmp_path / "first").play(USES["files"])  # torch's own imports make garbage
+    with no_garbage_collection():
+        config = zo.OffloadConfig(params=tier, grads=tier, optimizer=tier, nvme=tmp_path / "again")
+        model = zo.offload(build(TinyLM), config)
+        optimizer = zo.AdamW(model.parameters())
+        model(tokens_of(0)).backward()
+        optimizer.step()
+        zo.commit(model, optimizer)
+        zo.close(model)
+        parts = runtime_of(model).parts
+        left = [weakref.ref(each) for each in (parts.store, parts.store.arena, parts.store.snapshots)]
+        left += [weakref.ref(array) for shard in parts.store.shards for array in shard.memory.values()]
+        del model, optimizer, parts
+        assert [each() for each in left if each() is not None] == []
+
+
 @pytest.mark.parametrize("script", USES.values(), ids=list(USES))
 def test_a_dropped_model_leaves_memory_at_once(script: Script, fp32_config: zo.OffloadConfig, tmp_path: Path) -> None:
     """Not when Python's garbage collector comes by: it counts objects, and a model is few objects of many bytes."""

@@ -7,7 +7,6 @@ No range is inherited by forked children (a DataLoader worker must neither copy 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -113,12 +112,12 @@ def _ask_for_nodes(address: int, nbytes: int, policy: int, nodes: Sequence[int])
 @functools.cache
 def nodes_of_threads(root: Path = _NODES) -> tuple[int, ...]:
     """NUMA nodes on whose processors this process may run; none where the system does not say."""
-    cores, found = os.sched_getaffinity(0), []
-    for path in root.glob("node[0-9]*/cpulist"):
-        with contextlib.suppress(OSError, ValueError):
-            if cores & set(_listed(path.read_text())):
-                found.append(int(path.parent.name.removeprefix("node")))
-    return tuple(sorted(found))
+    cores = os.sched_getaffinity(0)
+    try:
+        lists = {int(path.parent.name[4:]): path.read_text() for path in root.glob("node[0-9]*/cpulist")}
+        return tuple(sorted(node for node, text in lists.items() if cores & set(_listed(text))))
+    except (OSError, ValueError):
+        return ()
 
 
 def _listed(text: str) -> Iterator[int]:
