@@ -106,6 +106,8 @@ class ShardStore:
         if missing and shard.layout.trainable:
             self.snapshots.wait_for_slots()
             self.places.add_states(shard, missing)
+            if shard.on_device:
+                self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
             self._size_staging()
 
     def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
