@@ -59,8 +59,8 @@ class DeviceGradShard(GradShard):
         return self._adopted[index]
 
     def widen(self) -> None:
-        for index, grad in list(self._adopted.items()):
-            self._adopted[index] = grad.float()
+        for index in list(self._adopted):
+            self._adopted[index] = self._adopted[index].float()  # one by one: each frees the one that it replaces
         self.dtype = torch.float32
 
     def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:

@@ -102,6 +102,21 @@ def test_widening_keeps_the_values(nvme: Path) -> None:
             assert torch.equal(update_reads(shard, device).nan_to_num(7), whole.float().nan_to_num(7))
 
 
+def test_widening_has_one_gradient_twice_and_no_more(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with device_shard(nvme) as (shard, _):
+        fill(shard, range(2))
+        narrow, alive = [weakref.ref(shard.view(index)) for index in range(2)], []
+        widened = torch.Tensor.float
+
+        def note(grad: torch.Tensor) -> torch.Tensor:
+            alive.append(sum(each() is not None for each in narrow))
+            return widened(grad)
+
+        monkeypatch.setattr(torch.Tensor, "float", note)
+        shard.widen()
+        assert alive == [2, 1]
+
+
 def test_memory_goes_when_nobody_wants_it(nvme: Path) -> None:
     with device_shard(nvme) as (shard, device):
         fill(shard, range(2))
