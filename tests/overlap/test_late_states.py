@@ -21,6 +21,7 @@ from tests.helpers.late_device import LateDevice
 from tests.overlap.test_late_lanes import Model
 from zero_offload.api import runtime_of
 from zero_offload.device import Device, Handoff, HostDevice
+from zero_offload.optim import device_pass
 from zero_offload.shards import places
 from zero_offload.shards.device_staging import DeviceStaging
 from zero_offload.shards.places import Places
@@ -428,3 +429,36 @@ def test_states_without_room_on_the_device_leave_nothing(
 
 def raise_out_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(("states", "launches"), [("fp32", 2), ("bf16", 2), ("compact", 3)])
+def test_a_parameter_is_one_launch_however_many_chunks_it_has(
+    compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch, states: Any, launches: int
+) -> None:
+    """A launch takes the host longer than a GPU needs for a chunk. Compact states have scales chunk by chunk."""
+    sizes, update = [], device_pass.update_on_device
+
+    def note(rule: Any, tensors: Any, segment: Any) -> None:
+        sizes.append(segment.end - segment.begin)
+        update(rule, tensors, segment)
+
+    monkeypatch.setattr(device_pass, "update_on_device", note)
+    found = []
+    for device in (HostDevice(), LateDevice()):
+        compute_on(device)
+        torch.manual_seed(0)
+        config = zo.OffloadConfig(
+            params="device", grads="device", optimizer="device", precision=zo.Precision(compute="bf16", states=states)
+        )
+        model = zo.offload(torch.nn.Linear(1100, 1100), config)
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            draw = torch.Generator().manual_seed(number)
+            model(torch.randn(1, 1100, generator=draw)).float().square().sum().backward()
+            sizes.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(states_of(model, optimizer))
+        zo.close(model)
+    assert len(sizes) == launches and sum(sizes) == 1100 * 1101
+    assert differing(found[1], found[0]) == []

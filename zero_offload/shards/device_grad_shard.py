@@ -66,14 +66,14 @@ class DeviceGradShard(GradShard):
     def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
         begin, end = self.layout.chunks()[row]
         found, size = [], self.dtype.itemsize
-        for piece in self.pieces(row):
+        for piece in self.pieces(range(row, row + 1)):
             target = _host_tensor(staging + piece.begin * size, self.dtype, piece.end - piece.begin)
             found.append(self._device.download(target, piece.grad, after=self._made))
             self._store.counters.read(Tier.DEVICE, target.nbytes)
         return [GradSource(0, end - begin, staging)], [Downloads(found)]
 
-    def pieces(self, row: int) -> list[GradPiece]:
-        begin, end = self.layout.chunks()[row]
+    def pieces(self, rows: range) -> list[GradPiece]:
+        begin, end = self.layout.elements(rows)
         found = []
         for index, grad in sorted(self._adopted.items()):
             first, last = self.layout.in_shard(self.layout.params[index], self._shard_index)
