@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -105,13 +106,21 @@ class HostDevice:
         return None
 
 
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device this thread's current one.
+
+    Every thread begins with the first: a call of CUDA's that names no device, or a stream that is set back, would make
+    a context there, which takes half a GiB of a GPU that is another rank's.
+    """
+    return torch.cuda.device(device)
+
+
 class _CudaEvent:
     def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
-        # Every thread begins with the first device as its current one.
         self.let_wait(torch.cuda.current_stream(self._device))
 
     def let_wait(self, stream: torch.cuda.Stream) -> None:
@@ -119,10 +128,12 @@ class _CudaEvent:
         stream.wait_event(self._event)
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        with _current(self._device):
+            self._event.synchronize()
 
     def done(self) -> bool:
-        return bool(self._event.query())
+        with _current(self._device):
+            return bool(self._event.query())
 
 
 class CudaDevice:
@@ -155,7 +166,7 @@ class CudaDevice:
         mark = self.mark() if after is None else after
         assert isinstance(mark, _CudaEvent)
         mark.let_wait(lane)
-        with torch.cuda.stream(lane):
+        with _current(self.torch_device), torch.cuda.stream(lane):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(lane)
@@ -168,11 +179,12 @@ class CudaDevice:
 
     def pin(self, address: int, nbytes: int) -> None:
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
-        status = int(_cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
-        if status == 0:
-            self._pinned.add(address)
-            return
-        _forget_failure()
+        with _current(self.torch_device):
+            status = int(_cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
+            if status == 0:
+                self._pinned.add(address)
+                return
+            _forget_failure()
         # Copies from and to pageable memory pass through CUDA's own staging, and a launch returns when the host's
         # memory is done with: slower, and nothing runs beside it, but every Handoff is valid.
         if self._pins_all:
@@ -187,7 +199,9 @@ class CudaDevice:
     def unpin(self, address: int) -> None:
         if address in self._pinned:
             self._pinned.remove(address)
-            _cudart().cudaHostUnregister(address)
+            # In a forked child, or late in a process, there is no CUDA any more.
+            with contextlib.suppress(RuntimeError), _current(self.torch_device):
+                _cudart().cudaHostUnregister(address)
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0]

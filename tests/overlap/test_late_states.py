@@ -19,8 +19,13 @@ import torch
 import zero_offload as zo
 from tests.helpers.late_device import LateDevice
 from tests.overlap.test_late_lanes import Model
+from zero_offload.api import runtime_of
 from zero_offload.device import Device, Handoff, HostDevice
+from zero_offload.optim import device_pass
+from zero_offload.shards import places
 from zero_offload.shards.device_staging import DeviceStaging
+from zero_offload.shards.places import Places
+from zero_offload.shards.shard import Component
 from zero_offload.shards.snapshot import Snapshots
 
 offload_module = importlib.import_module("zero_offload.offload")
@@ -345,3 +350,115 @@ def test_an_update_waits_for_what_a_commit_still_needs(
     again = zo.offload(Model(), dataclasses.replace(config, generation=1))
     assert differing(states_of(again, adamw(again)), expected) == []
     zo.close(again)
+
+
+class Marking(LateDevice):
+    """Numbers its marks, and notes after which of them copies for a commit come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks: list[Any] = []
+        self.after: list[int] = []
+
+    def mark(self) -> Any:
+        self.marks.append(SimpleNamespace(wait=lambda: None))
+        return self.marks[-1]
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Handoff:
+        if after is not None:
+            self.after.append(self.marks.index(after))
+        return super().download(target, source, after=after)
+
+
+def test_a_commit_before_any_update_of_new_states_has_their_zeros(
+    tmp_path: Path, compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are made by the device, in the order of compute; copies of them come after."""
+    device = Marking()
+    compute_on(device)
+    config = zo.OffloadConfig(
+        params="device", optimizer="device", nvme=tmp_path, existing="resume", durability="process", commit_every=1
+    )
+    model = zo.offload(Model(), config)
+    params = list(model.parameters())
+    optimizer = zo.AdamW(params[: len(params) // 2], lr=1e-2)
+    step(model, optimizer, 0)
+    made, memory_of = [], Places.memory_of
+
+    def note(self: Places, *args: Any) -> torch.Tensor:
+        made.append(len(device.marks))
+        return memory_of(self, *args)
+
+    monkeypatch.setattr(Places, "memory_of", note)
+    device.after.clear()
+    optimizer.add_param_group({"params": params[len(params) // 2 :]})
+    zo.commit(model, optimizer)
+    zo.close(model)
+    assert made and device.after and min(device.after) >= max(made)
+
+
+def test_states_without_room_on_the_device_leave_nothing(
+    tmp_path: Path, compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another optimizer takes its place, and what is committed then has states of that one alone."""
+    config = zo.OffloadConfig(
+        params="device", optimizer="device", nvme=tmp_path, existing="resume", durability="process", commit_every=1
+    )
+    found = []
+    for device in (LateDevice(), HostDevice()):
+        compute_on(device)
+        model = zo.offload(Model(), config)
+        shards = runtime_of(model).parts.store.shards
+        if device.is_host:
+            assert {name for shard in shards for name in shard.states} == {Component.MOMENTUM_BUFFER}
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(places.torch, "zeros", raise_out_of_memory)
+                with pytest.raises(zo.CapacityError, match="are not free on"):
+                    adamw(model)
+            assert not any(shard.states for shard in shards)
+        optimizer = zo.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        zo.resume(model, optimizer)
+        if not device.is_host:
+            step(model, optimizer, 0)
+            zo.commit(model, optimizer)
+        found.append(states_of(model, optimizer))
+        zo.close(model)
+    assert differing(found[1], found[0]) == []
+
+
+def raise_out_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(("states", "launches"), [("fp32", 2), ("bf16", 2), ("compact", 3)])
+def test_a_parameter_is_one_launch_however_many_chunks_it_has(
+    compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch, states: Any, launches: int
+) -> None:
+    """A launch takes the host longer than a GPU needs for a chunk. Compact states have scales chunk by chunk."""
+    sizes, update = [], device_pass.update_on_device
+
+    def note(rule: Any, tensors: Any, segment: Any) -> None:
+        sizes.append(segment.end - segment.begin)
+        update(rule, tensors, segment)
+
+    monkeypatch.setattr(device_pass, "update_on_device", note)
+    found = []
+    for device in (HostDevice(), LateDevice()):
+        compute_on(device)
+        torch.manual_seed(0)
+        config = zo.OffloadConfig(
+            params="device", grads="device", optimizer="device", precision=zo.Precision(compute="bf16", states=states)
+        )
+        model = zo.offload(torch.nn.Linear(1100, 1100), config)
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            draw = torch.Generator().manual_seed(number)
+            model(torch.randn(1, 1100, generator=draw)).float().square().sum().backward()
+            sizes.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(states_of(model, optimizer))
+        zo.close(model)
+    assert len(sizes) == launches and sum(sizes) == 1100 * 1101
+    assert differing(found[1], found[0]) == []

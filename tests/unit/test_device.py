@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from zero_offload import device
 from zero_offload.device import CudaDevice, _numa_node
@@ -53,6 +58,7 @@ def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_one_warning(
     monkeypatch.setattr(device.torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(device.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(device.torch.cuda, "get_device_properties", lambda _: GPU)
+    monkeypatch.setattr(device.torch.cuda, "device", lambda _: contextlib.nullcontext())
     arena = Arena(0, pinner=CudaDevice())
     regions = [arena.allocate(4 << 20) for _ in range(4)]
     assert sorted(runtime.registered) == sorted(region.address for region in regions[:2])
@@ -62,3 +68,111 @@ def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_one_warning(
     assert "ulimit -l unlimited" in str(warning.message)
     regions.clear()
     assert not runtime.registered
+
+
+class _Cuda(threading.local):
+    """What `device` uses of torch.cuda, with a current device for each thread, which are noted with every call."""
+
+    at = 0
+    """As a thread begins."""
+    noted: list[tuple[str, int]] = []  # noqa: RUF012 of all threads
+
+    def note(self, name: str) -> None:
+        self.noted.append((name, self.at))
+
+    @contextlib.contextmanager
+    def device(self, wanted: torch.device) -> Iterator[None]:
+        before, self.at = self.at, wanted.index
+        yield
+        self.at = before  # torch makes no context for this
+
+    @contextlib.contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        """What was current is set back by a call of CUDA's, on its own device."""
+        before, self.at = self.at, stream.device.index
+        yield
+        self.at = before
+        self.note("set stream")
+
+    def current_device(self) -> int:
+        return self.at
+
+    def current_stream(self, of: torch.device) -> _Stream:
+        return _Stream(self, of.index)
+
+    def Stream(self) -> _Stream:
+        return _Stream(self, self.at)
+
+    def Event(self) -> Any:
+        def query() -> bool:
+            self.note("query")
+            return True
+
+        # torch goes to the stream's device by itself.
+        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: self.note("synchronize"), query=query)
+
+    def get_device_properties(self, of: torch.device) -> Any:
+        return GPU
+
+    def cudart(self) -> Any:
+        def register(address: int, nbytes: int, flags: int) -> int:
+            self.note("register")
+            return 0 if nbytes < 100 else 2
+
+        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: self.note("unregister"))
+
+
+class _Stream:
+    def __init__(self, cuda: _Cuda, index: int) -> None:
+        self.device = torch.device("cuda", index)
+
+    def wait_event(self, event: Any) -> None:
+        """There, too."""
+
+
+class _OnDevice(torch.Tensor):
+    def record_stream(self, stream: Any) -> None: ...
+
+
+def test_threads_beside_the_one_that_computes_touch_no_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context on the first GPU, which another rank computes on, would take half a GiB of it."""
+    cuda, place = _Cuda(), torch.device("cuda", 3)
+    cuda.at = place.index
+    monkeypatch.setattr(_Cuda, "noted", [])
+    monkeypatch.setattr(device.torch, "cuda", cuda)
+    monkeypatch.setattr(device, "_forget_failure", lambda: cuda.note("forget"))
+    gpu = CudaDevice()
+    made, found = gpu.mark(), []
+
+    def work() -> None:
+        target, source = torch.zeros(4), torch.ones(4).as_subclass(_OnDevice)
+        handoff = gpu.download(target, source, after=made)
+        handoff.take_on_host()
+        handoff.ready.done()
+        gpu.upload(target, source).take()
+        gpu.pin(1 << 20, 10)
+        gpu.unpin(1 << 20)
+        with pytest.warns(UserWarning, match="pinning"):
+            gpu.pin(1 << 21, 1000)
+        found.append((target.sum().item(), cuda.at))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(4.0, 0)]  # and the thread's current device is what it was
+    calls = ["set stream", "synchronize", "query", "set stream", "register", "unregister", "register", "forget"]
+    assert cuda.noted == [(call, place.index) for call in calls]
+
+
+def test_memory_goes_where_there_is_no_cuda_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = _Cuda()
+    monkeypatch.setattr(device.torch, "cuda", cuda)
+    gpu = CudaDevice()
+    gpu.pin(1 << 20, 10)
+
+    def refuse(wanted: torch.device) -> Any:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(cuda, "device", refuse)
+    gpu.unpin(1 << 20)
+    assert not gpu._pinned

@@ -1,4 +1,4 @@
-"""The update of states in a device's memory: launched chunk by chunk, in the order of compute.
+"""The update of states in a device's memory: launched parameter by parameter, in the order of compute.
 
 Owns what gradients pass through on their way up. Runs on the control thread, whose stream compute is launched on, so
 that forward finds new values without a wait: nothing is moved but gradients that rest on the host. `run` returns when
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from zero_offload.abi import STATE_BLOCK
+from zero_offload.abi import STATE_BLOCK, StateFormat
 from zero_offload.device import Device, Handoff
 from zero_offload.kernels.device_update import UpdateTensors, update_on_device
 from zero_offload.kernels.states import num_scales, state_dtype
@@ -52,9 +52,10 @@ class DevicePass:
             self._store.snapshots.staging.updated()
 
     def _update(self, section: SectionUpdate) -> None:
-        for row, (begin, end) in enumerate(section.shard.layout.chunks()):
-            arrays = self._store.open_on_device(section.shard, row)
-            for piece in self._gradients(section, row):
+        for rows in _runs(section):
+            begin, end = section.shard.layout.elements(rows)
+            arrays = self._store.open_on_device(section.shard, rows)
+            for piece in self._gradients(section, rows):
                 first, last = begin + piece.begin, begin + piece.end
                 for rule, segments in section.segments.items():
                     tensors = _tensors(section, arrays, STATES[rule], piece, (begin, end))
@@ -64,18 +65,18 @@ class DevicePass:
         self._store.finish_update(section.shard)
         section.grads.release()
 
-    def _gradients(self, section: SectionUpdate, row: int) -> Iterator[GradPiece]:
-        """A chunk's gradients, on the device."""
+    def _gradients(self, section: SectionUpdate, rows: range) -> Iterator[GradPiece]:
+        """Gradients of neighbouring chunks, on the device."""
         if section.grads.on_disk:
             self._await_uploads(0)
             region = self._landing.region
-            (source,), reads = section.grads.open_chunk(row, region.address)
+            (source,), reads = section.grads.open_chunk(rows[0], region.address)
             for read in reads:
                 read.wait()
             grad = region.tensor(section.grads.dtype, source.end - source.begin)
             yield self._bring(GradPiece(source.begin, source.end, grad))
             return
-        for piece in section.grads.pieces(row):
+        for piece in section.grads.pieces(rows):
             yield piece if section.grads.on_device else self._bring(piece)
 
     def _bring(self, piece: GradPiece) -> GradPiece:
@@ -92,12 +93,23 @@ class DevicePass:
             self._uploads.popleft().ready.synchronize()
 
 
+def _runs(section: SectionUpdate) -> Iterator[range]:
+    """Chunks that are updated together: a launch takes the host longer than a GPU needs for a chunk.
+
+    Each by itself where gradients come up in pieces of this size, or where it has codes and scales of its own.
+    """
+    count = len(section.shard.layout.chunks())
+    together = section.grads.on_device and section.shard.layout.state_format is not StateFormat.COMPACT
+    size = max(count, 1) if together else 1
+    return (range(row, min(row + size, count)) for row in range(0, count, size))
+
+
 def _tensors(
-    section: SectionUpdate, arrays: Arrays, states: Sequence[str], piece: GradPiece, chunk: tuple[int, int]
+    section: SectionUpdate, arrays: Arrays, states: Sequence[str], piece: GradPiece, of: tuple[int, int]
 ) -> UpdateTensors:
-    """The part of a chunk's arrays that has these gradients."""
+    """The part of the arrays of chunks, of elements `of`, that has these gradients."""
     layout, part = section.shard.layout, slice(piece.begin, piece.end)
-    begin, numel, format = chunk[0], chunk[1] - chunk[0], layout.state_format
+    begin, numel, format = of[0], of[1] - of[0], layout.state_format
     codes, scales = [], []
     for name in states:
         array = arrays[Component(name)]

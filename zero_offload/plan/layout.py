@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -93,9 +94,18 @@ class SectionLayout:
 
     def chunks(self) -> tuple[tuple[int, int], ...]:
         """Element ranges of a shard, `CHUNK_NUMEL` each but the last."""
+        return self._chunks
+
+    @cached_property
+    def _chunks(self) -> tuple[tuple[int, int], ...]:
+        # Asked for with every array of every chunk: made anew, a large shard's would take longer than its update.
         return tuple(
             (begin, min(begin + CHUNK_NUMEL, self.shard_numel)) for begin in range(0, self.shard_numel, CHUNK_NUMEL)
         )
+
+    def elements(self, rows: range) -> tuple[int, int]:
+        """The range of neighbouring chunks, at least one."""
+        return self._chunks[rows[0]][0], self._chunks[rows[-1]][1]
 
     def block_sizes(self, dtype: torch.dtype) -> list[int]:
         """Bytes of each block of an array over a shard: one block per chunk."""

@@ -59,21 +59,21 @@ class DeviceGradShard(GradShard):
         return self._adopted[index]
 
     def widen(self) -> None:
-        for index, grad in list(self._adopted.items()):
-            self._adopted[index] = grad.float()
+        for index in list(self._adopted):
+            self._adopted[index] = self._adopted[index].float()  # one by one: each frees the one that it replaces
         self.dtype = torch.float32
 
     def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
         begin, end = self.layout.chunks()[row]
         found, size = [], self.dtype.itemsize
-        for piece in self.pieces(row):
+        for piece in self.pieces(range(row, row + 1)):
             target = _host_tensor(staging + piece.begin * size, self.dtype, piece.end - piece.begin)
             found.append(self._device.download(target, piece.grad, after=self._made))
             self._store.counters.read(Tier.DEVICE, target.nbytes)
         return [GradSource(0, end - begin, staging)], [Downloads(found)]
 
-    def pieces(self, row: int) -> list[GradPiece]:
-        begin, end = self.layout.chunks()[row]
+    def pieces(self, rows: range) -> list[GradPiece]:
+        begin, end = self.layout.elements(rows)
         found = []
         for index, grad in sorted(self._adopted.items()):
             first, last = self.layout.in_shard(self.layout.params[index], self._shard_index)

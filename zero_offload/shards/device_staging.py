@@ -1,7 +1,8 @@
 """Host memory through which states in a device's memory pass on their way to a drive.
 
 Owns the regions, and the moment after which the device's states are those of the last update. The calls: `updated` when
-an update is launched, on its thread; `bring` and `give_back` on the commit's.
+an update, or whatever else changes states without a wait, is launched, on its thread; `bring` and `give_back` on the
+commit's.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class GradSource(NamedTuple):
 
 
 class GradPiece(NamedTuple):
-    """The gradients of elements [begin, end) of a chunk, (end - begin,)."""
+    """The gradients of elements [begin, end) of a chunk, or of several, (end - begin,)."""
 
     begin: int
     end: int
@@ -180,12 +180,12 @@ class GradShard:
         if self.on_disk:
             read = self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)
             return [GradSource(0, end - begin, staging)], [read]
-        size = self.dtype.itemsize
-        return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(row)], []
+        size, rows = self.dtype.itemsize, range(row, row + 1)
+        return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(rows)], []
 
-    def pieces(self, row: int) -> list[GradPiece]:
-        """A chunk's gradients where they are in memory, in order, none of them twice."""
-        begin, end = self.layout.chunks()[row]
+    def pieces(self, rows: range) -> list[GradPiece]:
+        """The gradients of neighbouring chunks where they are in memory, in order, none of them twice."""
+        begin, end = self.layout.elements(rows)
         array, found, at = self.open(), [], begin
         for index, grad in sorted(self._adopted.items()):
             piece = self.layout.params[index]

@@ -79,7 +79,9 @@ class Places:
                 for number, extent in zip(together, extents, strict=True):
                     slots[number][component] = extent
         shard.slots, shard.current = slots, slot
-        self._take(shard, [each for each in components if each not in master_components(layout)])
+        states = [each for each in components if each not in master_components(layout)]
+        self._take_memory(shard, states)
+        self._keep(shard, states)
 
     def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
         """Take memory for the components that rest in memory; `existing` brings those that have it already."""
@@ -126,12 +128,18 @@ class Places:
 
     def add_states(self, shard: Shard, states: Sequence[Component]) -> None:
         """Room for further states, all zero. Raises CapacityError, and has none of them, where there is none."""
-        self._lay_out(shard, states)
-        self._take(shard, states)
+        try:
+            # Memory first: a manifest names every extent that a slot has, and a resume takes memory for each.
+            self._take_memory(shard, states)
+            self._lay_out(shard, states)
+        except BaseException:
+            for component in states:
+                shard.memory.pop(component, None)
+            raise
+        self._keep(shard, states)
 
-    def _take(self, shard: Shard, states: Iterable[Component]) -> None:
-        """Extents have been found."""
-        self._take_memory(shard, states)
+    def _keep(self, shard: Shard, states: Iterable[Component]) -> None:
+        """There is room for them."""
         shard.states = tuple(each for each in Component if each in {*shard.states, *states})
         shard.dirty = True
 

@@ -106,6 +106,8 @@ class ShardStore:
         if missing and shard.layout.trainable:
             self.snapshots.wait_for_slots()
             self.places.add_states(shard, missing)
+            if shard.on_device:
+                self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
             self._size_staging()
 
     def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
@@ -141,11 +143,14 @@ class ShardStore:
 
     # The optimizer's update, chunk by chunk
 
-    def open_on_device(self, shard: Shard, row: int) -> dict[Component, torch.Tensor]:
-        """The arrays of a chunk of a shard that is `on_device`, when they may be changed; `finish_update` follows."""
-        if (copied := self.snapshots.ask(shard, row)) is not None:
-            copied()
-        found = {component: shard.array(component, row) for component in shard.components}
+    def open_on_device(self, shard: Shard, rows: range) -> dict[Component, torch.Tensor]:
+        """The arrays of neighbouring chunks of a shard that is `on_device`, when they may be changed; `finish_update`
+        follows. Of packed states a chunk has its own: then `rows` is one."""
+        for row in rows:
+            if (copied := self.snapshots.ask(shard, row)) is not None:
+                copied()
+        layout, (begin, end) = shard.layout, shard.layout.elements(rows)
+        found = {each: shard.memory[each][array_range(layout, each, begin, end)] for each in shard.components}
         nbytes = sum(array.nbytes for array in found.values())
         self.counters.read(Tier.DEVICE, nbytes)
         self.counters.written(Tier.DEVICE, nbytes)

@@ -109,7 +109,15 @@ def test_a_scan_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -
 def triton_sums() -> Iterator[ModuleType]:
     """In the interpreter."""
     with pytest.MonkeyPatch.context() as patch:
-        yield import_triton_module(patch, SUMS, "1")
+        module = import_triton_module(patch, SUMS, "1")
+        try:
+            module.sum_chunks(torch.ones(1), torch.zeros(1, dtype=torch.float64))
+        except Exception as error:
+            # Triton 3.6 beside numpy 2.4; what it compiles is looked at below.
+            if "0-dimensional arrays" not in str(error):
+                raise
+            pytest.skip("this Triton's interpreter makes no bound of a loop with this numpy")
+        yield module
 
 
 @pytest.mark.parametrize("dtype", GRADS, ids=str)

@@ -83,9 +83,9 @@ def test_a_rank_has_its_part_of_each(index: int, nvme: Path) -> None:
 def test_pieces_are_views_in_order(nvme: Path) -> None:
     with device_shard(nvme) as (shard, _):
         fill(shard, range(1, -1, -1))
-        assert [len(shard.pieces(row)) for row in range(2)] == [1, 2]
+        assert [len(shard.pieces(range(row, row + 1))) for row in range(2)] == [1, 2]
         for row, (begin, _) in enumerate(shard.layout.chunks()):
-            for piece in shard.pieces(row):
+            for piece in shard.pieces(range(row, row + 1)):
                 of = 0 if begin + piece.begin < shard.layout.params[1].begin else 1
                 at = begin + piece.begin - shard.layout.params[of].begin
                 assert piece.grad.data_ptr() == shard.view(of)[at:].data_ptr()
@@ -100,6 +100,21 @@ def test_widening_keeps_the_values(nvme: Path) -> None:
             assert shard.dtype == torch.float32
             shard.lend(device.mark())
             assert torch.equal(update_reads(shard, device).nan_to_num(7), whole.float().nan_to_num(7))
+
+
+def test_widening_has_one_gradient_twice_and_no_more(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with device_shard(nvme) as (shard, _):
+        fill(shard, range(2))
+        narrow, alive = [weakref.ref(shard.view(index)) for index in range(2)], []
+        widened = torch.Tensor.float
+
+        def note(grad: torch.Tensor) -> torch.Tensor:
+            alive.append(sum(each() is not None for each in narrow))
+            return widened(grad)
+
+        monkeypatch.setattr(torch.Tensor, "float", note)
+        shard.widen()
+        assert alive == [2, 1]
 
 
 def test_memory_goes_when_nobody_wants_it(nvme: Path) -> None:
