@@ -42,6 +42,7 @@ from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.lion import Lion
 from zero_offload.optim.sgd import SGD
 from zero_offload.pretrained import export_pretrained, load_pretrained
+from zero_offload.telemetry.profile import profile
 from zero_offload.telemetry.stats import Stats
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "no_sync",
     "offload",
     "plan",
+    "profile",
     "resume",
     "save_checkpoint",
     "stats",

@@ -49,6 +49,7 @@ from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard, UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.storage.swap_file import SwapFile
+from zero_offload.telemetry.spans import Cause, Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 from zero_offload.types import UpdateOverlap
 
@@ -133,6 +134,8 @@ class OffloadedModel:
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
+        spans = self.parts.store.counters.spans
+        begin = now() if spans.on else 0
         self.session.check_usable()
         if self._has_new_grads:
             # Without a backward in between this is a further optimizer's part of the step before.
@@ -164,7 +167,11 @@ class OffloadedModel:
                 self._launch(hypers, sections)
             else:
                 self._skip(taken)
-        passed = self._stats.close_step()
+        if begin:
+            spans.add(Lane.STEP, str(self.step_count), begin)
+            for tier, nbytes in self._resident_bytes().items():
+                spans.sample(f"resident.{tier}", nbytes)
+        passed = self._stats.close_step(self.step_count)
         self._commits.add(self._record(None, None), passed["step_s"], passed.get("commit_wait_s", 0.0))
 
     def _skip(self, params: Collection[nn.Parameter] | None) -> None:
@@ -189,7 +196,8 @@ class OffloadedModel:
         self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
         if not _overlaps(self.parts, sections) or any(section.shard.on_device for section in sections):
             # A commit of the step before notes what it is made of on that thread.
-            self.worker.drain()
+            with self.parts.store.counters.waiting(Cause.COMMIT) if self.worker.busy else nullcontext():
+                self.worker.drain()
         return sections
 
     def _launch(self, hypers: Mapping[nn.Parameter, Hyper], sections: Sequence[SectionUpdate]) -> None:
@@ -211,10 +219,13 @@ class OffloadedModel:
         if overlaps:
             self.worker.submit(lambda: self._pipeline.run(on_host, threads))
         else:
-            self._pipeline.run(on_host, threads)
+            with self.parts.store.counters.waiting(Cause.UPDATE):
+                self._pipeline.run(on_host, threads)
             self.parts.residency.gatherer.end_update()
         if len(on_host) < len(sections):
-            self._device_pass.run([section for section in sections if section.shard.on_device])
+            on_device = [section for section in sections if section.shard.on_device]
+            with self.parts.store.counters.waiting(Cause.UPDATE):
+                self._device_pass.run(on_device)
         self.parts.residency.refresh_kept()
 
     # Generations
@@ -293,13 +304,15 @@ class OffloadedModel:
     # Life
 
     def stats(self) -> Stats:
+        return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes())
+
+    def _resident_bytes(self) -> dict[str, int]:
         store = self.parts.store
-        resident = {
+        return {
             "device": store.device_bytes + sum(grads.device_bytes for grads in self.grads.ledger.sections),
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
         }
-        return self._stats.stats(self.step_count, self.skipped_steps, resident)
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""

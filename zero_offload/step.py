@@ -35,6 +35,7 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
         segments = _segments(grads, section, wanted, step, param_steps)
         update = SectionUpdate(
             unit=section.unit.index,
+            name=section.unit.name,
             position=section.unit.sections.index(section.section),
             shard=section.section.shard,
             grads=section.shard,

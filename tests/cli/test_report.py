@@ -55,8 +55,44 @@ def test_json_has_the_summary_and_the_picture(run_dir: Path) -> None:
 def test_text_has_one_figure_per_line(run_dir: Path) -> None:
     done = _report(run_dir)
     assert done.returncode == 0, done.stderr
-    figures = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    head, *tables = done.stdout.split("\n\n")
+    figures = dict(line.split(maxsplit=1) for line in head.splitlines())
     assert figures["steps"] == "4" and figures["step_s"] == "0.5"
+    moved, memory = tables  # an earlier build's run does not say where its steps went
+    assert moved.splitlines()[1].split() == ["nvme", "1", "MiB", "1", "MiB"]
+    assert [line.split() for line in memory.splitlines()[1:4]] == [
+        ["device", "5", "B", "0", "B", "0.00"],
+        ["cpu", "7", "B", "0", "B", "0.00"],
+        ["nvme", "9", "B", "1", "MiB", "116508.44"],
+    ]
+
+
+def test_text_says_where_the_step_went(run_dir: Path) -> None:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    exposed = {"params": 0.04, "activations": 0.0, "update": 0.02, "grads": 0.0, "commit": 0.0}
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row | {"exposed_s": exposed}) + "\n" for row in lines))
+    step = {"forward_s": 0.1, "backward_s": 0.2, "other_s": 0.05, "step_s": 0.5, "exposed_s": {"params": 0.15}}
+    step |= {"update_s": 0.1, "update_overlap": 0.9, "transfer_s": 0.3, "transfer_overlap": None}
+    (run_dir / "trace.json").write_text(json.dumps({"steps": [{"step": 3} | step, {"step": 4} | step]}))
+    done = _report(run_dir)
+    assert done.returncode == 0, done.stderr
+    _, where, traced, *_ = done.stdout.split("\n\n")
+    assert [line.split()[-2:] for line in where.splitlines()[1:5]] == [
+        ["0.44", "88.0%"],
+        ["0.04", "8.0%"],
+        ["0.02", "4.0%"],
+        ["0.5", "100.0%"],
+    ]
+    assert where.splitlines()[5] == "of the update's time 80.0% was waited for by nobody"
+    assert traced.startswith("steps 3 to 4, traced")
+    assert [line.split() for line in traced.splitlines()[1:6]] == [
+        ["forward", "0.1", "20.0%"],
+        ["backward", "0.2", "40.0%"],
+        ["waited", "0.15", "30.0%"],
+        ["other", "0.05", "10.0%"],
+        ["step", "0.5", "100.0%"],
+    ]
+    assert "0.1 s per step, 90.0% lay beside compute" in traced and "0.3 s per step, 0.0% lay beside" in traced
 
 
 def test_what_is_no_run_directory_is_said_so(tmp_path: Path) -> None:

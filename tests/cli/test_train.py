@@ -268,6 +268,33 @@ def test_what_a_young_model_writes_does_not_steer_the_terminal(text: Path, tmp_p
     assert all(letter.isprintable() or letter in "\n\t" for letter in sample)
 
 
+def test_a_trace_of_some_steps_that_is_no_part_of_what_the_run_is(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "run"
+    arguments = [*SIZES, "--data", text, "--out", out, "--steps", 6]
+    done = _here(capsys, *arguments, "--trace", 2)
+    assert done.code == 0, done.err
+    assert f"trace: {out / 'trace.json'}; open it in" in done.out
+    trace = json.loads((out / "trace.json").read_text())
+    assert [step["step"] for step in trace["steps"]] == [3, 4]
+    assert "trace.json" in json.loads((out / "files.json").read_text())["files"]
+    assert all(set(row["exposed_s"]) == {"params", "activations", "update", "grads", "commit"} for row in _rows(out))
+    assert _here(capsys, *arguments).code == 0  # the same run
+    assert (out / "trace.json").exists()
+    # What ends before is a trace of what there was.
+    done = _here(capsys, *arguments, "--discard", "--trace", 100)
+    assert [step["step"] for step in json.loads((out / "trace.json").read_text())["steps"]] == [3, 4, 5, 6]
+    assert _here(capsys, *arguments, "--discard").code == 0
+    assert not (out / "trace.json").exists()  # it showed another run
+
+
+def test_a_trace_that_cannot_be_written_ends_no_run(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run" / "trace.json.tmp").mkdir(parents=True)
+    arguments = ["--model", "tiny", "--seq", 16, "--batch", 1, "--steps", 4, "--data", text, "--out", tmp_path / "run"]
+    done = _here(capsys, *arguments, "--trace", 1)
+    assert done.code == 0 and "no trace: cannot write" in done.out
+    assert len(_rows(tmp_path / "run")) == 4
+
+
 def test_two_runs_cannot_share_a_directory(text: Path, tmp_path: Path, capsys: Capture) -> None:
     arguments = [*SIZES, "--data", text, "--out", tmp_path / "run", "--steps", 100000]
     child = _start(*arguments)
@@ -286,12 +313,16 @@ def test_two_ranks_train_the_same_model(text: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     sizes = ["--model", "tiny", "--seq", "16", "--batch", "1", "--steps", "3", "--data", str(text)]
     done = subprocess.run(
-        [*launcher, "-m", "zero_offload", "train", *sizes, "--out", str(out)],
+        [*launcher, "-m", "zero_offload", "train", *sizes, "--out", str(out), "--trace", "1"],
         capture_output=True, text=True, timeout=DEADLINE_S, env=_environment(), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert [row["step"] for row in _rows(out)] == [1, 2, 3]
     assert done.stdout.count("unigram entropy:") == 1  # only the first rank speaks
+    assert sorted(path.name for path in out.glob("trace*")) == ["trace.rank0.json", "trace.rank1.json"]
+    assert {path.name for path in out.iterdir() if path.is_file()} <= set(
+        json.loads((out / "files.json").read_text())["files"]
+    )
 
 
 @pytest.mark.full

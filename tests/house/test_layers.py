@@ -12,7 +12,17 @@ from zero_offload import errors
 
 ROOT = Path(errors.__file__).parent
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("abi", "errors", "types", "problems", "config", "telemetry.events", "telemetry.stats"),
+    (
+        "abi",
+        "errors",
+        "types",
+        "problems",
+        "config",
+        "telemetry.events",
+        "telemetry.spans",
+        "telemetry.stats",
+        "telemetry.breakdown",
+    ),
     ("native", "crc32c", "plan"),
     ("probe", "device", "kernels", "memory", "storage"),
     ("shards",),
@@ -38,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "recipes",
         "integrations",
         "nn",
+        "telemetry.profile",
         "telemetry.report",
     ),
 )

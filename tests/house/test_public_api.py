@@ -45,6 +45,7 @@ PUBLIC_NAMES = {
     "no_sync",
     "offload",
     "plan",
+    "profile",
     "resume",
     "save_checkpoint",
     "stats",

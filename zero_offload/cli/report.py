@@ -1,13 +1,23 @@
 """`zero-offload report RUN`: draws the report of a run again and prints its summary.
 
-Owns the flags and the printed table. Calls: `add_parser`, then `run`.
+Owns the flags and the printed tables. Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+_WAITS = {
+    "params": "waiting for parameters",
+    "activations": "waiting for activations",
+    "update": "waiting for the update",
+    "grads": "waiting for gradients",
+    "commit": "waiting for a commit",
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -30,7 +40,46 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary))
         return 0
-    width = max(map(len, summary))
-    for name, value in summary.items():
+    tables = ("step_time_s", "bytes_per_step", "memory", "traced_steps", "update_overlap")
+    figures = {name: value for name, value in summary.items() if name not in tables}
+    width = max(map(len, figures))
+    for name, value in figures.items():
         print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
+    for line in _tables(summary):
+        print(line)
     return 0
+
+
+def _tables(summary: Mapping[str, Any]) -> Iterator[str]:
+    from zero_offload.types import format_bytes
+
+    if times := summary["step_time_s"]:
+        yield from ("", f"{'where the step went':<34}{'s per step':>12}{'share':>8}")
+        yield _time("forward, backward and the rest", times["compute"], times["step"])
+        yield from (_time(words, times[cause], times["step"]) for cause, words in _WAITS.items() if times[cause])
+        yield _time("step", times["step"], times["step"])
+        if summary["update_overlap"] is not None:
+            yield f"of the update's time {summary['update_overlap']:.1%} was waited for by nobody"
+    if traced := summary["traced_steps"]:
+        yield from ("", f"{'steps {first} to {last}, traced'.format(**traced):<34}{'s per step':>12}{'share':>8}")
+        for name in ("forward", "backward", "waited", "other", "step"):
+            yield _time(name, traced[f"{name}_s"], traced["step_s"])
+        # The end of a transfer is known when somebody looks.
+        for name, words in (("update", "the update's time,"), ("transfer", "the time of transfers, at most")):
+            seconds, overlap = traced[f"{name}_s"], traced[f"{name}_overlap"]
+            yield f"of {words} {seconds:.4g} s per step, {overlap:.1%} lay beside compute"
+    yield from ("", f"{'bytes per step':<34}{'read':>12}{'written':>12}")
+    for tier, moved in summary["bytes_per_step"].items():
+        if any(moved.values()):
+            yield f"{tier:<34}{format_bytes(moved['read']):>12}{format_bytes(moved['written']):>12}"
+    yield from ("", f"{'memory':<34}{'planned':>12}{'at most':>12}{'ratio':>10}")
+    for place, each in summary["memory"].items():
+        planned, measured = each["planned_bytes"], each["measured_bytes"]
+        if planned or measured:
+            ratio = f"{measured / planned:.2f}" if planned else "-"
+            yield f"{place:<34}{format_bytes(planned):>12}{format_bytes(measured):>12} {ratio:>9}"
+    yield "(process: its resident set, activations included, against what it was before the model and the plan)"
+
+
+def _time(words: str, seconds: float, whole: float) -> str:
+    return f"{words:<34}{seconds:>12.4g}{seconds / whole:>8.1%}"

@@ -84,6 +84,7 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
     add("--clip", "largest gradient norm", type=float)
     add("--seed", "of the weights and of the data's order", type=int)
     add("--eval-every", "steps between validation losses", type=int)
+    add("--trace", "steps to trace, after the second: RUNDIR/trace.json", type=int, metavar="STEPS")
     add(
         "--recompute",
         "activations in backward: none (kept) or block (computed again from the block's inputs, as zo.checkpoint)",

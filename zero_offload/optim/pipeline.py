@@ -25,6 +25,7 @@ from zero_offload.shards.shard import Component, Shard, is_packed
 from zero_offload.shards.store import OpenChunk, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import Transfer
+from zero_offload.telemetry.spans import Lane, now
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class SectionUpdate:
     """One section's part of an update; `segments` of each rule are in elements of the shard, sorted, disjoint."""
 
     unit: int
+    name: str
+    """The unit's, for a trace."""
     position: int
     """Which of the unit's sections: index into a delivery's addresses."""
     shard: Shard
@@ -63,6 +66,10 @@ class UpdatePipeline:
 
     def __init__(self, store: ShardStore, board: UpdateBoard) -> None:
         self._store = store
+        self._spans = store.counters.spans
+        self._laps = store.counters.laps("update_s")
+        self._unit_ns = 0
+        """When the update of a unit began that is being recorded."""
         self._board = board
         self._num_threads = 1
         self._free: list[Region] = []
@@ -77,8 +84,10 @@ class UpdatePipeline:
         """
         self._num_threads = num_threads
         try:
-            with self._store.counters.timed("update_s"):
-                self._run(sections)
+            begin_ns = now() if self._spans.on else 0
+            self._laps = self._store.counters.laps("update_s")
+            self._run(sections)
+            self._record("update", begin_ns)
         except BaseException as error:
             self._board.fail(error)
             raise
@@ -100,9 +109,12 @@ class UpdatePipeline:
                 break
             task = reading.popleft()
             if task.first:
+                self._unit_ns = now() if self._spans.on else 0
                 delivery = self._board.start(task.section.unit)
             self._compute(task, delivery)
+            self._laps.lap()
             if task.last:
+                self._record(task.section.name, self._unit_ns)
                 self._board.complete(task.section.unit)
             self._reap(all_of_them=False)
         self._reap(all_of_them=True)
@@ -133,9 +145,12 @@ class UpdatePipeline:
         """Update a chunk and launch its writes."""
         chunk, section = task.chunk, task.section
         assert chunk is not None
+        begin_ns = now() if self._spans.on else 0
         chunk.wait()
         for read in task.grad_reads:
             read.wait()
+        self._record("wait for reads", begin_ns)
+        begin_ns = now() if self._spans.on else 0
         dtype = section.shard.layout.dtype
         out = 0 if delivery is None else delivery[section.position] + chunk.begin * dtype.itemsize
         if delivery is not None and not section.complete:
@@ -146,7 +161,10 @@ class UpdatePipeline:
                 begin, end = chunk.begin + source.begin, chunk.begin + source.end
                 buffers = _buffers(section, chunk, STATES[rule], source.address, out)
                 fused_update(rule, buffers, cut_segments(segments, chunk.begin, begin, end), self._num_threads)
+        self._record("compute", begin_ns)
+        begin_ns = now() if self._spans.on else 0
         task.writes = self._store.close_chunk(chunk)
+        self._record("write", begin_ns)
         self._writing.append(task)
         if task.row == len(section.shard.layout.chunks()) - 1:
             self._store.finish_update(section.shard)
@@ -174,9 +192,17 @@ class UpdatePipeline:
         while self._writing and (all_of_them or all(w.done() for w in self._writing[0].writes)):
             self._release(self._writing.popleft())
 
+    def _record(self, name: str, begin_ns: int) -> None:
+        """What began then, if it was recorded, is over."""
+        if begin_ns:
+            self._spans.add(Lane.UPDATE, name, begin_ns)
+
     def _release(self, task: _Task) -> None:
+        begin_ns = now() if self._spans.on else 0
         for write in task.writes:
             write.wait()
+        self._laps.lap()
+        self._record("wait for writes", begin_ns)
         if task.staging is not None:
             self._free.append(task.staging)
 

@@ -93,6 +93,11 @@ class Worker:
             self._board.fail(error)
             raise
 
+    @property
+    def busy(self) -> bool:
+        """Whether `drain` would wait."""
+        return not all(future.done() for future in self._unfinished)
+
     def drain(self) -> None:
         """Wait until everything submitted is complete. Raises the first error."""
         for future in self._unfinished:

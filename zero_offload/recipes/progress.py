@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from zero_offload.telemetry.stats import update_overlap
 from zero_offload.types import format_bytes
 
 _PLAIN_EVERY_STEPS = 10
@@ -70,6 +71,7 @@ class Progress:
             f"{tier} {format_bytes(nbytes)}" for tier, nbytes in row.get("activation_bytes", {}).items() if nbytes
         )
         stall = 100 * row["stall_s"] / row["step_s"] if row["step_s"] else 0.0
+        overlap = update_overlap(row.get("update_s", 0.0), row.get("exposed_s", {}).get("update", 0.0))
         left_s = round(self._step_s * (self._num_steps - row["step"]))
         parts = [
             f"step {row['step']}/{self._num_steps}",
@@ -77,7 +79,7 @@ class Progress:
             f"{row['tokens_per_s']:,.0f} tokens/s",
             moved or "no bytes moved",
             *([f"activations: {activations}"] if activations else []),
-            f"stall {stall:.0f}%",
+            f"stall {stall:.0f}%" + (f", update {overlap:.0%} hidden" if overlap is not None else ""),
             f"{left_s // 60}:{left_s % 60:02d} left",
         ]
         return " | ".join(parts)

@@ -22,6 +22,9 @@ from zero_offload.types import Existing
 
 RUN_FILE, METRICS_FILE, FILES_FILE = "run.json", "metrics.jsonl", "files.json"
 REPORT_FILE, SAMPLE_FILE = "report.png", "sample.txt"
+TRACE_FILE = "trace.json"
+"""With several ranks: `_RANK_TRACES`, one each."""
+_RANK_TRACES = "trace.rank*.json"
 
 Row = dict[str, Any]
 
@@ -62,13 +65,32 @@ class RunDir:
 
     def create(self, description: Mapping[str, Any]) -> None:
         """Write what this run is, and list every file the run puts here."""
-        files = [RUN_FILE, METRICS_FILE, FILES_FILE, REPORT_FILE, SAMPLE_FILE]
+        files = [RUN_FILE, METRICS_FILE, FILES_FILE, REPORT_FILE, SAMPLE_FILE, TRACE_FILE]
+        ranks = description.get("identity", {}).get("ranks", 1)
+        files += [f"trace.rank{rank}.json" for rank in range(ranks) if ranks > 1]
+        # Those of a start with more ranks.
+        files += [path.name for path in sorted(self.path.glob(_RANK_TRACES)) if path.name not in files]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             _replace_text(self.path / FILES_FILE, json.dumps({"files": files}, indent=1))
             _replace_text(self.path / RUN_FILE, json.dumps(description, indent=1))
         except OSError as error:
             raise StorageError(f"cannot write to {self.path}: {error.strerror}; choose another --out") from error
+
+    def drop_traces(self) -> None:
+        """A new run begins: what is here shows another one."""
+        try:
+            for path in (self.path / TRACE_FILE, *self.path.glob(_RANK_TRACES)):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot delete {path}: {error.strerror}; choose another --out") from error
+
+    def read_trace(self) -> dict[str, Any] | None:
+        """The first rank's trace, if there is one."""
+        for name in (TRACE_FILE, "trace.rank0.json"):
+            if (self.path / name).is_file():
+                return _read_json(self.path / name)
+        return None
 
     def write_sample(self, text: str) -> None:
         _replace_text(self.path / SAMPLE_FILE, text)

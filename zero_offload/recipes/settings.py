@@ -54,6 +54,8 @@ class TrainConfig:
     recompute: str = ""
     """"none" or "block" (a block's activations are computed again in backward); empty: as the preset."""
     sample_bytes: int = 240
+    trace: int = 0
+    """Steps to trace, after the second one of this start; no part of what the run is."""
     offload: OffloadConfig = field(default_factory=lambda: _offload_config({}, RUNS / "stdlib"))
 
     def __post_init__(self) -> None:
@@ -95,7 +97,7 @@ class TrainConfig:
 
     def arguments(self) -> dict[str, Any]:
         """Plain values that decide the run, flat; two runs are the same run where these are equal."""
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "offload"}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("offload", "trace")}
         values |= {"data": [str(path.absolute()) for path in self.data], "out": str(self.out.absolute())}
         places = self.offload.to_dict()
         places["nvme"] = [str(path.absolute()) for path in self.offload.nvme_dirs]
@@ -154,7 +156,7 @@ def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
     for name in ("steps", "seq", "batch", "accumulate", "eval_every", "eval_batches", "sample_bytes"):
         if not _is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"
-    for name in ("warmup", "seed"):
+    for name in ("warmup", "seed", "trace"):
         if not _is_count(value := getattr(config, name), least=0):
             yield f"{name}={value!r} is not a whole number from 0 up"
     for name in ("lr", "clip"):

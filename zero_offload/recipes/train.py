@@ -39,8 +39,9 @@ from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_bat
 from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters, unit_numels
 from zero_offload.recipes.progress import Progress
 from zero_offload.recipes.ranks import Ranks, joined_ranks
-from zero_offload.recipes.run_dir import METRICS_FILE, Metrics, Row, RunDir
+from zero_offload.recipes.run_dir import METRICS_FILE, TRACE_FILE, Metrics, Row, RunDir
 from zero_offload.recipes.settings import TrainConfig
+from zero_offload.recipes.step_trace import StepTrace
 from zero_offload.recipes.stop import StopRequest, requested_stop
 from zero_offload.types import KIB, Existing, Tier
 
@@ -113,7 +114,10 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
             RunDir(config.out).create(description)
         with _closed_on_error(job.model):
             first_step = _resume(job, progress, before.get("ranks", ranks.size)) + 1
-            last_step = _train_steps(job, first_step, stop, progress)
+            if ranks.is_first and first_step == 1:
+                RunDir(config.out).drop_traces()
+            with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
+                last_step = _train_steps(job, first_step, stop, trace, progress)
             return _finish(job, last_step, progress)
 
 
@@ -195,7 +199,7 @@ def _resume(job: _Job, progress: Progress, num_ranks_before: int) -> int:
     return step
 
 
-def _train_steps(job: _Job, first_step: int, stop: StopRequest, progress: Progress) -> int:
+def _train_steps(job: _Job, first_step: int, stop: StopRequest, trace: StepTrace, progress: Progress) -> int:
     """Run the steps still to do; the number of the last one done."""
     metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1) if job.ranks.is_first else None
     non_finite_steps = 0
@@ -203,6 +207,7 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, progress: Progre
     started = time.perf_counter()
     while step < job.config.steps and not job.ranks.any(stop.requested):
         step += 1
+        trace.begin_step()
         row: Row = {"step": step, **_train_step(job, step)}
         row |= _measured(job, time.perf_counter() - started)
         if step == first_step > 1:
@@ -213,6 +218,7 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, progress: Progre
             metrics.append(row)
         started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
         _commit(job, step)
+        trace.end_step()
         progress.step(row)
         if math.isfinite(row["grad_norm"]):
             non_finite_steps = 0
@@ -260,6 +266,7 @@ def _measured(job: _Job, step_s: float) -> Row:
         "step_s": step_s,
         "tokens_per_s": job.tokens_per_step / step_s,
         "stall_s": stats.stall_s,
+        "exposed_s": dict(stats.exposed_s),
         "update_s": stats.update_s,
         "commit_s": stats.commit_s,
         "commit_wait_s": stats.commit_wait_s,

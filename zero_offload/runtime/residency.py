@@ -25,6 +25,7 @@ from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.engine import Urgency
+from zero_offload.telemetry.spans import Cause
 from zero_offload.types import format_bytes
 
 
@@ -43,6 +44,7 @@ class Residency:
         """`budget` is the compute device's memory for units; `carrier` brings values into it."""
         self._units = units
         self._store = store
+        self.spans = store.counters.spans
         self.board = board
         self._is_alone = collectives.num_shards == 1
         self.gatherer = Gatherer(collectives, carrier)
@@ -86,7 +88,7 @@ class Residency:
         if unit.state is UnitState.PRESENT and not self.board.pending(unit.index):
             self.board.check()
             return
-        with self._store.counters.timed("stall_s"):
+        with self._store.counters.timed("stall_s"), self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
             while unit.state is not UnitState.PRESENT or self.board.pending(unit.index):

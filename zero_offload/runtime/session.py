@@ -36,6 +36,7 @@ from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.telemetry.spans import Lane, now
 
 
 @dataclass
@@ -48,6 +49,8 @@ class Scope:
     touched: list[Unit] = field(default_factory=list)
     saving: saved_tensors_hooks | None = None
     """Entered because it began under hooks of the user."""
+    begin_ns: int = 0
+    """When its units were here; 0 where nobody records."""
 
 
 class InputsWatch:
@@ -108,6 +111,7 @@ class Session:
     ) -> None:
         self._units = units
         self._residency = residency
+        self._spans = residency.spans
         self._grads = grads
         self._stack: list[Scope] = []
         self._thread = 0
@@ -182,8 +186,12 @@ class Session:
             )
         self._stack.append(Scope(units, module_call()))
         self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
+        if self._spans.on and len(self._stack) == 1:
+            self._stack[-1].begin_ns = now()  # the whole, with its waits
         for unit in units:
             self._use(unit)
+        if self._spans.on:
+            self._stack[-1].begin_ns = self._stack[-1].begin_ns or now()
         if units and self._any_leaves:
             self._watch_inputs(units, inputs)
 
@@ -207,6 +215,8 @@ class Session:
             unit.close()
         if not self._stack:
             self._residency.meet("the end of a forward")
+        if scope.begin_ns and (scope.units or not self._stack):
+            self._spans.add(Lane.FORWARD, _name_of(scope, whole=not self._stack), scope.begin_ns)
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -299,6 +309,8 @@ class Session:
                 tensor.register_hook(watch)
 
     def _leave_backward(self, units: tuple[Unit, ...]) -> None:
+        if self._spans.on:
+            self._spans.backward.pause()
         for unit in units:
             unit.backward_uses = max(unit.backward_uses - 1, 0)
             unit.close()
@@ -316,6 +328,8 @@ class Session:
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()
+        if self._spans.on:
+            self._spans.backward.uses(unit.name)
         if unit.backward_uses == 0:
             # Counted first: what is in use is not evicted to fetch what comes next.
             unit.backward_uses = 1
@@ -327,6 +341,8 @@ class Session:
         """Called on every sign of a backward: makes sure that its end is noticed."""
         if not self._backward_runs:
             self._backward_runs = True
+            if self._spans.on:
+                self._spans.backward.begin()
             if self._trimmer is not None:
                 self._trimmer.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -338,6 +354,13 @@ class Session:
             unit.close()
         self._residency.meet("the end of a backward")
         self._grads.finish_backward()
+        if self._spans.on:
+            self._spans.backward.end()
+
+
+def _name_of(scope: Scope, *, whole: bool) -> str:
+    """Of a forward, for a trace."""
+    return ", ".join([Lane.FORWARD.value] * whole + [unit.name for unit in scope.units])
 
 
 def _changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from zero_offload.storage.engine import Urgency
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.swap_file import SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Lane, now
 from zero_offload.types import Tier
 
 ALL_ROWS = slice(None)
@@ -48,13 +50,23 @@ class DiskArrays:
 
     def launch_read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         assert self._swap is not None
-        self._counters.read(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
-        return self._swap.read(extent, rows, address, urgency)
+        nbytes = int(extent.blocks[rows]["nbytes"].sum())
+        self._counters.read(Tier.NVME, nbytes)
+        begin = now() if self._counters.spans.on else 0
+        transfer = self._swap.read(extent, rows, address, urgency)
+        if begin:
+            transfer.tell(partial(self._counters.spans.add, Lane.READ, extent.name, begin, nbytes))
+        return transfer
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         assert self._swap is not None
-        self._counters.written(Tier.NVME, int(extent.blocks[rows]["nbytes"].sum()))
-        return self._swap.write(extent, rows, address)
+        nbytes = int(extent.blocks[rows]["nbytes"].sum())
+        self._counters.written(Tier.NVME, nbytes)
+        begin = now() if self._counters.spans.on else 0
+        transfer = self._swap.write(extent, rows, address)
+        if begin:
+            transfer.tell(partial(self._counters.spans.add, Lane.WRITE, extent.name, begin, nbytes))
+        return transfer
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:
         """Fill `out`, sector-aligned host memory, and wait."""

@@ -26,6 +26,7 @@ from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Shard
 from zero_offload.storage.swap_file import Transfer
 from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Cause
 
 
 @dataclass
@@ -153,8 +154,8 @@ class Snapshots:
         return self._num_ended
 
     def wait_for_end(self, number: int) -> None:
-        """Return when so many snapshots have ended."""
-        with self._changed:
+        """Return when so many snapshots have ended. The control thread's."""
+        with self._counters.waiting(Cause.COMMIT), self._changed:
             self._wait_until(lambda: self._num_ended >= number)
 
     def _launch(self, copy: ChunkCopy) -> None:
@@ -181,13 +182,13 @@ class Snapshots:
 
     def _wait_for(self, copy: ChunkCopy) -> None:
         if not copy.done():
-            with self._counters.timed("commit_wait_s"):
+            with self._counters.timed("commit_wait_s"), self._counters.hindering(Cause.COMMIT):
                 copy.wait()
         copy.wait()  # of what is done: its error
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         if self._error is None and not is_so():
-            with self._counters.timed("commit_wait_s"):
+            with self._counters.timed("commit_wait_s"), self._counters.hindering(Cause.COMMIT):
                 self._changed.wait_for(lambda: self._error is not None or is_so())
         if self._error is not None:
             raise self._error

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Cause
 
 
 class UpdateInterrupted(ZeroOffloadError):
@@ -27,7 +29,9 @@ class UpdateStatus(Enum):
 class UpdateBoard:
     """Update status of every unit."""
 
-    def __init__(self, num_units: int) -> None:
+    def __init__(self, num_units: int, counters: Counters | None = None) -> None:
+        """`counters` learn how long is waited."""
+        self._counters = counters or Counters()
         self._changed = threading.Condition()
         self._status = [UpdateStatus.IDLE] * num_units
         self._deliveries: dict[int, tuple[int, ...]] = {}
@@ -102,7 +106,7 @@ class UpdateBoard:
         """Return when the unit's update is computed. Raises the worker's error."""
         if self._status[unit] is UpdateStatus.IDLE and self._error is None:
             return
-        with self._changed:
+        with self._counters.waiting(Cause.UPDATE), self._changed:
             self._changed.wait_for(lambda: self._error or self._status[unit] is UpdateStatus.IDLE)
             self.check()
 

@@ -36,6 +36,12 @@ class Transfer:
         self._lock = threading.Lock()
         self._finished = ticket is None
         self._error: ZeroOffloadError | None = None
+        self._ends: list[Callable[[], None]] = []
+        """Whom to tell."""
+
+    def tell(self, end: Callable[[], None]) -> None:
+        """Call `end`, which never raises, once: when somebody first sees that it is over."""
+        self._ends.append(end)
 
     def wait(self) -> None:
         """Return when the bytes have arrived. Raises StorageError or IntegrityError."""
@@ -47,6 +53,8 @@ class Transfer:
                     self._error = error
                     self._on_error(error)
                 self._finished = True
+        if self._ends:
+            self._tell()
         if self._error is not None:
             raise self._error
 
@@ -54,9 +62,17 @@ class Transfer:
         """Whether `wait` would return at once."""
         # Without the lock: a signal's handler may raise between taking it and any line that would give it back.
         try:
-            return self._finished or self._ticket is None or self._engine.done(self._ticket)
+            is_done = self._finished or self._ticket is None or self._engine.done(self._ticket)
         except ConfigError:
             return True  # someone has just waited for it
+        if is_done and self._ends:
+            self._tell()
+        return is_done
+
+    def _tell(self) -> None:
+        while self._ends:
+            with contextlib.suppress(IndexError):  # another thread is telling
+                self._ends.pop()()
 
 
 class SwapFile:

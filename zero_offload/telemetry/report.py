@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_offload.errors import CapacityError, ConfigError, StorageError
-from zero_offload.recipes.run_dir import REPORT_FILE, Row, Run, read_run
+from zero_offload.recipes.run_dir import REPORT_FILE, Row, Run, RunDir, read_run
+from zero_offload.telemetry.spans import Cause
+from zero_offload.telemetry.stats import update_overlap
 from zero_offload.types import MIB, Tier, format_bytes
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ _BLUE, _ORANGE, _GREEN = "#0072B2", "#E69F00", "#009E73"
 _RED, _SKY, _GREY = "#D55E00", "#56B4E9", "#777777"
 _TIER_COLORS = {Tier.DEVICE.value: _GREEN, Tier.CPU.value: _BLUE, Tier.NVME.value: _ORANGE}
 
+_WAIT_COLORS = (_RED, _ORANGE, _GREEN, _BLUE, _GREY)
+
+_SHOWN_SHARE = 0.005
+"""Of a step: what never takes more is not drawn."""
 _BINS_MAX = 120
 _WARM_UP_STEPS = 2
 
@@ -84,7 +90,64 @@ def summarize(run: Run) -> dict[str, Any]:
         "peak_rss_bytes": max(row["peak_rss_bytes"] for row in rows),
         "planned_rss_bytes": _planned_rss_bytes(run),
         "resumes": sum(1 for row in rows if row.get("resumed")),
+        "step_time_s": _step_time(steady),
+        "update_overlap": _update_overlap(steady),
+        "bytes_per_step": {
+            tier.value: {word: _median_bytes(steady, f"{word}_bytes", tier) for word in ("read", "written")}
+            for tier in Tier
+        },
+        "memory": _memory(run),
+        "traced_steps": _traced_steps(run),
     }
+
+
+def _step_time(rows: Sequence[Row]) -> dict[str, float]:
+    """Mean seconds: what compute waited for, the rest, and the whole of a step."""
+    if not all("exposed_s" in row for row in rows):
+        return {}  # an earlier build's run
+    waits = {cause.value: _mean(rows, _exposed(cause.value)) for cause in Cause}
+    whole = _mean(rows, _figure("step_s"))
+    return {"compute": max(0.0, whole - sum(waits.values())), **waits, "step": whole}
+
+
+def _update_overlap(rows: Sequence[Row]) -> float | None:
+    exposed_s = sum(row.get("exposed_s", {}).get(Cause.UPDATE.value, row["update_s"]) for row in rows)
+    known = all("exposed_s" in row for row in rows)
+    return update_overlap(sum(row["update_s"] for row in rows), exposed_s) if known else None
+
+
+def _memory(run: Run) -> dict[str, dict[str, int]]:
+    """Bytes that the plan gives a tier, and the most that states, buffers included, have taken there."""
+    plan, last = run.description["plan"], [row["resident_bytes"] for row in run.rows]
+    places: dict[str, tuple[str, ...]] = {tier.value: (tier.value,) for tier in Tier}
+    if run.description["device"] == "cpu":
+        # Compute works on CPU memory: both tiers are that.
+        places = {Tier.CPU.value: (Tier.DEVICE.value, Tier.CPU.value), Tier.NVME.value: (Tier.NVME.value,)}
+    found = {
+        name: {
+            "planned_bytes": sum(plan[tier] for tier in tiers),
+            "measured_bytes": max(sum(resident.get(tier, 0) for tier in tiers) for resident in last),
+        }
+        for name, tiers in places.items()
+    }
+    rss_bytes = max(row["peak_rss_bytes"] for row in run.rows)
+    return found | {"process": {"planned_bytes": _planned_rss_bytes(run), "measured_bytes": rss_bytes}}
+
+
+def _traced_steps(run: Run) -> dict[str, Any] | None:
+    """Means of the steps in the run's trace."""
+    trace = RunDir(run.path).read_trace()
+    steps = [] if trace is None else trace.get("steps", [])
+    if not steps:
+        return None
+    waited_s = statistics.fmean(sum(step["exposed_s"].values()) for step in steps)
+    names = ("forward_s", "backward_s", "other_s", "step_s", "update_s", "transfer_s")
+    found = {name: statistics.fmean(step[name] for step in steps) for name in names} | {"waited_s": waited_s}
+    for name in ("update", "transfer"):
+        beside_s = sum((step[f"{name}_overlap"] or 0.0) * step[f"{name}_s"] for step in steps)
+        whole_s = sum(step[f"{name}_s"] for step in steps)
+        found[f"{name}_overlap"] = beside_s / whole_s if whole_s else 0.0
+    return {"first": steps[0]["step"], "last": steps[-1]["step"], **found}
 
 
 def _require_rows(run: Run) -> Run:
@@ -129,19 +192,38 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 def _draw_step_time(axes: Axes, run: Run) -> None:
     bins = _bins(run.rows)
     steps = [part[-1]["step"] for part in bins]
-    whole, stall, update, commit = (
-        [1000 * _mean(part, _figure(name)) for part in bins] for name in ("step_s", "stall_s", "update_s", "commit_s")
+    whole, update, commit = (
+        [1000 * _mean(part, _figure(name)) for part in bins] for name in ("step_s", "update_s", "commit_s")
     )
-    compute = [max(0.0, all_ms - stall_ms) for all_ms, stall_ms in zip(whole, stall, strict=True)]
-    labels = ["forward and backward", "stall: waiting for parameters"]
-    axes.stackplot(steps, compute, stall, labels=labels, colors=[_SKY, _RED], lw=0)
-    axes.plot(steps, update, color="black", lw=1.3, label="update, most of it beside forward")
+    waits = {words: [1000 * _mean(part, wait) for part in bins] for words, wait in _waits(run.rows).items()}
+    compute = [max(0.0, ms - sum(wait[i] for wait in waits.values())) for i, ms in enumerate(whole)]
+    labels = ["forward, backward and the rest", *waits]
+    axes.stackplot(steps, compute, *waits.values(), labels=labels, colors=[_SKY, *_WAIT_COLORS], lw=0)
+    axes.plot(steps, update, color="black", lw=1.3, label="update, whole")
     axes.plot(steps, commit, color="black", lw=1.3, ls=":", label="commit, in the background")
     # A few slow steps (the first one records the trace) may leave the picture, the others and the legend may not.
     axes.set_ylim(0, 1.35 * sorted(whole)[int(0.95 * (len(whole) - 1))])
     axes.set_title("Where a step's time goes")
     axes.set_ylabel("ms per step")
     axes.legend(edgecolor="none", framealpha=0.85, loc="upper right", ncols=2)
+
+
+def _waits(rows: Sequence[Row]) -> dict[str, Callable[[Row], float]]:
+    """Seconds of a step in which compute waited, by what for, in words."""
+    if not all("exposed_s" in row for row in rows):
+        return {"stall: waiting for parameters": _figure("stall_s")}
+    causes = {
+        "params": "waiting for parameters",
+        "update": "waiting for the update",
+        "activations": "waiting for activations",
+        "grads": "waiting for gradients of other ranks",
+        "commit": "waiting for a commit",
+    }
+    return {
+        words: _exposed(cause)
+        for cause, words in causes.items()
+        if any(row["exposed_s"][cause] > _SHOWN_SHARE * row["step_s"] for row in rows)
+    }
 
 
 def _draw_traffic(axes: Axes, run: Run) -> None:
@@ -197,6 +279,10 @@ def _mean(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
 
 def _figure(name: str) -> Callable[[Row], float]:
     return lambda row: float(row[name])
+
+
+def _exposed(cause: str) -> Callable[[Row], float]:
+    return lambda row: float(row["exposed_s"][cause])
 
 
 def _bytes_of(key: str, tier: str) -> Callable[[Row], float]:

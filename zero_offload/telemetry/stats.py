@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Cause, Lane
 from zero_offload.types import Tier
 
 
@@ -40,6 +41,19 @@ class Stats:
     """Bytes that rest on each tier now, buffers included."""
     peak_rss_bytes: int
     """The process's largest resident set so far."""
+    exposed_s: dict[str, float]
+    """Seconds that compute stood still, by what it waited for: "params", "activations", "update", "grads", "commit".
+    An update that runs inside of `step()` is such a wait."""
+
+    @property
+    def update_overlap(self) -> float | None:
+        """The share of `update_s` that nobody waited for; None without an update."""
+        return update_overlap(self.update_s, self.exposed_s["update"])
+
+
+def update_overlap(update_s: float, exposed_s: float) -> float | None:
+    """The share of an update's seconds that ran beside something else."""
+    return max(0.0, 1 - exposed_s / update_s) if update_s else None
 
 
 class StatsKeeper:
@@ -51,11 +65,13 @@ class StatsKeeper:
         self._before: dict[str, float] = {}
         self._delta: dict[str, float] = {}
 
-    def close_step(self) -> dict[str, float]:
-        """A step ends here; returns what every counter has grown by in it, and its "step_s"."""
+    def close_step(self, step: int) -> dict[str, float]:
+        """This step ends here; returns what every counter has grown by in it, and its "step_s"."""
         now, totals = time.perf_counter(), self._counters.snapshot()
         self._delta = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._delta["step_s"] = now - self._start
+        if (spans := self._counters.spans).on:
+            spans.put(Lane.STEPS, str(step), max(int(self._start * 1e9), spans.begin_ns), int(now * 1e9))
         self._start, self._before = now, totals
         return self._delta
 
@@ -76,4 +92,5 @@ class StatsKeeper:
             skipped_steps=skipped_steps,
             resident_bytes=resident_bytes,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            exposed_s={cause.value: delta.get(f"exposed.{cause.value}", 0.0) for cause in Cause},
         )

@@ -38,6 +38,15 @@ def test_activations_are_shown_where_they_move() -> None:
     assert "activations" not in first and "| activations: nvme 5 MiB |" in second
 
 
+def test_the_share_of_the_update_that_nobody_waited_for_is_shown() -> None:
+    out = io.StringIO()
+    progress = Progress(out, num_steps=2)
+    progress.step(_row(1, update_s=0.4, exposed_s={"update": 0.1}))
+    progress.step(_row(2, update_s=0.0, exposed_s={"update": 0.0}))
+    first, second = out.getvalue().splitlines()
+    assert "| stall 20%, update 75% hidden |" in first and "| stall 20% |" in second
+
+
 def test_a_file_gets_a_plain_line_now_and_then() -> None:
     out = io.StringIO()
     progress = Progress(out, num_steps=100)

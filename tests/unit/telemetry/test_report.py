@@ -38,6 +38,7 @@ def _row(step: int) -> dict[str, Any]:
         "stall_s": 0.1,
         "update_s": 0.05,
         "commit_s": 0.01,
+        "exposed_s": {"params": 0.08, "activations": 0.0, "update": 0.02, "grads": 0.0, "commit": 0.0},
         "read_bytes": {"cpu": 5, "nvme": 14 << 20},
         "written_bytes": {"cpu": 5, "nvme": 12 << 20},
         "resident_bytes": {"cpu": 2 << 20, "nvme": 24 << 20},
@@ -71,6 +72,48 @@ def test_the_summary_leaves_out_the_first_steps_and_the_torn_line(tmp_path: Path
     assert summary["peak_rss_bytes"] == (340 << 20) + 20
     assert summary["planned_rss_bytes"] == 360 << 20  # the device is the CPU: both tiers are its memory
     assert summary["resumes"] == 1
+    assert summary["step_time_s"]["step"] == 0.5 and summary["step_time_s"]["compute"] == pytest.approx(0.4)
+    assert summary["update_overlap"] == pytest.approx(0.6)
+    assert summary["bytes_per_step"]["nvme"] == {"read": 14 << 20, "written": 12 << 20}
+    assert summary["memory"] == {
+        "cpu": {"planned_bytes": 60 << 20, "measured_bytes": 2 << 20},
+        "nvme": {"planned_bytes": 200 << 20, "measured_bytes": 24 << 20},
+        "process": {"planned_bytes": 360 << 20, "measured_bytes": (340 << 20) + 20},
+    }
+    assert summary["traced_steps"] is None
+
+
+def test_steps_of_earlier_builds_are_reported_without_what_they_lack(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = _write_run(tmp_path / "run", 20)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for row in rows[:5]:
+        del row["exposed_s"]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = summarize(read_run(run))
+    assert summary["step_time_s"] == {} and summary["update_overlap"] is None
+    assert write_report(run).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_trace_s_steps_are_added_up(tmp_path: Path) -> None:
+    run = _write_run(tmp_path / "run", 20)
+    step = {
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "other_s": 0.5,
+        "step_s": 4.0,
+        "exposed_s": {"params": 0.2, "update": 0.3},
+    }
+    step |= {"transfer_s": 0.0, "transfer_overlap": None}
+    steps = [
+        {"step": 3, **step, "update_s": 1.0, "update_overlap": 1.0},
+        {"step": 4, **step, "update_s": 3.0, "update_overlap": 0.5},
+    ]
+    (run / "trace.rank0.json").write_text(json.dumps({"steps": steps}))
+    traced = summarize(read_run(run))["traced_steps"]
+    assert (traced["first"], traced["last"], traced["step_s"], traced["waited_s"]) == (3, 4, 4.0, 0.5)
+    assert (traced["update_s"], traced["update_overlap"]) == (2.0, 0.625)
+    assert (traced["transfer_s"], traced["transfer_overlap"]) == (0.0, 0.0)
 
 
 def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:

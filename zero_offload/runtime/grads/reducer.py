@@ -60,6 +60,7 @@ class GradReducer:
         self._board = board
         self._collectives = collectives
         self._store = store
+        self._spans = store.counters.spans
         self._open: list[SectionGrads] = []
         """With pages, the longest unused first."""
         self.ledger = GradLedger(units, self._new_shard, collectives)
@@ -102,6 +103,8 @@ class GradReducer:
             self._partials.put(grads, index, grad)
         grads.arrived.add(index)
         grads.holding.add(index)
+        if self._spans.on:
+            self._spans.backward.made(grads.unit.name)
         if len(grads.arrived) == grads.num_expected:
             self._complete(grads)
 

@@ -16,6 +16,7 @@ import torch
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.ledger import SectionGrads
 from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.telemetry.spans import Cause
 from zero_offload.types import MIB
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
@@ -72,7 +73,9 @@ class Reductions:
             sections, wait = self._flying.popleft()
             done = self._done()
             assert done is not None
-            for grads, shard in zip(sections, wait(), strict=True):
+            with self._collectives.counters.waiting(Cause.GRADS, sections[-1].unit.name):
+                shards = wait()
+            for grads, shard in zip(sections, shards, strict=True):
                 done(grads, shard)
 
     def drop(self) -> None:

@@ -23,6 +23,8 @@ from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
 from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Lane as TraceLane
+from zero_offload.telemetry.spans import now
 from zero_offload.types import Branches, GradReduction
 
 T = TypeVar("T")
@@ -69,7 +71,10 @@ class Collectives:
         if self._gathers is None:
             return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        return self._watched(lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}")
+        what = f"the gather of parameters of {unit}"
+        begin = now() if self.counters.spans.on else 0
+        wait = self._watched(lambda lane: lane.gather(flat), self._gathers, what)
+        return self._recorded(wait, TraceLane.GATHER, unit, begin, flat.nbytes) if begin else wait
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.
@@ -85,11 +90,14 @@ class Collectives:
         one_shard = self.num_shards == 1
         # An all-reduce is a reduce-scatter and a gather of the sums.
         self.counters.add("reduced", sent.nbytes + sent.numel() * self._reduce_dtype.itemsize * one_shard)
+        begin = now() if self.counters.spans.on else 0
         wait = self._watched(
             lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
             what,
         )
+        if begin:
+            wait = self._recorded(wait, TraceLane.REDUCE, unit, begin, sent.nbytes)
 
         def finish() -> list[torch.Tensor]:
             shard = wait()
@@ -112,6 +120,16 @@ class Collectives:
                 return wait()
 
         return watched
+
+    def _recorded(
+        self, wait: Callable[[], T], lane: TraceLane, name: str, begin_ns: int, nbytes: int
+    ) -> Callable[[], T]:
+        def recorded() -> T:
+            result = wait()
+            self.counters.spans.add(lane, name, begin_ns, nbytes)
+            return result
+
+        return recorded
 
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""

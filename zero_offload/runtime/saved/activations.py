@@ -29,6 +29,7 @@ from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Cause
 from zero_offload.types import MIB, Tier
 
 SMALLEST_BYTES = 1 * MIB
@@ -208,7 +209,7 @@ class Activations:
         away.check.raise_if_changed()
         self._note_backward()
         if not away.stored.here:
-            with self._counters.timed("stall_s"):
+            with self._counters.timed("stall_s"), self._counters.waiting(Cause.ACTIVATIONS):
                 memory = away.stored.read()
             self._count(away.stored)
             self._fetch_ahead(away.stored.number)

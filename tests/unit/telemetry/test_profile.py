@@ -1,0 +1,250 @@
+"""A tiny offloaded model, recorded: who is on which lane, how often, and beside whom."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import zero_offload as zo
+from tests.helpers.disk import runtime
+from tests.helpers.models import NARROW, TinyLM, build, tokens_of
+from tests.helpers.ranks import RankPool
+from zero_offload.optim.pipeline import UpdatePipeline
+from zero_offload.telemetry import profile as profile_file
+from zero_offload.telemetry.profile import Profile
+from zero_offload.telemetry.spans import Lane, Span, now
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def offloaded(nvme: Path, tier: str = "nvme", **settings: Any) -> tuple[nn.Module, zo.AdamW]:
+    config = {"params": tier, "optimizer": tier, "nvme": str(nvme), "device_memory": "8MiB", "precision": "fp32"}
+    model = zo.offload(build(partial(TinyLM, NARROW)), zo.OffloadConfig(**config | settings))
+    return model, zo.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: zo.AdamW, num_steps: int) -> None:
+    for step in range(num_steps):
+        model(tokens_of(step)).backward()
+        zo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        zo.commit(model, optimizer)
+        optimizer.zero_grad()
+
+
+def on(lane: Lane, recorded: Profile) -> list[Span]:
+    return [span for span in recorded.spans() if span.lane is lane]
+
+
+def inside(inner: Span, outer: Span) -> bool:
+    return outer.begin_ns <= inner.begin_ns <= inner.end_ns <= outer.end_ns
+
+
+def test_every_unit_appears_once_per_step(nvme: Path) -> None:
+    model, optimizer = offloaded(nvme)
+    train(model, optimizer, 2)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 3)
+        zo.stats(model)
+    zo.close(model)
+    for lane in (Lane.FORWARD, Lane.BACKWARD):
+        found = on(lane, recorded)
+        counts = Counter(span.name for span in found)
+        assert {name: counts[name] for name in (*BLOCKS, lane.value)} == dict.fromkeys((*BLOCKS, lane.value), 3)
+        wholes = [span for span in found if span.name == lane.value]
+        assert all(sum(inside(span, whole) for whole in wholes) == 1 for span in found)
+    order = [
+        span.name for span in sorted(recorded.spans(), key=lambda s: s.begin_ns) if span.lane in ("forward", "backward")
+    ]
+    assert [name for name in order if name in BLOCKS] == [*BLOCKS, *BLOCKS[::-1]] * 3
+    assert [span.name for span in on(Lane.STEP, recorded)] == ["3", "4", "5"]
+    # The update of step 2 was under way at the beginning, that of step 5 is at the end.
+    updates = Counter(span.name for span in on(Lane.UPDATE, recorded))
+    assert updates["update"] in (2, 3) and all(2 <= updates[name] <= 4 for name in BLOCKS)
+    assert updates["compute"] == updates["write"] > 0
+    assert {"step 3", "step 4"} <= {span.name for span in on(Lane.COMMIT, recorded)}
+
+
+def test_spans_of_a_lane_lie_beside_or_inside_each_other(nvme: Path) -> None:
+    model, optimizer = offloaded(nvme)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 3)
+    zo.close(model)
+    for lane in (Lane.FORWARD, Lane.BACKWARD, Lane.WAIT, Lane.STEP, Lane.UPDATE, Lane.COMMIT, Lane.STEPS):
+        running: list[Span] = []
+        for span in sorted(on(lane, recorded), key=lambda s: (s.begin_ns, -s.end_ns)):
+            while running and running[-1].end_ns <= span.begin_ns:
+                running.pop()
+            assert span.begin_ns <= span.end_ns
+            assert not running or inside(span, running[-1]), (lane, span, running[-1])
+            running.append(span)
+
+
+def test_drives_are_seen_with_their_bytes(nvme: Path) -> None:
+    model, optimizer = offloaded(nvme)
+    train(model, optimizer, 2)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 3)
+        reads = zo.stats(model).read_bytes["nvme"]
+    zo.close(model)
+    step = on(Lane.STEPS, recorded)[-1]
+    launched = sum(span.nbytes for span in on(Lane.READ, recorded) if step.begin_ns <= span.begin_ns <= step.end_ns)
+    assert launched == reads > 0
+    assert on(Lane.WRITE, recorded)
+
+
+def test_after_the_end_nothing_is_recorded(nvme: Path) -> None:
+    model, optimizer = offloaded(nvme)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 1)
+    spans = runtime(model).parts.store.counters.spans
+    before, ended_ns = recorded.spans(), now()
+    train(model, optimizer, 2)
+    # What was under way is seen to end, and is not this recording's.
+    assert all(span.begin_ns < ended_ns for span in spans.taken())
+    with zo.profile(model):
+        train(model, optimizer, 1)
+    zo.close(model)
+    assert recorded.spans() == before
+
+
+def test_an_update_beside_forward_is_seen_there(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second block's update is held until the first one's forward runs, and that until the update does."""
+    model, optimizer = offloaded(nvme)
+    train(model, optimizer, 2)
+    runtime(model).drain()
+    meeting, compute = threading.Barrier(2, timeout=30), UpdatePipeline._compute
+    gates = [meeting]
+
+    def held(self: UpdatePipeline, task: Any, delivery: Any) -> None:
+        if task.section.name == "blocks.1" and gates:
+            gates.pop().wait()
+        compute(self, task, delivery)
+
+    monkeypatch.setattr(UpdatePipeline, "_compute", held)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 1)
+        handle = model.blocks[0].up.register_forward_hook(lambda *_: meeting.wait() and None)
+        model(tokens_of(3)).backward()
+        handle.remove()
+        optimizer.step()
+    zo.close(model)
+    forward = [span for span in on(Lane.FORWARD, recorded) if span.name == "blocks.0"][-1]
+    updates = [span for span in on(Lane.UPDATE, recorded) if span.name == "blocks.1"]
+    assert any(span.begin_ns < forward.end_ns and forward.begin_ns < span.end_ns for span in updates)
+    first, second = recorded.steps()
+    assert first.update_overlap is None
+    assert second.update_overlap is not None and 0 < second.update_overlap <= 1
+
+
+def test_an_update_inside_of_step_is_exposed(nvme: Path) -> None:
+    model, optimizer = offloaded(nvme, update_overlap="none")
+    train(model, optimizer, 1)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 2)
+        stats = zo.stats(model)
+    zo.close(model)
+    for step in recorded.steps():
+        assert step.update_s > 0 and step.update_overlap == 0
+        assert step.exposed_s["update"] + step.exposed_s["commit"] >= step.update_s
+    assert stats.exposed_s["update"] + stats.exposed_s["commit"] >= stats.update_s > 0
+    calls, updates = on(Lane.STEP, recorded), [s for s in on(Lane.UPDATE, recorded) if s.name == "update"]
+    assert [sum(inside(update, call) for call in calls) for update in updates] == [1, 1]
+
+
+def test_what_does_not_wait_has_no_exposed_time() -> None:
+    model = zo.offload(build(partial(TinyLM, NARROW)), zo.OffloadConfig(params="cpu", optimizer="cpu"))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 2)
+    counts = Counter(span.name for span in on(Lane.BACKWARD, recorded))
+    assert {name: counts[name] for name in BLOCKS} == dict.fromkeys(BLOCKS, 2)  # though none of them ever leaves
+    exposed = zo.stats(model).exposed_s
+    assert [cause for cause, wait_s in exposed.items() if wait_s] == ["update"]
+    assert zo.stats(model).update_overlap == 0
+
+
+def test_the_trace_has_what_viewers_need(nvme: Path, tmp_path: Path) -> None:
+    model, optimizer = offloaded(nvme)
+    train(model, optimizer, 2)
+    path = tmp_path / "trace.json"
+    with zo.profile(model, path) as recorded:
+        train(model, optimizer, 2)
+    zo.close(model)
+    trace = json.loads(path.read_text())
+    assert [each.name for each in tmp_path.iterdir() if "trace" in each.name] == ["trace.json"]
+    events = trace["traceEvents"]
+    kinds = Counter(event["ph"] for event in events)
+    assert kinds["X"] == len(recorded.spans())
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert {lane.value for lane in Lane} - {"gather", "reduce", "exposed wait"} <= set(tracks.values())
+    ends: dict[int, list[float]] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):
+        assert event["pid"] == 0 and event["dur"] >= 0 and event["name"]
+        assert tracks[event["tid"]].startswith(event["cat"])
+        running = ends.setdefault(event["tid"], [])
+        while running and running[-1] <= event["ts"] + 1e-3:
+            running.pop()
+        assert not running or event["ts"] + event["dur"] <= running[-1] + 1e-3, event
+        running.append(event["ts"] + event["dur"])
+    counters = [event for event in events if event["ph"] == "C"]
+    assert {"bytes read so far from nvme", "bytes at rest on nvme"} <= {event["name"] for event in counters}
+    read = [event["args"]["bytes"] for event in counters if event["name"] == "bytes read so far from nvme"]
+    assert read == sorted(read) and read[0] < read[-1]
+    assert [step["step"] for step in trace["steps"]] == [3, 4]
+
+
+def test_a_trace_is_written_after_an_error_and_the_next_one_may_come(nvme: Path, tmp_path: Path) -> None:
+    model, optimizer = offloaded(nvme)
+    with pytest.raises(KeyError), zo.profile(model, tmp_path / "trace.json"):
+        train(model, optimizer, 1)
+        raise KeyError
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    with zo.profile(model), pytest.raises(zo.ConfigError, match="recorded already"), zo.profile(model):
+        pass
+    with pytest.raises(zo.StorageError, match="cannot write .*name another file"), zo.profile(model, tmp_path / "a/b"):
+        pass
+    with zo.profile(model) as recorded:
+        train(model, optimizer, 1)
+    zo.close(model)
+    assert recorded.steps()[-1].step == 2
+
+
+def test_a_plain_model_is_refused() -> None:
+    with pytest.raises(zo.ConfigError, match="call zo.offload"), zo.profile(nn.Linear(1, 1)):
+        pass
+
+
+def test_transfers_that_overlap_get_tracks() -> None:
+    spans = [Span(Lane.READ, name, begin, end) for name, begin, end in (("a", 0, 5), ("b", 1, 3), ("c", 3, 9))]
+    assert [(track, span.name) for track, span in profile_file._on_tracks(spans)] == [(0, "a"), (1, "b"), (1, "c")]
+
+
+def _recorded_on_a_rank(rank: int, world_size: int, folder: Path) -> tuple[set[str], dict[str, float]]:
+    model = zo.offload(build(partial(TinyLM, NARROW)), zo.OffloadConfig(params="cpu", optimizer="cpu"))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, 1)
+    with zo.profile(model, folder / "trace.json") as recorded:
+        train(model, optimizer, 2)
+        exposed = zo.stats(model).exposed_s
+    return {span.lane.value for span in recorded.spans()}, exposed
+
+
+def test_ranks_write_a_file_each(tmp_path: Path) -> None:
+    pool = RankPool(2)
+    try:
+        outcomes = pool.succeed(_recorded_on_a_rank, tmp_path)
+    finally:
+        pool.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
+    for rank, (lanes, exposed) in enumerate(outcomes):
+        assert {"gather", "reduce"} <= lanes and exposed["grads"] > 0
+        events = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}

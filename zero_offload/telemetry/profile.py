@@ -1,0 +1,157 @@
+"""`zo.profile`: records what a model does, and writes it as a trace that Perfetto and chrome://tracing open.
+
+Owns the file's format. Never records: that is done where things happen, into `Spans`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero_offload.api import runtime_of
+from zero_offload.errors import ConfigError, StorageError
+from zero_offload.telemetry.breakdown import StepTime, step_times
+from zero_offload.telemetry.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans
+
+_TRACKS_PER_LANE = 1000
+
+
+class Profile:
+    """What was recorded on this rank; complete when the `with` is over."""
+
+    def __init__(self, spans: Spans, rank: int, world_size: int) -> None:
+        self._spans = spans
+        self._rank = rank
+        self._world_size = world_size
+        self._kept: tuple[list[Span], list[Sample], bool] | None = None
+
+    def keep(self) -> None:
+        """What has been recorded until now is all."""
+        # What is under way is still to end, and the next recording forgets this one's.
+        self._kept = self._recorded()
+
+    def _recorded(self) -> tuple[list[Span], list[Sample], bool]:
+        return self._kept or (self._spans.taken(), self._spans.samples(), self._spans.is_full)
+
+    def spans(self) -> list[Span]:
+        """What took how long, in the order in which it ended; what was under way at either end is left out."""
+        return self._recorded()[0]
+
+    def steps(self) -> list[StepTime]:
+        """Where each step went."""
+        return step_times(self.spans())
+
+    def export_chrome_trace(self, path: str | Path) -> Path:
+        """Write the trace, whole or not at all, and return where: with several ranks a file each, `name.rank0.json`.
+
+        Times are those of the machine's monotonic clock, so files of ranks on one machine can be laid side by side.
+        Raises StorageError.
+        """
+        target = trace_path(Path(path), self._rank, self._world_size)
+        placed = _placed(self.spans())
+        trace = {
+            "traceEvents": [*_metadata(self._rank, placed), *self._events(placed)],
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "unix_minus_trace_clock_ns": time.time_ns() - time.perf_counter_ns(),
+                "oldest_spans_missing": self._recorded()[2],
+                "spans_max": SPANS_MAX,
+            },
+            "steps": [asdict(step) for step in self.steps()],
+        }
+        unfinished = target.with_name(target.name + ".tmp")
+        try:
+            unfinished.write_text(json.dumps(trace), encoding="utf-8")
+            os.replace(unfinished, target)
+        except OSError as error:
+            raise StorageError(f"cannot write {target}: {error.strerror}; name another file") from error
+        return target
+
+    def _events(self, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
+        for track, span in placed:
+            event: dict[str, Any] = {
+                "name": span.name,
+                "cat": span.lane.value,
+                "ph": "X",
+                "pid": self._rank,
+                "tid": track,
+            }
+            event |= {"ts": span.begin_ns / 1000, "dur": (span.end_ns - span.begin_ns) / 1000}
+            event |= {"args": {"bytes": span.nbytes}} if span.nbytes else {}
+            yield event
+        for sample in self._recorded()[1]:
+            kind, tier = sample.name.split(".")
+            name, args = f"{_COUNTERS[kind]} {tier}", {"bytes": sample.value}
+            yield {"name": name, "ph": "C", "pid": self._rank, "ts": sample.at_ns / 1000, "args": args}
+
+
+_COUNTERS = {"read": "bytes read so far from", "written": "bytes written so far to", "resident": "bytes at rest on"}
+
+
+def trace_path(path: Path, rank: int, world_size: int) -> Path:
+    """The file of one rank."""
+    return path if world_size == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """Each span with its track."""
+    return [
+        (number * _TRACKS_PER_LANE + track, span)
+        for number, lane in enumerate(Lane, 1)
+        for track, span in _on_tracks([span for span in spans if span.lane is lane])
+    ]
+
+
+def _on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Viewers want spans of a track beside or inside each other; transfers overlap, so they get several."""
+    if not spans or spans[0].lane not in TRANSFERS:
+        yield from ((0, span) for span in spans)
+        return
+    free_ns: list[int] = []
+    for span in sorted(spans, key=lambda each: each.begin_ns):
+        track = next((i for i, at_ns in enumerate(free_ns) if at_ns <= span.begin_ns), len(free_ns))
+        free_ns[track : track + 1] = [span.end_ns]
+        yield track, span
+
+
+def _metadata(rank: int, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
+    """Names for the process and its tracks."""
+    yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"zero_offload rank {rank}"}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+    for track, lane in sorted({track: span.lane for track, span in placed}.items()):
+        number = track % _TRACKS_PER_LANE
+        name = lane.value if number == 0 else f"{lane.value} {number + 1}"
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": track, "args": {"sort_index": track}}
+
+
+@contextmanager
+def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profile]:
+    """Record what an offloaded model does inside the `with`: forward, backward, waits, updates, commits, transfers.
+
+    With a `path` it becomes a trace there at the end, after an error too: open it in ui.perfetto.dev. Of long runs
+    record some steps; the newest `SPANS_MAX` spans are kept. One at a time. Raises ConfigError, StorageError.
+    """
+    owner = runtime_of(model)
+    if owner is None:
+        raise ConfigError("zo.profile takes a model that was offloaded; call zo.offload(model, config) first")
+    spans, ranks = owner.parts.store.counters.spans, owner.parts.ranks
+    if spans.on:
+        raise ConfigError("this model is being recorded already; end the other zo.profile first")
+    recorded = Profile(spans, ranks.rank, ranks.world_size)
+    spans.begin()
+    try:
+        yield recorded
+    finally:
+        spans.end()
+        recorded.keep()
+        if path is not None:
+            recorded.export_chrome_trace(path)

@@ -1,0 +1,162 @@
+"""Who did what from when to when: spans on named lanes, for traces and for where a step went. Values only.
+
+Off, a site costs one look at `Spans.on`; on, a tuple at the end of a ring, without a lock, so any thread may. Times are
+`perf_counter_ns`. The calls: `begin`; at each site `start = now() if spans.on else 0` before and, if that is not 0,
+`add` after; `sample` for totals; `end`; then `taken` and `samples`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import StrEnum
+from time import perf_counter_ns
+from typing import NamedTuple
+
+now = perf_counter_ns
+
+SPANS_MAX = 1 << 17
+"""In a ring, some 20 MB; the oldest go."""
+SAMPLES_MAX = 1 << 16
+
+
+class Lane(StrEnum):
+    """The track that a span is drawn on."""
+
+    STEPS = "steps"  # from one step() to the next
+    FORWARD = "forward"  # the whole, and in it each hooked module's units; waits are on a lane of their own
+    BACKWARD = "backward"  # the whole, and in it units in turns
+    WAIT = "exposed wait"  # compute stands still
+    STEP = "step()"  # the call
+    UPDATE = "update"  # passes, in them units, in them what a pass waits for and computes
+    COMMIT = "commit"
+    GATHER = "gather"  # this and all that follow: launched to over; several at a time
+    REDUCE = "reduce"
+    READ = "drive read"
+    WRITE = "drive write"
+
+
+TRANSFERS = (Lane.GATHER, Lane.REDUCE, Lane.READ, Lane.WRITE)
+
+
+class Cause(StrEnum):
+    """What compute waits for."""
+
+    PARAMS = "params"
+    ACTIVATIONS = "activations"
+    UPDATE = "update"
+    GRADS = "grads"
+    COMMIT = "commit"
+
+
+class Span(NamedTuple):
+    """Something that took time."""
+
+    lane: Lane
+    name: str
+    begin_ns: int
+    end_ns: int
+    nbytes: int = 0
+
+
+class Sample(NamedTuple):
+    """The value of a counter at a time."""
+
+    name: str
+    at_ns: int
+    value: float
+
+
+class Spans:
+    """Of one model on one rank."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.begin_ns = 0
+        self._ring: deque[tuple[Lane, str, int, int, int]] = deque(maxlen=SPANS_MAX)
+        self._samples: deque[tuple[str, int, float]] = deque(maxlen=SAMPLES_MAX)
+        self.backward = Turns(self, Lane.BACKWARD)
+
+    def begin(self) -> None:
+        """Record from here on; what was recorded before is forgotten."""
+        self._ring.clear()
+        self._samples.clear()
+        self.begin_ns = now()
+        self.on = True
+
+    def end(self) -> None:
+        """Record no more; what is under way is left out."""
+        self.on = False
+
+    def add(self, lane: Lane, name: str, begin_ns: int, nbytes: int = 0) -> None:
+        """Something that began then is over."""
+        self.put(lane, name, begin_ns, now(), nbytes)
+
+    def put(self, lane: Lane, name: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
+        """The same of something that was over earlier."""
+        self._ring.append((lane, name, begin_ns, end_ns, nbytes))
+
+    def sample(self, name: str, value: float) -> None:
+        """A counter has this value from now on."""
+        self._samples.append((name, now(), value))
+
+    def taken(self) -> list[Span]:
+        """What began and ended since `begin`, the oldest left out where the ring was too small."""
+        # A site may have begun under an earlier `begin`.
+        return [Span(*each) for each in self._ring.copy() if each[2] >= self.begin_ns]
+
+    def samples(self) -> list[Sample]:
+        return [Sample(*each) for each in self._samples.copy()]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the ring had no more room, so that the oldest are missing."""
+        return len(self._ring) == SPANS_MAX
+
+
+class Turns:
+    """A lane on which one works at a time, and nobody says when he ends: he does when the next one shows a sign.
+
+    The calls, when `Spans.on`: `begin`, `uses` and `made` as signs come, `pause` where one is known to be over, `end`.
+    """
+
+    def __init__(self, spans: Spans, lane: Lane) -> None:
+        self._spans = spans
+        self._lane = lane
+        self._name = ""
+        self._whole_ns = self._begin_ns = self._last_ns = 0
+        """When the lane, and the one whose turn it is, began; the last sign."""
+
+    def begin(self) -> None:
+        self._name = ""
+        self._whole_ns = self._begin_ns = self._last_ns = now()
+
+    def uses(self, name: str) -> None:
+        """Whoever this is begins, if it is not his turn already."""
+        self._last_ns = now()
+        if name != self._name:
+            self._close(self._last_ns)
+            self._name, self._begin_ns = name, self._last_ns
+
+    def made(self, name: str) -> None:
+        """Whoever this is has a result, and so has worked since the last sign, at least."""
+        if name != self._name:
+            self._close(self._last_ns)
+            self._name, self._begin_ns = name, self._last_ns
+        self._last_ns = now()
+
+    def pause(self) -> None:
+        """The turn is over."""
+        self._last_ns = now()
+        self._close(self._last_ns)
+
+    def end(self) -> None:
+        """So is the whole."""
+        self._close(self._last_ns)
+        if self._whole_ns:
+            self._spans.add(self._lane, self._lane.value, self._whole_ns)
+        self._whole_ns = 0
+
+    def _close(self, at_ns: int) -> None:
+        if self._name:
+            self._spans.put(self._lane, self._name, self._begin_ns, at_ns)
+        self._name = ""
