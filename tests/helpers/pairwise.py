@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 Row = dict[str, Any]
 Pair = tuple[tuple[str, int], tuple[str, int]]
 
@@ -30,6 +32,15 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
             uncovered.pop(pair, None)
         rows.append({name: factors[name][chosen[name]] for name in factors})
     return rows
+
+
+def in_pairs(**factors: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test by all rows, of which those that bring no new pair are marked `full`."""
+    few = pairwise(factors)
+    return pytest.mark.parametrize(
+        tuple(factors),
+        [pytest.param(*row.values(), marks=[] if row in few else pytest.mark.full) for row in all_rows(factors)],
+    )
 
 
 def _new_pairs(

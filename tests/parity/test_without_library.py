@@ -12,6 +12,7 @@ import pytest
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM
+from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded
 from tests.helpers.without_library import whole_run_without_library
 from zero_offload.api import runtime_of
@@ -32,9 +33,7 @@ def run(precision: str, tier: str, nvme: Path, states: str = "fp32") -> Trajecto
     return train_offloaded(recipe, config)
 
 
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("instead", ["numba", "numpy"])
+@in_pairs(instead=["numba", "numpy"], precision=["fp32", "bf16", "fp16"], tier=list(TIERS))
 def test_trains_to_the_bits_of_the_native_run(instead: str, precision: str, tier: str, nvme: Path) -> None:
     expected = run(precision, tier, nvme)
     assert len(set(expected.losses)) > 10
@@ -42,8 +41,15 @@ def test_trains_to_the_bits_of_the_native_run(instead: str, precision: str, tier
         assert run(precision, tier, nvme) == expected
 
 
-@pytest.mark.parametrize(("precision", "tier", "states"), [("bf16", "nvme", "compact"), ("fp16", "cpu", "bf16")])
-@pytest.mark.parametrize("instead", ["numba", "numpy"])
+@pytest.mark.parametrize(
+    ("instead", "precision", "tier", "states"),
+    [
+        ("numpy", "bf16", "nvme", "compact"),
+        ("numba", "fp16", "cpu", "bf16"),
+        pytest.param("numba", "bf16", "nvme", "compact", marks=pytest.mark.full),
+        pytest.param("numpy", "fp16", "cpu", "bf16", marks=pytest.mark.full),
+    ],
+)
 def test_trains_with_states_of_other_formats(instead: str, precision: str, tier: str, states: str, nvme: Path) -> None:
     expected = run(precision, tier, nvme, states)
     with whole_run_without_library(instead):

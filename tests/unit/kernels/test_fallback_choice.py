@@ -111,6 +111,7 @@ def forget_compiled() -> None:
         each.cache_clear()
 
 
+@pytest.mark.full
 def test_the_next_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each rule and format its own, though they have the same types, and their symbols the same numbers in two
     processes."""
