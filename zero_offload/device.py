@@ -60,8 +60,11 @@ class Device(Protocol):
     numa_node: int | None
     """The node of host memory that is nearest to the device, where it has memory of its own."""
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
-        """Copy `source` (pinned host) to `target` (device), after compute launched so far."""
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        """Copy `source` (pinned host) to `target` (device), after compute launched so far.
+
+        With a mark for `after`, when that is reached: nothing launched since uses `target`.
+        """
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         """Copy `source` (device) to `target` (pinned host), after compute launched so far.
@@ -89,7 +92,7 @@ class HostDevice:
     is_host = True
     numa_node: int | None = None
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         raise AssertionError("a CPU computes on host memory in place")
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
@@ -150,8 +153,8 @@ class CudaDevice:
         self._pins_all = True
         self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
-        return Handoff(target, self._copy(self._uploads, target, source))
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        return Handoff(target, self._copy(self._uploads, target, source, after))
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         event = self._copy(self._downloads, target, source, after)

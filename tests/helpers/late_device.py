@@ -75,8 +75,10 @@ class LateDevice:
         self.pinned: dict[int, int] = {}
         self._computes_on = threading.get_ident()
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         self._check_pinned(source)
+        if after is not None:
+            after.wait()
         return Handoff(target, self.uploads.launch(target, source))
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:

@@ -20,7 +20,7 @@ import zero_offload as zo
 from tests.helpers.late_device import LateDevice
 from tests.overlap.test_late_lanes import Model
 from zero_offload.api import runtime_of
-from zero_offload.device import Device, Handoff, HostDevice
+from zero_offload.device import Device, Event, Handoff, HostDevice
 from zero_offload.optim import device_pass
 from zero_offload.shards import places
 from zero_offload.shards.device_staging import DeviceStaging
@@ -181,8 +181,8 @@ class Counting(LateDevice):
         super().__init__()
         self.unread: set[int] = set()
 
-    def upload(self, target: torch.Tensor, source: torch.Tensor) -> Handoff:
-        ready, number = super().upload(target, source).ready, self.uploads.launched
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        ready, number = super().upload(target, source, after=after).ready, self.uploads.launched
 
         def synchronize() -> None:
             ready.synchronize()

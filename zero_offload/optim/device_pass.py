@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from zero_offload.abi import STATE_BLOCK, StateFormat
-from zero_offload.device import Device, Handoff
+from zero_offload.device import Device, Event, Handoff
 from zero_offload.kernels.device_update import UpdateTensors, update_on_device
 from zero_offload.kernels.states import num_scales, state_dtype
 from zero_offload.kernels.update import SIGNED, STATES, Segment
@@ -29,6 +30,17 @@ from zero_offload.shards.update_board import UpdateBoard
 Arrays = Mapping[Component, torch.Tensor]
 
 
+class _Landing(NamedTuple):
+    """The device's memory for a chunk of gradients, kept, and when the last of them were used."""
+
+    memory: torch.Tensor
+    used: Event | None
+
+    @classmethod
+    def on(cls, device: Device) -> _Landing:
+        return cls(torch.empty(CHUNK_NUMEL * 4, dtype=torch.uint8, device=device.torch_device), None)
+
+
 class DevicePass:
     """Updates sections whose shards are `on_device`."""
 
@@ -36,9 +48,10 @@ class DevicePass:
         self._store = store
         self._board = board
         self._device = device
+        self._ring: list[_Landing] = []
         self._uploads: deque[Handoff] = deque()
-        self._landing = LazyRegion(store.arena, CHUNK_NUMEL * 4)
-        """For gradients on disk."""
+        self._from_disk = LazyRegion(store.arena, CHUNK_NUMEL * 4)
+        """Where gradients on a drive come to host memory."""
 
     def run(self, sections: Sequence[SectionUpdate]) -> None:
         """Update the sections, which are in order of first use, all sections of a unit together."""
@@ -69,23 +82,31 @@ class DevicePass:
         """Gradients of neighbouring chunks, on the device."""
         if section.grads.on_disk:
             self._await_uploads(0)
-            region = self._landing.region
+            region = self._from_disk.region
             (source,), reads = section.grads.open_chunk(rows[0], region.address)
             for read in reads:
                 read.wait()
             grad = region.tensor(section.grads.dtype, source.end - source.begin)
-            yield self._bring(GradPiece(source.begin, source.end, grad))
+            yield from self._bring(GradPiece(source.begin, source.end, grad))
             return
         for piece in section.grads.pieces(rows):
-            yield piece if section.grads.on_device else self._bring(piece)
+            if section.grads.on_device:
+                yield piece
+            else:
+                yield from self._bring(piece)
 
-    def _bring(self, piece: GradPiece) -> GradPiece:
-        """From host memory to the device's."""
+    def _bring(self, piece: GradPiece) -> Iterator[GradPiece]:
+        """From host memory to the device's, beside the updates of pieces before it."""
         self._await_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
-        target = torch.empty_like(piece.grad, device=self._device.torch_device)
-        upload = self._device.upload(target, piece.grad)
+        if not self._ring:
+            self._ring = [_Landing.on(self._device) for _ in range(DEVICE_CHUNKS_IN_FLIGHT)]
+        landing = self._ring.pop(0)
+        target = landing.memory[: piece.grad.nbytes].view(piece.grad.dtype)
+        upload = self._device.upload(target, piece.grad, after=landing.used)
         self._uploads.append(upload)
-        return piece._replace(grad=upload.take())
+        yield piece._replace(grad=upload.take())
+        # Whoever took it has launched what reads it.
+        self._ring.append(landing._replace(used=self._device.mark()))
 
     def _await_uploads(self, count: int) -> None:
         """Return when no more than so many are under way: what they read may change then."""
