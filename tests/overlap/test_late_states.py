@@ -211,6 +211,53 @@ def test_a_step_returns_when_gradients_may_change(
     zo.close(model)
 
 
+class Logging(LateDevice):
+    """Knows what came after what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, Any]] = []
+
+    def mark(self) -> Any:
+        mark = SimpleNamespace(wait=lambda: None, synchronize=lambda: None, done=lambda: True)
+        self.log.append(("mark", id(mark)))
+        self.marks = [*getattr(self, "marks", ()), mark]  # an id is one object's as long as it lives
+        return mark
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        self.log.append(("upload", (target.data_ptr(), None if after is None else id(after))))
+        return super().upload(target, source, after=after)
+
+
+def test_a_landing_buffer_is_filled_after_the_update_that_reads_it(
+    compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are more sections than buffers."""
+    device = Logging()
+    compute_on(device)
+    update = device_pass.update_on_device
+
+    def logged(rule: Any, tensors: Any, segment: Any) -> None:
+        device.log.append(("update", tensors.grad.data_ptr()))
+        update(rule, tensors, segment)
+
+    monkeypatch.setattr(device_pass, "update_on_device", logged)
+    model = zo.offload(Model(), zo.OffloadConfig(params="device", grads="cpu", optimizer="device"))
+    optimizer = adamw(model)
+    model(batch(0)).backward()
+    device.log.clear()
+    optimizer.step()
+    refilled = 0
+    for at, (what, detail) in enumerate(device.log):
+        earlier = device.log[:at]
+        if what == "upload" and any(each[0] == "upload" and each[1][0] == detail[0] for each in earlier):
+            read = max(i for i, each in enumerate(earlier) if each == ("update", detail[0]))
+            assert read < earlier.index(("mark", detail[1]))
+            refilled += 1
+    assert refilled > 0
+    zo.close(model)
+
+
 class Frozen(Model):
     """Large frozen weights beside small ones that are trained."""
 
