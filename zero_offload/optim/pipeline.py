@@ -112,7 +112,6 @@ class UpdatePipeline:
                 self._unit_ns = now() if self._spans.on else 0
                 delivery = self._board.start(task.section.unit)
             self._compute(task, delivery)
-            self._laps.lap()
             if task.last:
                 self._record(task.section.name, self._unit_ns)
                 self._board.complete(task.section.unit)

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.telemetry.events import Counters
 
 
 def test_idle_units_are_not_waited_for() -> None:
@@ -38,7 +39,10 @@ def test_an_offer_can_be_withdrawn_until_the_update_begins() -> None:
 
 
 def test_waiters_wake_when_their_unit_is_done() -> None:
-    board, woken = UpdateBoard(2), threading.Event()
+    counters = Counters()
+    board, woken = UpdateBoard(2, counters), threading.Event()
+    board.wait(0)
+    assert counters.snapshot() == {}
     board.queue([0, 1])
     waiter = threading.Thread(target=lambda: (board.wait(1), woken.set()))
     waiter.start()
@@ -48,6 +52,7 @@ def test_waiters_wake_when_their_unit_is_done() -> None:
         board.complete(unit)
     assert woken.wait(10)
     waiter.join()
+    assert counters.snapshot()["exposed.update"] > 0
 
 
 def test_an_error_reaches_everyone_from_then_on() -> None:
