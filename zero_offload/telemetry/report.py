@@ -27,7 +27,14 @@ _BLUE, _ORANGE, _GREEN = "#0072B2", "#E69F00", "#009E73"
 _RED, _SKY, _GREY = "#D55E00", "#56B4E9", "#777777"
 _TIER_COLORS = {Tier.DEVICE.value: _GREEN, Tier.CPU.value: _BLUE, Tier.NVME.value: _ORANGE}
 
-_WAIT_COLORS = (_RED, _ORANGE, _GREEN, _BLUE, _GREY)
+_WAITS = {
+    "params": ("waiting for parameters", _RED),
+    "update": ("waiting for the update", _ORANGE),
+    "activations": ("waiting for activations", _GREEN),
+    "grads": ("waiting for gradients of other ranks", _BLUE),
+    "commit": ("waiting for a commit", _GREY),
+}
+"""By cause: words, and a colour that is the same in every picture."""
 
 _SHOWN_SHARE = 0.005
 """Of a step: what never takes more is not drawn."""
@@ -195,10 +202,11 @@ def _draw_step_time(axes: Axes, run: Run) -> None:
     whole, update, commit = (
         [1000 * _mean(part, _figure(name)) for part in bins] for name in ("step_s", "update_s", "commit_s")
     )
-    waits = {words: [1000 * _mean(part, wait) for part in bins] for words, wait in _waits(run.rows).items()}
-    compute = [max(0.0, ms - sum(wait[i] for wait in waits.values())) for i, ms in enumerate(whole)]
-    labels = ["forward, backward and the rest", *waits]
-    axes.stackplot(steps, compute, *waits.values(), labels=labels, colors=[_SKY, *_WAIT_COLORS], lw=0)
+    waits = [(words, color, [1000 * _mean(part, of) for part in bins]) for words, color, of in _waits(run.rows)]
+    compute = [max(0.0, ms - sum(wait[i] for _, _, wait in waits)) for i, ms in enumerate(whole)]
+    stack = [("forward, backward and the rest", _SKY, compute), *waits]
+    labels, colors, heights = zip(*stack, strict=True)
+    axes.stackplot(steps, *heights, labels=labels, colors=colors, lw=0)
     axes.plot(steps, update, color="black", lw=1.3, label="update, whole")
     axes.plot(steps, commit, color="black", lw=1.3, ls=":", label="commit, in the background")
     # A few slow steps (the first one records the trace) may leave the picture, the others and the legend may not.
@@ -208,22 +216,15 @@ def _draw_step_time(axes: Axes, run: Run) -> None:
     axes.legend(edgecolor="none", framealpha=0.85, loc="upper right", ncols=2)
 
 
-def _waits(rows: Sequence[Row]) -> dict[str, Callable[[Row], float]]:
-    """Seconds of a step in which compute waited, by what for, in words."""
+def _waits(rows: Sequence[Row]) -> list[tuple[str, str, Callable[[Row], float]]]:
+    """What compute waited for, in words, a colour, and the seconds of a step."""
     if not all("exposed_s" in row for row in rows):
-        return {"stall: waiting for parameters": _figure("stall_s")}
-    causes = {
-        "params": "waiting for parameters",
-        "update": "waiting for the update",
-        "activations": "waiting for activations",
-        "grads": "waiting for gradients of other ranks",
-        "commit": "waiting for a commit",
-    }
-    return {
-        words: _exposed(cause)
-        for cause, words in causes.items()
+        return [("stall: waiting for parameters", _RED, _figure("stall_s"))]
+    return [
+        (words, color, _exposed(cause))
+        for cause, (words, color) in _WAITS.items()
         if any(row["exposed_s"][cause] > _SHOWN_SHARE * row["step_s"] for row in rows)
-    }
+    ]
 
 
 def _draw_traffic(axes: Axes, run: Run) -> None:
