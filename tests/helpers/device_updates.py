@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers import device_formats
 from tests.helpers.any_bits import codes, floats, halves
 from zero_offload.abi import Rule, StateFormat
+from zero_offload.kernels.device_update import UpdateTensors
 from zero_offload.kernels.master import split_master
 from zero_offload.kernels.states import encode_states, num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED, STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.update import SIGNED, STATES, Segment
 
 MODULE = "zero_offload.kernels.triton_update"
 SUMS = "zero_offload.kernels.triton_sums"
@@ -107,29 +109,17 @@ def wild(
 
 
 def update_on_host(rule: Rule, arrays: Arrays, segment: Segment, kept: Kept = WHOLE) -> None:
-    """By the native kernels, or what stands in for them; they take no address of nothing."""
-    if segment.begin == segment.end:
-        return
-    buffers = UpdateBuffers(
-        value=arrays["value"].data_ptr(),
-        residual=arrays["residual"].data_ptr() if "residual" in arrays else 0,
-        master=arrays["master"].data_ptr() if "master" in arrays else 0,
-        states=tuple(arrays[name].data_ptr() for name in STATES[rule]),
-        grad=arrays["grad"].data_ptr(),
-        value_out=0,
-        value_dtype=arrays["value"].dtype,
-        grad_dtype=arrays["grad"].dtype,
-        scales=tuple(scales.data_ptr() for scales in _scales(rule, arrays)),
-        state_format=kept.format,
-        seed=kept.seed,
-        origin=kept.origin,
-    )
-    fused_update(rule, buffers, [segment], 1)
+    device_formats.update_on_host(rule, _tensors(rule, arrays, kept), segment)
 
 
 def update_by(module: Any, rule: Rule, arrays: Arrays, segment: Segment, kept: Kept = WHOLE) -> None:
     """By `module`, which is triton_update."""
-    tensors = module.UpdateTensors(
+    with np.errstate(all="ignore"):  # an interpreter computes the masked elements of a block too
+        module.update_on_device(rule, _tensors(rule, arrays, kept), segment)
+
+
+def _tensors(rule: Rule, arrays: Arrays, kept: Kept) -> UpdateTensors:
+    return UpdateTensors(
         value=arrays["value"],
         residual=arrays.get("residual"),
         states=tuple(arrays[name] for name in STATES[rule]),
@@ -140,8 +130,6 @@ def update_by(module: Any, rule: Rule, arrays: Arrays, segment: Segment, kept: K
         seed=kept.seed,
         origin=kept.origin,
     )
-    with np.errstate(all="ignore"):  # an interpreter computes the masked elements of a block too
-        module.update_on_device(rule, tensors, segment)
 
 
 def _scales(rule: Rule, arrays: Arrays) -> tuple[Tensor, ...]:
