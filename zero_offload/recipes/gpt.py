@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_offload.errors import ConfigError
+from zero_offload.recipes.products import causal_attention, linear
 
 NUM_BYTES = 256
 _ROPE_BASE = 10_000.0
@@ -93,6 +94,13 @@ def num_parameters(config: GPTConfig) -> int:
     return sum(numel for _, numel in unit_numels(config))
 
 
+class Linear(nn.Linear):
+    """Without a bias; quick on any CPU in any dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
 class Attention(nn.Module):
     """Causal self-attention with rotary positions."""
 
@@ -106,7 +114,7 @@ class Attention(nn.Module):
         batch, seq, width = x.shape
         qkv = self.qkv(x).view(batch, seq, 3, self.num_heads, width // self.num_heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)  # each (batch, heads, seq, head width)
-        mixed = F.scaled_dot_product_attention(_rotate(query, rotation), _rotate(key, rotation), value, is_causal=True)
+        mixed = causal_attention(_rotate(query, rotation), _rotate(key, rotation), value)
         out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
         return out
 
@@ -175,10 +183,10 @@ def generate(model: GPT, prompt: bytes, num_bytes: int, temperature: float = 0.8
     return bytes(text)
 
 
-def _linear(num_in: int, num_out: int) -> nn.Linear:
+def _linear(num_in: int, num_out: int) -> Linear:
     # The weights are drawn once, in `_draw_weights`; the library's own draw would double the start-up time.
-    linear: nn.Linear = nn.utils.skip_init(nn.Linear, num_in, num_out, bias=False)
-    return linear
+    made: Linear = nn.utils.skip_init(Linear, num_in, num_out, bias=False)
+    return made
 
 
 def _draw_weights(model: GPT, seed: int) -> None:
