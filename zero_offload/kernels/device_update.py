@@ -20,6 +20,7 @@ from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.dtypes import FLOATS, kind_of
 from zero_offload.kernels.fallback import rules
+from zero_offload.kernels.fallback.checks import check_apart
 from zero_offload.kernels.states import num_scales, state_dtype
 from zero_offload.kernels.update import SEGMENT_DTYPE, SIGNED, STATES, Segment, segment_array
 
@@ -86,6 +87,7 @@ def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
             f"an update that begins at {segment.begin} of elements from {tensors.origin} on; both are 0 or more, and "
             f"beside compact states multiples of {STATE_BLOCK}"
         )
+    spans = []
     for name, tensor, count, dtypes in _expected(rule, tensors):
         there = tensor.device == device and tensor.numel() == count and tensor.is_contiguous()
         if not there or tensor.dtype not in dtypes:
@@ -95,6 +97,9 @@ def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
                 f"{name}: an update takes {wanted}, got {got}; move a model before the first step of its optimizer, or "
                 "load the optimizer's state dict after it has moved"
             )
+        spans.append((name, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    if device.type != "meta":  # which has no addresses
+        check_apart("an update", spans)
 
 
 def _expected(rule: Rule, tensors: UpdateTensors) -> Iterator[tuple[str, Tensor, int, tuple[torch.dtype, ...]]]:

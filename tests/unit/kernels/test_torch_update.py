@@ -160,7 +160,19 @@ WRONG_TENSORS: dict[str, Change] = {
     "scales of another size": lambda t: {"scales": tuple(scale[1:] for scale in t.scales)},
     "another format": lambda t: {"state_format": StateFormat.BF16},
     "an origin inside of a block": lambda t: {"origin": 128},
+    "the value as its own gradient": lambda t: {"grad": t.value},
+    "one memory for both scales": lambda t: {"scales": (t.scales[0], t.scales[0])},
+    "a state that begins in another": lambda t: {"states": _shifted(t.states)},
 }
+
+
+def _shifted(states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Both in one piece of memory, in which the last element of one is the first of the other."""
+    first, second = states
+    memory = torch.cat([first, torch.zeros(999, dtype=first.dtype)])
+    return memory[:1000], memory[999:].view(second.dtype)
+
+
 WRONG_SEGMENTS: dict[str, dict[str, Any]] = {
     "begins inside of a block": {"begin": 128},
     "begins before": {"begin": -STATE_BLOCK},

@@ -93,7 +93,7 @@ def check_update(args: UpdateArgs, segments: Any) -> None:
     spans = [(name, address + size * begin, address + size * end) for name, address, size in buffers if address]
     for name, address in scales.items():
         spans.append((name, address + 4 * (begin // STATE_BLOCK), address + 4 * -(-end // STATE_BLOCK)))
-    _check_apart(call, spans)
+    check_apart(call, spans)
 
 
 def _check_pointers(call: str, needed: dict[str, int]) -> None:
@@ -119,7 +119,7 @@ def _check_segments(call: str, segments: Any, is_compact: bool) -> None:
         previous_end = end
 
 
-def _check_apart(call: str, spans: list[tuple[str, int, int]]) -> None:
+def check_apart(call: str, spans: list[tuple[str, int, int]]) -> None:
     """No element of one buffer may lie in another: the pass would read what it has just written.
 
     A span is a name and the addresses of the first byte and of that behind the last.
