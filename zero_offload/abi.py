@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 8
+VERSION = 9
 
 
 class Isa(IntEnum):
@@ -194,6 +194,8 @@ class IoResultStruct(C.Structure):
         ("actual_crc", C.c_uint32),
         ("reserved", C.c_uint32),
         ("bytes_done", C.c_uint64),
+        ("begin_ns", C.c_int64),
+        ("end_ns", C.c_int64),
     ]
 
 

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 8
+#define ZO_ABI_VERSION 9
 
 enum zo_status {
     ZO_OK = 0,
@@ -273,7 +273,8 @@ typedef struct {
     uint32_t seed;
 } zo_io_block;
 
-/* `block` is the first failing block of the submission, whose crcs and errno these are. */
+/* `block` is the first failing block of the submission, whose crcs and errno these are. By CLOCK_MONOTONIC,
+ * its first block was started at `begin_ns` and the last one moved at `end_ns`; 0 where there was none. */
 typedef struct {
     uint32_t size;
     int32_t status;
@@ -284,6 +285,8 @@ typedef struct {
     uint32_t actual_crc;
     uint32_t reserved;
     uint64_t bytes_done;
+    int64_t begin_ns;
+    int64_t end_ns;
 } zo_io_result;
 
 /* Busy seconds are those during which parts of a block were under way, summed over blocks. */

@@ -16,6 +16,11 @@ constexpr uint32_t kUrgentStreak = 16;
 
 bool is_write(int op) { return op == ZO_IO_WRITE; }
 
+int64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();  // CLOCK_MONOTONIC
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
 bool fault_strikes(int kind, int op) {
     switch (kind) {
         case ZO_FAULT_READ_EIO:
@@ -284,6 +289,7 @@ void IoEngine::pop(Lane &lane, Job *job) {
     if (&queue != &lane.urgent) {
         lane.read_ahead_bytes += is_write(batch.op) ? -int64_t(block.nbytes) : int64_t(block.nbytes);
     }
+    if (batch.unstarted == batch.num_blocks) batch.result.begin_ns = now_ns();
     --batch.unstarted;
     --stats_.jobs_queued;
     if (++part.next == part.rows.size()) queue.pop_front();
@@ -309,7 +315,9 @@ void IoEngine::finish(const Job &job, const BlockOutcome &outcome) {
         }
         drop_unstarted(job.batch);
     }
-    if (batch.unfinished == 0) finished_.notify_all();
+    if (batch.unfinished > 0) return;
+    result.end_ns = now_ns();
+    finished_.notify_all();
 }
 
 void IoEngine::drop_unstarted(const std::shared_ptr<Batch> &batch) {

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tests.helpers.crashfs import CrashFS
 from zero_offload import native
 from zero_offload.errors import IntegrityError, StorageError
-from zero_offload.storage.engine import BlockTable, EngineStats, Lasting, Ticket, Urgency
+from zero_offload.storage.engine import BlockTable, EngineStats, Lasting, Moved, Ticket, Urgency
 
 
 class CrashEngine:
@@ -36,11 +36,12 @@ class CrashEngine:
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._launch(blocks, address, self._write)
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
         if ticket.number in self._late:
             self._move(ticket.number, self._late.pop(ticket.number))
         if ticket.number in self._failed:
             raise self._failed.pop(ticket.number)
+        return Moved(0, 0)
 
     def done(self, ticket: Ticket) -> bool:
         return ticket.number not in self._late

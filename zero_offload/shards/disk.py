@@ -13,7 +13,7 @@ from zero_offload.storage.engine import Urgency
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.swap_file import SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
-from zero_offload.telemetry.spans import Lane, now
+from zero_offload.telemetry.spans import Lane
 from zero_offload.types import Tier
 
 ALL_ROWS = slice(None)
@@ -52,20 +52,18 @@ class DiskArrays:
         assert self._swap is not None
         nbytes = int(extent.blocks[rows]["nbytes"].sum())
         self._counters.read(Tier.NVME, nbytes)
-        begin = now() if self._counters.spans.on else 0
         transfer = self._swap.read(extent, rows, address, urgency)
-        if begin:
-            transfer.tell(partial(self._counters.spans.add, Lane.READ, extent.name, begin, nbytes))
+        if self._counters.spans.on:
+            transfer.tell(partial(self._counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))
         return transfer
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         assert self._swap is not None
         nbytes = int(extent.blocks[rows]["nbytes"].sum())
         self._counters.written(Tier.NVME, nbytes)
-        begin = now() if self._counters.spans.on else 0
         transfer = self._swap.write(extent, rows, address)
-        if begin:
-            transfer.tell(partial(self._counters.spans.add, Lane.WRITE, extent.name, begin, nbytes))
+        if self._counters.spans.on:
+            transfer.tell(partial(self._counters.spans.put, Lane.WRITE, extent.name, nbytes=nbytes))
         return transfer
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from aiofiles import os as async_os
 
 from zero_offload.errors import ConfigError
 from zero_offload.storage.checksum import crc32c
-from zero_offload.storage.engine import BlockTable, EngineSettings, EngineStats, Lasting, Ticket, Urgency
+from zero_offload.storage.engine import BlockTable, EngineSettings, EngineStats, Lasting, Moved, Ticket, Urgency
 from zero_offload.storage.failures import (
     BlockFailure,
     Cause,
@@ -63,6 +63,8 @@ class _Batch:
     future: Future[None] = field(default_factory=Future)
     failure: BlockFailure | None = None
     done_bytes: int = 0
+    begin_ns: int = 0
+    end_ns: int = 0
 
 
 @dataclass(order=True)
@@ -115,7 +117,7 @@ class AiofilesEngine:
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(_Op.WRITE, blocks, address, urgency)
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
         batch, began = self._batch(ticket), time.monotonic()
         while True:
             left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - time.monotonic()
@@ -124,12 +126,14 @@ class AiofilesEngine:
                 break
             if timeout_s is not None and time.monotonic() >= began + timeout_s:
                 raise_stuck(ticket, batch.done_bytes, timeout_s, self._paths)
+        moved = Moved(batch.begin_ns, batch.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._open[ticket.number]
         if batch.failure is not None:
             if self._defect is not None:
                 raise self._defect
             raise_failure(ticket, batch.failure, self._paths)
+        return moved
 
     def done(self, ticket: Ticket) -> bool:
         return self._batch(ticket).future.done()
@@ -204,6 +208,7 @@ class AiofilesEngine:
             batch = job.batch
             if batch.failure is None:  # a failure starts no further block
                 began = time.monotonic()
+                batch.begin_ns = batch.begin_ns or time.perf_counter_ns()
                 failure = await self._move_safely(job)
                 self._busy_s[batch.op.verb] += time.monotonic() - began
                 if failure is None:
@@ -214,6 +219,7 @@ class AiofilesEngine:
                     batch.failure = failure
             batch.left -= 1
             if batch.left == 0:
+                batch.end_ns = time.perf_counter_ns()
                 batch.future.set_result(None)
 
     async def _move_safely(self, job: _Job) -> BlockFailure | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +70,13 @@ class Ticket:
     address: int
 
 
+class Moved(NamedTuple):
+    """When the first block of a transfer was started and the last one was there, by `perf_counter_ns`."""
+
+    begin_ns: int
+    end_ns: int
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine was opened; busy seconds are summed over its threads."""
@@ -115,7 +122,7 @@ class FileEngine(Protocol):
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         """Launch the write of consecutive memory to blocks; sets their checksums before it is done."""
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
         """Return when all blocks are moved. A ticket can be waited for once, but again after a timeout
         or an interrupt.
 

@@ -19,6 +19,7 @@ from zero_offload.storage.engine import (
     EngineSettings,
     EngineStats,
     Lasting,
+    Moved,
     Ticket,
     Urgency,
 )
@@ -90,7 +91,7 @@ class NativeEngine:
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(abi.IoOp.WRITE, blocks, address, urgency)
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> None:
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
         handle, result, began = self._open_handle(), self._result(ticket), time.monotonic()
         last, moved_bytes, idle_s = began, -1, 0.0
         while result.status == abi.IoStatus.TIMEOUT:
@@ -109,6 +110,7 @@ class NativeEngine:
             elif timeout_s is None and idle_s > STALL_LIMIT_S:
                 self._give_up(handle)
                 raise_stuck(ticket, result.bytes_done, now - began, self._paths)
+        moved = Moved(result.begin_ns, result.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._in_flight[ticket.number]
         if result.status != abi.IoStatus.DONE:
@@ -121,6 +123,7 @@ class NativeEngine:
                 actual_crc=result.actual_crc,
             )
             raise_failure(ticket, failure, self._paths)
+        return moved
 
     def done(self, ticket: Ticket) -> bool:
         handle, result = self._open_handle(), self._result(ticket)

@@ -36,25 +36,24 @@ class Transfer:
         self._lock = threading.Lock()
         self._finished = ticket is None
         self._error: ZeroOffloadError | None = None
-        self._ends: list[Callable[[], None]] = []
-        """Whom to tell."""
+        self._tell: Callable[[int, int], None] | None = None
 
-    def tell(self, end: Callable[[], None]) -> None:
-        """Call `end`, which never raises, once: when somebody first sees that it is over."""
-        self._ends.append(end)
+    def tell(self, end: Callable[[int, int], None]) -> None:
+        """Call `end`, which never raises, with the times when it began and ended: once it has been waited for."""
+        self._tell = end
 
     def wait(self) -> None:
         """Return when the bytes have arrived. Raises StorageError or IntegrityError."""
         with self._lock:
             if not self._finished and self._ticket is not None:
                 try:
-                    self._engine.wait(self._ticket)
+                    moved = self._engine.wait(self._ticket)
+                    if self._tell is not None:
+                        self._tell(*moved)
                 except ZeroOffloadError as error:
                     self._error = error
                     self._on_error(error)
                 self._finished = True
-        if self._ends:
-            self._tell()
         if self._error is not None:
             raise self._error
 
@@ -62,17 +61,9 @@ class Transfer:
         """Whether `wait` would return at once."""
         # Without the lock: a signal's handler may raise between taking it and any line that would give it back.
         try:
-            is_done = self._finished or self._ticket is None or self._engine.done(self._ticket)
+            return self._finished or self._ticket is None or self._engine.done(self._ticket)
         except ConfigError:
             return True  # someone has just waited for it
-        if is_done and self._ends:
-            self._tell()
-        return is_done
-
-    def _tell(self) -> None:
-        while self._ends:
-            with contextlib.suppress(IndexError):  # another thread is telling
-                self._ends.pop()()
 
 
 class SwapFile:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,6 +134,17 @@ def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) 
     stats = engine.stats()
     assert (stats.bytes_read, stats.bytes_written, stats.jobs_queued) == (7 * BLOCK, 7 * BLOCK, 0)
     assert stats.busy_read_s > 0 and stats.busy_write_s > 0
+
+
+def test_a_wait_that_comes_late_says_when_the_bytes_moved(engine: FileEngine, file: File) -> None:
+    memory, before_ns = Memory(4 * BLOCK).fill(0), time.perf_counter_ns()
+    ticket = engine.write(file.table(4), memory.address)
+    while not engine.done(ticket):
+        time.sleep(0.001)
+    seen_ns = time.perf_counter_ns()
+    time.sleep(0.01)
+    moved = engine.wait(ticket)
+    assert before_ns < moved.begin_ns < moved.end_ns < seen_ns
 
 
 def test_memory_that_lasts_gives_the_same_bytes(engine: FileEngine, file: File) -> None:
