@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from zero_offload.telemetry.spans import SPANS_MAX, Lane, Spans, now
 from zero_offload.types import format_bytes
 
 _REGISTER_PORTABLE = 1
@@ -84,6 +86,12 @@ class Device(Protocol):
     def free_bytes(self) -> int | None:
         """Free memory of its own; None where it has none."""
 
+    def record_to(self, spans: Spans) -> None:
+        """Time copies while these are on."""
+
+    def tell_copies(self) -> None:
+        """Put those that are over among the spans; called before these end."""
+
 
 class HostDevice:
     """The CPU as compute device: nothing to copy, nothing to pin."""
@@ -107,6 +115,10 @@ class HostDevice:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def record_to(self, spans: Spans) -> None: ...
+
+    def tell_copies(self) -> None: ...
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
@@ -139,6 +151,15 @@ class _CudaEvent:
             return bool(self._event.query())
 
 
+class _Copy(NamedTuple):
+    """One that is timed."""
+
+    lane: Lane
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+    nbytes: int
+
+
 class CudaDevice:
     """One GPU. Both lanes live as long as the process: a stream per step would grow the allocator's pools."""
 
@@ -151,34 +172,36 @@ class CudaDevice:
         self._downloads = torch.cuda.Stream()
         self._pinned: set[int] = set()
         self._pins_all = True
+        self._spans = Spans()
+        self._timed: deque[_Copy] = deque(maxlen=SPANS_MAX)
         self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
-        return Handoff(target, self._copy(self._uploads, target, source, after))
+        return Handoff(target, self._copy(Lane.UPLOAD, target, source, after))
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
-        event = self._copy(self._downloads, target, source, after)
+        event = self._copy(Lane.DOWNLOAD, target, source, after)
         # The allocator may reuse the source's memory only after this lane has read it.
         source.record_stream(self._downloads)
         return Handoff(target, event)
 
-    def _copy(
-        self, lane: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor, after: Event | None = None
-    ) -> Event:
+    def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
+        stream = self._uploads if lane is Lane.UPLOAD else self._downloads
         # Memory just resized was last used by kernels launched before: the copy comes after them.
         mark = self.mark() if after is None else after
         assert isinstance(mark, _CudaEvent)
-        mark.let_wait(lane)
-        with _current(self.torch_device), torch.cuda.stream(lane):
+        mark.let_wait(stream)
+        timed = self._spans.on
+        with _current(self.torch_device), torch.cuda.stream(stream):
+            begin = _recorded(stream, timed=True) if timed else None
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(lane)
-        return _CudaEvent(event, self.torch_device)
+            end = _recorded(stream, timed=timed)
+        if begin is not None:
+            self._timed.append(_Copy(lane, begin, end, target.nbytes))
+        return _CudaEvent(end, self.torch_device)
 
     def mark(self) -> Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return _CudaEvent(event, self.torch_device)
+        return _CudaEvent(_recorded(torch.cuda.current_stream(self.torch_device)), self.torch_device)
 
     def pin(self, address: int, nbytes: int) -> None:
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
@@ -208,6 +231,32 @@ class CudaDevice:
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info()[0]
+
+    def record_to(self, spans: Spans) -> None:
+        self._spans = spans
+
+    def tell_copies(self) -> None:
+        with _current(self.torch_device):
+            # The GPU's clock is not the host's: one moment that both know stands for all.
+            anchor = _recorded(torch.cuda.current_stream(self.torch_device), timed=True)
+            anchor.synchronize()
+            anchor_ns = now()
+            while self._timed:
+                copy = self._timed.popleft()
+                if copy.end.query():
+                    begin_ns, end_ns = (anchor_ns - _ns_between(event, anchor) for event in (copy.begin, copy.end))
+                    self._spans.put(copy.lane, copy.lane.value, begin_ns, end_ns, copy.nbytes)
+
+
+def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
+    """When a stream has done what was launched on it."""
+    event = torch.cuda.Event(enable_timing=timed)
+    event.record(stream)
+    return event
+
+
+def _ns_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return int(begin.elapsed_time(end) * 1e6)
 
 
 def _numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:

@@ -200,6 +200,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     move_in(model, units, store, device, values_of, build.undo)
     store.staging.drop()
     collectives.counters = store.counters
+    device.record_to(store.counters.spans)
     board = UpdateBoard(len(units), store.counters)
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.

@@ -16,6 +16,7 @@ import zero_offload as zo
 from zero_offload.api import runtime_of
 from zero_offload.kernels import device_grads
 from zero_offload.kernels.grads import sum_of_squares
+from zero_offload.telemetry.spans import Lane
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -235,3 +236,17 @@ def test_registered_memory_copies_asynchronously() -> None:
     uploaded = device.upload(target, host)
     device.download(back, uploaded.take()).take_on_host()
     assert torch.equal(host, back)
+
+
+def test_a_trace_has_copies_with_their_times(tmp_path: Path) -> None:
+    model = zo.offload(build(), zo.OffloadConfig())
+    with zo.profile(model, tmp_path / "trace.json") as recorded:
+        model(batches()[0]).float().sum().backward()
+        torch.cuda.synchronize()
+    zo.close(model)
+    (forward,) = [span for span in recorded.spans() if span.lane is Lane.FORWARD and span.name == "forward"]
+    for lane in (Lane.UPLOAD, Lane.DOWNLOAD):
+        copies = [span for span in recorded.spans() if span.lane is lane]
+        assert copies and all(span.nbytes > 0 and span.begin_ns < span.end_ns for span in copies)
+        # Both clocks agree within a millisecond.
+        assert all(span.begin_ns > forward.begin_ns - 10**6 for span in copies)

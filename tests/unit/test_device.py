@@ -13,6 +13,7 @@ import torch
 from zero_offload import device
 from zero_offload.device import CudaDevice, _numa_node
 from zero_offload.memory.arena import Arena
+from zero_offload.telemetry.spans import Lane, Spans
 
 GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
 
@@ -103,7 +104,7 @@ class _Cuda(threading.local):
     def Stream(self) -> _Stream:
         return _Stream(self, self.at)
 
-    def Event(self) -> Any:
+    def Event(self, enable_timing: bool) -> Any:
         def query() -> bool:
             self.note("query")
             return True
@@ -176,3 +177,45 @@ def test_memory_goes_where_there_is_no_cuda_any_more(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(cuda, "device", refuse)
     gpu.unpin(1 << 20)
     assert not gpu._pinned
+
+
+class _Clock:
+    """Events of a GPU whose copies take 3 ms each, and whose clock is 5 s ahead of the host's."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+
+    def copy(self) -> None:
+        self.ms += 3
+
+    def event(self, enable_timing: bool) -> Any:
+        made = SimpleNamespace(timed=enable_timing, ms=0.0, query=lambda: made.ms <= self.ms, synchronize=lambda: None)
+        made.record = lambda stream: setattr(made, "ms", self.ms)
+        made.elapsed_time = lambda other: other.ms - made.ms if made.timed and other.timed else 1 / 0
+        return made
+
+
+def test_copies_are_timed_on_the_gpu_while_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, clock, spans = _Cuda(), _Clock(), Spans()
+    monkeypatch.setattr(cuda, "Event", clock.event)
+    monkeypatch.setattr(device.torch, "cuda", cuda)
+    monkeypatch.setattr(device, "now", lambda: 5 * 10**9)
+    monkeypatch.setattr(_OnDevice, "copy_", lambda *_, **__: clock.copy(), raising=False)
+    gpu = CudaDevice()
+    gpu.record_to(spans)
+    tensor = torch.zeros(4).as_subclass(_OnDevice)
+    gpu.upload(tensor, tensor)
+    spans.begin()
+    spans.begin_ns = 0
+    gpu.upload(tensor, tensor)
+    gpu.download(tensor, tensor)
+    unfinished = gpu.upload(tensor, tensor)
+    monkeypatch.setattr(unfinished.ready._event, "query", lambda: False)
+    clock.ms += 1
+    gpu.tell_copies()
+    spans.end()
+    gpu.tell_copies()
+    # The third upload ended 1 ms before the clocks were read, the download 4.
+    told = [(span.lane, (5 * 10**9 - span.begin_ns) / 1e6, (5 * 10**9 - span.end_ns) / 1e6) for span in spans.taken()]
+    assert told == [(Lane.UPLOAD, 10, 7), (Lane.DOWNLOAD, 7, 4)]
+    assert {span.nbytes for span in spans.taken()} == {16}

@@ -64,8 +64,7 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[str]:
         yield from ("", f"{'steps {first} to {last}, traced'.format(**traced):<34}{'s per step':>12}{'share':>8}")
         for name in ("forward", "backward", "waited", "other", "step"):
             yield _time(name, traced[f"{name}_s"], traced["step_s"])
-        # The end of a transfer is known when somebody looks.
-        for name, words in (("update", "the update's time,"), ("transfer", "the time of transfers, at most")):
+        for name, words in (("update", "the update's time,"), ("transfer", "the time of transfers,")):
             seconds, overlap = traced[f"{name}_s"], traced[f"{name}_overlap"]
             yield f"of {words} {seconds:.4g} s per step, {overlap:.1%} lay beside compute"
     yield from ("", f"{'bytes per step':<34}{'read':>12}{'written':>12}")

@@ -28,7 +28,7 @@ class StepTime:
     update_overlap: float | None
     """The share of the update's seconds in which forward or backward computed; None without an update."""
     transfer_s: float
-    """Seconds in which something was on its way from or to a drive or another rank, as far as anybody looked."""
+    """Seconds in which something was on its way from or to a drive, another rank or a GPU."""
     transfer_overlap: float | None
 
 

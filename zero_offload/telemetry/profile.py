@@ -151,6 +151,7 @@ def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profil
     try:
         yield recorded
     finally:
+        owner.parts.device.tell_copies()
         spans.end()
         recorded.keep()
         if path is not None:

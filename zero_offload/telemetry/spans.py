@@ -31,11 +31,13 @@ class Lane(StrEnum):
     COMMIT = "commit"
     GATHER = "gather"  # this and all that follow: launched to over; several at a time
     REDUCE = "reduce"
+    UPLOAD = "upload"  # timed on the GPU
+    DOWNLOAD = "download"
     READ = "drive read"
     WRITE = "drive write"
 
 
-TRANSFERS = (Lane.GATHER, Lane.REDUCE, Lane.READ, Lane.WRITE)
+TRANSFERS = (Lane.GATHER, Lane.REDUCE, Lane.UPLOAD, Lane.DOWNLOAD, Lane.READ, Lane.WRITE)
 
 
 class Cause(StrEnum):
