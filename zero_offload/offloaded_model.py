@@ -92,7 +92,7 @@ class OffloadedModel:
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
         self._closed = False
-        self._stats = StatsKeeper(parts.store.counters)
+        self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
         self._pipeline = UpdatePipeline(parts.store, parts.board)
         self._device_pass = DevicePass(parts.store, parts.board, parts.device)

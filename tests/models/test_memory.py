@@ -115,6 +115,8 @@ class Taken:
     files_bytes: int
     ranges: int
     """Address ranges that the package has taken so far."""
+    num_mappings: int
+    """Those of them that the model's statistics tell of."""
     mappings: int
     rss_bytes: int
 
@@ -132,6 +134,7 @@ def taken(model: nn.Module, ranges: list[int]) -> Taken:
         arena_bytes=resident["cpu"],
         files_bytes=resident["nvme"],
         ranges=len(ranges),
+        num_mappings=zo.stats(model).num_mappings,
         mappings=len(Path("/proc/self/maps").read_text().splitlines()),
         rss_bytes=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
     )
@@ -179,6 +182,7 @@ def test_nothing_grows_with_steps(where: str, precision: str, nvme: Path, ranges
         steps_with_eval(model, optimizer, range(WARM, STEPS))
         after = taken(model, ranges)
     assert (after.ranges, after.arena_bytes) == (after_two.ranges, after_two.arena_bytes)
+    assert after.num_mappings == after_two.num_mappings == after.ranges
     assert after.files_bytes == before.files_bytes
     assert after.objects - before.objects == Counter()
     assert (after.descriptors, after.threads) == (before.descriptors, before.threads)
@@ -216,7 +220,8 @@ def test_memory_is_registered_once(monkeypatch: pytest.MonkeyPatch, nvme: Path) 
     model = zo.offload(build(TinyLM), placed("bf16", ("nvme", "cpu", "nvme"), nvme, "8MiB"))
     optimizer = zo.AdamW(param_groups(model))
     steps_with_eval(model, optimizer, range(2))
-    before = list(registered)
+    before, counted = list(registered), zo.stats(model).num_registrations
     steps_with_eval(model, optimizer, range(2, WARM))
     assert registered == before != []
+    assert zo.stats(model).num_registrations == counted == len(before)
     zo.close(model)

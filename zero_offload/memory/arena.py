@@ -70,6 +70,10 @@ class Arena:
         self._num_frames = 0
         self.allocated_bytes = 0
         """Bytes in regions that are still viewed, rounded up to frames."""
+        self.num_mappings = 0
+        """Ranges of addresses asked of the system so far, reserved ones included. Frames that move ask for none."""
+        self.num_registrations = 0
+        """Those of them that the pinner was given. Both stand still once training has settled."""
 
     def allocate(self, nbytes: int) -> Region:
         """Take memory for good: zero-filled, aligned to 2 MiB."""
@@ -78,7 +82,18 @@ class Arena:
         weakref.finalize(region.owner, self._forget, region.address, num_frames(nbytes) * FRAME).atexit = False
         if self._pinner is not None:
             self._pinner.pin(region.address, num_frames(nbytes) * FRAME)
+            self.num_registrations += 1
         return region
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Mappings and registrations so far, for `zo.stats`."""
+        return self.num_mappings, self.num_registrations
+
+    def reserve(self, nbytes: int) -> Region:
+        """Addresses without memory, aligned to 2 MiB."""
+        self.num_mappings += 1
+        return _region(pages.reserve(nbytes), nbytes)
 
     def array(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """(numel,) zeros on the host, in memory of their own."""
@@ -125,6 +140,7 @@ class Arena:
         self._free.extend(frames)
 
     def _place(self, address: int, nbytes: int) -> Region:
+        self.num_mappings += 1
         if self._pinner is None and len(nodes := pages.nodes_of_threads()) > 1:
             pages.spread_over_nodes(address, nbytes, nodes)
         elif self._pinner is not None and self._pinner.numa_node is not None:
@@ -147,7 +163,7 @@ class MovableBuffer:
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self._arena = arena
-        self.region = _region(pages.reserve(nbytes), nbytes)
+        self.region = arena.reserve(nbytes)
         self._frames: list[int] | None = None
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from zero_offload.telemetry.events import Counters
@@ -39,6 +40,10 @@ class Stats:
     """Steps not applied because a gradient was NaN or infinite, in all."""
     resident_bytes: dict[str, int]
     """Bytes that rest on each tier now, buffers included."""
+    num_mappings: int
+    """Ranges of host memory asked of the system, in all; these and the next stand still once training has settled."""
+    num_registrations: int
+    """Those of them that were registered with a GPU, in all."""
     peak_rss_bytes: int
     """The process's largest resident set so far."""
     exposed_s: dict[str, float]
@@ -59,8 +64,10 @@ def update_overlap(update_s: float, exposed_s: float) -> float | None:
 class StatsKeeper:
     """Cuts the counters into steps."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, taken: Callable[[], tuple[int, int]]) -> None:
+        """`taken` tells how many ranges of host memory were taken, and how many of them registered, so far."""
         self._counters = counters
+        self._taken = taken
         self._start = time.perf_counter()
         self._before: dict[str, float] = {}
         self._delta: dict[str, float] = {}
@@ -76,7 +83,7 @@ class StatsKeeper:
         return self._delta
 
     def stats(self, step: int, skipped_steps: int, resident_bytes: dict[str, int]) -> Stats:
-        delta = self._delta
+        delta, (num_mappings, num_registrations) = self._delta, self._taken()
         return Stats(
             step=step,
             step_s=delta.get("step_s", 0.0),
@@ -91,6 +98,8 @@ class StatsKeeper:
             num_departures=int(delta.get("departures", 0)),
             skipped_steps=skipped_steps,
             resident_bytes=resident_bytes,
+            num_mappings=num_mappings,
+            num_registrations=num_registrations,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             exposed_s={cause.value: delta.get(f"exposed.{cause.value}", 0.0) for cause in Cause},
         )

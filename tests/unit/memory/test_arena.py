@@ -93,3 +93,25 @@ def test_a_pinner_sees_every_region_before_its_pages_go() -> None:
     del region
     gc.collect()
     assert log.pinned == {}
+
+
+def test_ranges_are_counted_and_moves_are_not() -> None:
+    class Pinner:
+        numa_node = None
+
+        def pin(self, address: int, nbytes: int) -> None: ...
+
+        def unpin(self, address: int) -> None: ...
+
+    arena = Arena(2, pinner=Pinner())
+    assert arena.taken == (0, 0)
+    held = arena.allocate(1)
+    buffer = MovableBuffer(arena, FRAME)
+    assert arena.taken == (2, 1)
+    for _ in range(3):
+        assert buffer.attach()
+        buffer.detach()
+    assert arena.taken == (3, 1), "the first attach took a frame"
+    del held
+    gc.collect()
+    assert arena.taken == (3, 1), "what went back was taken all the same"
