@@ -10,7 +10,9 @@ A region is returned to the system when the last tensor that views it dies.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -38,11 +40,36 @@ class Region:
         return Region(self.address + begin, nbytes, (ctypes.c_char * nbytes).from_buffer(self.owner, begin))
 
 
+class _Viewed:
+    """Regions that somebody views still.
+
+    None of them tells Python when it goes: what a signal's handler raises in a finalizer is dropped, and a Ctrl-C with
+    it. The dead are forgotten when the next one comes.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._regions: dict[int, tuple[weakref.ref[object], int]] = {}
+
+    def add(self, owner: object, nbytes: int, end: Callable[[object], object] | None = None) -> None:
+        """`end`, which must not be Python's, is called when the last view is gone."""
+        for number in [number for number, (life, _) in self._regions.copy().items() if life() is None]:
+            self._regions.pop(number, None)
+        self._regions[next(self._numbers)] = weakref.ref(owner, end), nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for life, nbytes in self._regions.copy().values() if life() is not None)
+
+
+_mapped = _Viewed()
+
+
 def _region(address: int, nbytes: int) -> Region:
     size = num_frames(nbytes) * FRAME
     owner = (ctypes.c_char * size).from_address(address)
-    # Tensors hold `owner` through the buffer protocol, so this runs after the last of them is gone.
-    weakref.finalize(owner, pages.release, address, size).atexit = False
+    # Tensors hold `owner` through the buffer protocol, so its end comes after the last of them is gone.
+    _mapped.add(owner, size, pages.releaser(address, size))
     return Region(address, nbytes, owner)
 
 
@@ -68,8 +95,7 @@ class Arena:
         self._blocks: list[Region] = []
         self._free: list[int] = []
         self._num_frames = 0
-        self.allocated_bytes = 0
-        """Bytes in regions that are still viewed, rounded up to frames."""
+        self._allocated = _Viewed()
         self.num_mappings = 0
         """Ranges of addresses asked of the system so far, reserved ones included. Frames that move ask for none."""
         self.num_registrations = 0
@@ -78,9 +104,10 @@ class Arena:
     def allocate(self, nbytes: int) -> Region:
         """Take memory for good: zero-filled, aligned to 2 MiB."""
         region = self._place(pages.allocate(nbytes), nbytes)
-        self.allocated_bytes += num_frames(nbytes) * FRAME
-        weakref.finalize(region.owner, self._forget, region.address, num_frames(nbytes) * FRAME).atexit = False
+        self._allocated.add(region.owner, num_frames(nbytes) * FRAME)
         if self._pinner is not None:
+            # Runs before the pages go: what was hung on an object last runs first.
+            weakref.finalize(region.owner, self._pinner.unpin, region.address).atexit = False
             self._pinner.pin(region.address, num_frames(nbytes) * FRAME)
             self.num_registrations += 1
         return region
@@ -99,11 +126,10 @@ class Arena:
         """(numel,) zeros on the host, in memory of their own."""
         return self.allocate(numel * dtype.itemsize).tensor(dtype, numel)
 
-    def _forget(self, address: int, nbytes: int) -> None:
-        # Runs before the pages go: finalizers run in the reverse order of their making.
-        if self._pinner is not None:
-            self._pinner.unpin(address)
-        self.allocated_bytes -= nbytes
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes in regions that are still viewed, rounded up to frames."""
+        return self._allocated.nbytes
 
     @property
     def free_frames(self) -> int:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from zero_offload.errors import CapacityError
@@ -36,6 +36,8 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_munmap_and_more = ctypes.CDLL(None)["munmap"]
+_munmap_and_more.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.py_object]  # the last is not looked at
 _libc.mremap.restype = ctypes.c_void_p
 _libc.mremap.argtypes = [
     ctypes.c_void_p,
@@ -130,6 +132,14 @@ def _listed(text: str) -> Iterator[int]:
 def release(address: int, nbytes: int) -> None:
     """Give a whole range from `reserve` or `allocate` back to the system."""
     _check(_libc.munmap(address, num_frames(nbytes) * FRAME), "munmap", nbytes)
+
+
+def releaser(address: int, nbytes: int) -> Callable[[object], object]:
+    """`release` as the callback of a weak reference, in C from end to end.
+
+    It takes milliseconds, and Python drops what a signal's handler raises in a finalizer: a Ctrl-C would be lost.
+    """
+    return functools.partial(_munmap_and_more, address, num_frames(nbytes) * FRAME)
 
 
 def protect(address: int, nbytes: int) -> None:

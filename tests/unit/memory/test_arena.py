@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gc
+import signal
+import sys
+import time
 
 import pytest
 import torch
@@ -115,3 +118,30 @@ def test_ranges_are_counted_and_moves_are_not() -> None:
     del held
     gc.collect()
     assert arena.taken == (3, 1), "what went back was taken all the same"
+
+
+class Strike(BaseException):
+    """As KeyboardInterrupt."""
+
+
+def test_a_signal_that_strikes_while_memory_goes_back_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Giving back 128 MiB takes milliseconds, and Python drops what is raised in its own finalizers."""
+
+    def strike(*_: object) -> None:
+        raise Strike
+
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", dropped.append)
+    arena = Arena(0)
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        for _ in range(10):
+            array = arena.array(torch.uint8, 128 << 20).fill_(1)
+            with pytest.raises(Strike):
+                signal.setitimer(signal.ITIMER_REAL, 0.001)
+                del array
+                time.sleep(5)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert arena.allocated_bytes == 0 and not dropped
