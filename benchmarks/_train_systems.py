@@ -245,12 +245,18 @@ def deepspeed_config(case: Case, optimizer_tier: str) -> dict[str, Any]:
     }
 
 
-def build_deepspeed(case: Case, optimizer_tier: str) -> System:
+def join_alone() -> None:
+    """What a launcher would tell the only rank there is."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def build_deepspeed(case: Case, optimizer_tier: str) -> System:
+    join_alone()
+    os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="gloo")
