@@ -70,7 +70,7 @@ def _tests(seconds: float, report: Report) -> Row:
         )
         output, status = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        output, status = (error.stdout or b"").decode(), -1
+        output, status = str(error.stdout or "its time was up"), -1
     summary = output.strip().splitlines()[-1:]
     report("tests/gpu", {"exit code": status, "summary": summary, "output": output[-4000:]})
     print(*summary, flush=True)

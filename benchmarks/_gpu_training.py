@@ -8,9 +8,10 @@ section that is ended keeps what it had.
 from __future__ import annotations
 
 import gc
+import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ SMALL_TOKENS, SMALL_SEQ = (32, 64), 32
 RESIDENT_SHARE, RESIDENT_BYTES = 0.35, 8
 """Of the GPU's memory for layers without offload; per parameter: weight, gradient and two moments, 16 bits each."""
 WARM_UP_STEPS, TIMED_STEPS, SLOW_STEP_S = 2, 3, 12.0
+STATE_BYTES = {"fp32": 12.0, "compact": 5.03}
+"""Per parameter, its value included."""
+DISK_SHARE = 0.9
+"""Of what is free; the rest is for rates."""
+CONTEXT_BYTES = GIB
+"""What a driver takes of a card, at most."""
 MARGIN_S = 20.0
 """A section stops to measure so long before it is ended."""
 REACH, REACH_MEETS = 1.05, 1.05
@@ -101,10 +108,10 @@ class Limits:
 
 
 def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Report) -> Iterator[Row]:
-    shape = SHAPES["tiny" if machine.rehearses else job.shape]
+    shape = _that_fits(job, SHAPES["tiny" if machine.rehearses else job.shape], directory)
     tokens, seq = (SMALL_TOKENS, SMALL_SEQ) if machine.rehearses else (TOKENS, SEQ)
     if job.device_limit is not None:
-        machine.cap(job.device_limit)
+        machine.cap(job.device_limit - CONTEXT_BYTES)
     disk = rates_of_disk(machine, directory) if job.on_disk else None
     limits = _limits(job, machine, shape, disk)
     report("rates", {"disk": disk and disk._asdict(), **asdict(limits)})
@@ -116,19 +123,19 @@ def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Rep
     measured: list[dict[str, Any]] = []
     ordered = [num for num in (tokens[0], *reversed(tokens[1:])) if num in limits.step_s]
     step = stepper(model, optimizer)
-    for _ in range(WARM_UP_STEPS):
-        step(batch_of(shape, seq, seq, machine.device))
-    guess_s = 1.5 * max(limits.fixed_s, *limits.step_s.values())
+    guess_s = _warm_up(step, machine, batch_of(shape, seq, seq, machine.device))
+    report("warm-up", {"step_s": guess_s})
     for num_tokens in ordered:
-        if not clock.allows(2 * guess_s):
+        num_steps = TIMED_STEPS if guess_s < SLOW_STEP_S else 1
+        if not clock.allows((num_steps + 1) * max(guess_s, limits.step_s[num_tokens])):
             report(f"{num_tokens} tokens", {"skipped": "no time is left"})
             continue
         try:
-            step_s = time_steps(step, machine, batch_of(shape, num_tokens, seq, machine.device))
+            timed = time_steps(step, machine, batch_of(shape, num_tokens, seq, machine.device), num_steps)
         except torch.OutOfMemoryError as error:
             report(f"{num_tokens} tokens", {"error": f"out of memory: {str(error)[:200]}"})
             continue
-        found = step_s | _tell(model, machine)
+        found = timed | _tell(model, machine)
         measured.append(_judge(found, shape, seq, num_tokens, limits, disk))
         guess_s = found["step_s"]
         report(f"{num_tokens} tokens", measured[-1])
@@ -139,13 +146,23 @@ def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Rep
     zo.close(model)
 
 
+def _that_fits(job: Job, shape: Shape, directory: Path) -> Shape:
+    """With fewer layers, where the disk has too little room for all."""
+    if not job.on_disk:
+        return shape
+    slots = 1 if job.durability == "scratch" else 2
+    room = DISK_SHARE * shutil.disk_usage(directory).free / (slots * STATE_BYTES[job.states])
+    ends = shape.numel - shape.num_layers * shape.layer_numel
+    return replace(shape, num_layers=max(1, min(shape.num_layers, int((room - ends) / shape.layer_numel))))
+
+
 def _limits(job: Job, machine: Machine, shape: Shape, disk: Rates | None) -> Limits:
     """Parameters come up for forward and for backward, gradients go down; 2 bytes each."""
     links, update_s = link_rates(machine), update_s_per_parameter(machine, job.states)
     limits = Limits(2 * 2 * shape.numel / links.up, 2 * shape.numel / links.down, update_s * shape.numel)
     if disk is not None:
         # An estimate, until a step's bytes are counted.
-        state_bytes = (12 if job.states == "fp32" else 5) * shape.numel
+        state_bytes = STATE_BYTES[job.states] * shape.numel
         limits.disk_s = disk.seconds(state_bytes + 2 * 2 * shape.numel, state_bytes)
     return limits
 
@@ -243,20 +260,33 @@ def stepper(model: Llama, optimizer: zo.AdamW) -> Step:
     return step
 
 
-def time_steps(step: Step, machine: Machine, batch: Batch) -> dict[str, float]:
-    """Steps behind each other: each pays for the update of the one before."""
+def _warm_up(step: Step, machine: Machine, batch: Batch) -> float:
+    """The first step records the trace, the next ones fill pools; returns the seconds of the last."""
+    for _ in range(WARM_UP_STEPS):
+        began = time.perf_counter()
+        step(batch)
+        machine.wait()
+        step_s = time.perf_counter() - began
+        if step_s > SLOW_STEP_S:
+            break
+    return step_s
+
+
+def time_steps(step: Step, machine: Machine, batch: Batch, num_steps: int = TIMED_STEPS) -> dict[str, float]:
+    """Steps behind each other: each pays for the update of the one before.
+
+    One more than is timed goes before them, for the allocators; not where only one is, since it is slow.
+    """
     machine.forget()
-    began = time.perf_counter()
-    step(batch)
-    machine.wait()
-    first_s = time.perf_counter() - began
-    num_steps = TIMED_STEPS if first_s < SLOW_STEP_S else 1
+    if num_steps > 1:
+        step(batch)
+        machine.wait()
     began = time.perf_counter()
     for _ in range(num_steps):
         loss = step(batch)
     machine.wait()
     step_s = (time.perf_counter() - began) / num_steps
-    return {"step_s": step_s, "steps": num_steps, "first_step_s": first_s, "loss": loss.item()}
+    return {"step_s": step_s, "steps": num_steps, "loss": loss.item()}
 
 
 def _tell(model: Llama, machine: Machine) -> dict[str, Any]:
@@ -304,7 +334,8 @@ def _memory(job: Job, machine: Machine, shape: Shape, measured: list[dict[str, A
         return
     if job.device_limit is not None and not machine.rehearses:
         peak = max(each["device_peak_bytes"] for each in measured)
-        yield row(f"{_name(job, shape)}: GPU memory", peak / GIB, "GiB", "limit", job.device_limit / GIB, 1.0)
+        limit = job.device_limit - CONTEXT_BYTES
+        yield row(f"{_name(job, shape)}: GPU memory", peak / GIB, "GiB", "limit less 1 GiB", limit / GIB, 1.0)
     if job.host_limit is not None:
         peak = max(each["host_peak_bytes"] for each in measured)
         yield row(f"{_name(job, shape)}: host memory", peak / GIB, "GiB", "limit", job.host_limit / GIB, 1.0)

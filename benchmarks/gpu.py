@@ -14,12 +14,13 @@ is written after each. The sections come in groups of less than nine minutes: a 
 
 A training section has tokens/s and TFLOP/s (each multiplication of the model counted once, those of recompute not) at
 4k to 32k tokens a step, in sequences of 4k. The bar: a step is <= 1.05x the largest of the same step with no offload (a
-few layers in the GPU's memory, passed through as often as the model has layers, with their share of the update), what
-PCIe takes for the parameters twice and the gradients once, the host's update, and the disk's bytes, all at rates of
-the same process. It prints the tokens per step from which on offloading costs nothing, measured and by those rates.
+few layers in the GPU's memory, passed through as often as the model has layers, and the update of all by torch's fused
+AdamW with states in bf16), what PCIe takes for the parameters twice and the gradients once, the host's update, and the
+disk's bytes, all at rates of the same process. It prints the tokens per step from which on offloading costs nothing,
+measured and by those rates.
 
---quick runs correctness' comparisons with small models and the rates only; --rehearse runs everything on the CPU with
-tiny sizes. Wants 128 GiB of memory and 60 GB of disk. Ends with 3 where there is no GPU, or no DeepSpeed.
+--quick takes the rates only; --rehearse runs everything on the CPU with tiny sizes. Wants 128 GiB of memory and 64 GiB
+of disk: where less is free, models on disk have fewer layers. Ends with 3 where there is no GPU, or no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from _gpu_training import JOBS, Clock, Report, train
 from _rows import Row, missing, row, show
 from _train_systems import INSTALL
 
-REHEARSAL_LIMIT_S = 120.0
+REHEARSAL_LIMIT_S = 120
 
 
 @dataclass(frozen=True)
 class Section:
     group: int
-    limit_s: float
+    limit_s: int
 
 
 SECTIONS = {
@@ -62,7 +63,10 @@ SECTIONS = {
     "8b-disk": Section(3, 330),
     "deepspeed": Section(3, 200),
 }
-QUICK = ("bandwidth",)
+
+
+def limit_of(name: str, machine: Machine) -> float:
+    return machine.size(SECTIONS[name].limit_s, REHEARSAL_LIMIT_S)
 
 
 def run_section(name: str, machine: Machine, directory: Path, limit_s: float, report: Report) -> Iterator[Row]:
@@ -107,7 +111,7 @@ def _short(figures: Any) -> str:
 
 def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """One section in a process of its own, ended with all that it started when its time is up."""
-    limit_s = REHEARSAL_LIMIT_S if args.rehearse else SECTIONS[name].limit_s
+    limit_s = limit_of(name, Machine(args.rehearse))
     result = directory / "result.json"
     command = [sys.executable, __file__, "--section", name, "--result", str(result), "--nvme", str(directory)]
     environment = dict(os.environ)
@@ -154,7 +158,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--section", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
-    chosen = args.only.split(",") if args.only else [*QUICK] if args.quick else [*SECTIONS]
+    chosen = args.only.split(",") if args.only else ["bandwidth"] if args.quick else [*SECTIONS]
     if unknown := set(chosen) - set(SECTIONS):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     args.sections = [name for name in chosen if args.group in (None, SECTIONS[name].group)]
@@ -171,7 +175,7 @@ def main() -> int:
     args = parse()
     machine = Machine(args.rehearse)
     if args.section:
-        serve(args.section, machine, args.nvme, SECTIONS[args.section].limit_s, args.result)
+        serve(args.section, machine, args.nvme, limit_of(args.section, machine), args.result)
         return 0
     show_plan(args.sections)
     if args.plan:
