@@ -39,7 +39,7 @@ class Machine:
 
     @property
     def device_bytes(self) -> int:
-        return 64 * MIB if self.rehearses else torch.cuda.get_device_properties(0).total_memory
+        return 3 * MIB if self.rehearses else torch.cuda.get_device_properties(0).total_memory
 
     def size(self, real: int, small: int) -> int:
         return small if self.rehearses else real

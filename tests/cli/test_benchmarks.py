@@ -71,6 +71,7 @@ def test_training_sections_measure_every_number_of_tokens(name: str, benchmark: 
         figures = found[f"{num_tokens} tokens"]
         assert figures["bound_s"] >= figures["no_offload_s"] > 0 and figures["tflops"] > 0
         assert (figures["written_bytes"]["nvme"] > 0) == (name == "2b-disk")
+    assert found["no offload"]["resident_layers"] < found["no offload"]["layers"], "passed through more than once"
     assert ("host memory" in rows[-1]["name"]) == (name == "13b-24g")
     json.dumps([found, rows])
 
@@ -125,10 +126,10 @@ def test_a_section_whose_time_is_up_is_ended_and_leaves_a_row(
 def test_without_a_gpu_it_says_so(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, result = benchmark("gpu"), tmp_path / "gpu.json"
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--group", "2", "--json", str(result)])
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--group", "3", "--json", str(result)])
     assert gpu.main() == 3
     rows = json.loads(result.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["8b-cpu", "2b-disk"]
+    assert [row["name"] for row in rows] == ["2b-disk", "8b-disk"]
     assert all(row["ok"] is None and row["theirs"] is None for row in rows)
 
 
