@@ -49,7 +49,7 @@ SIZES = {
 STATES = ("fp32", "bf16", "compact")
 MODELS, LIMIT, STEPS = "1b5:fp32,3b:compact", "4GiB", 6
 QUICK_MODELS, QUICK_LIMIT, QUICK_STEPS = "91m:fp32,91m:compact", "576MiB", 4
-STEPS_LOST_MAX, REACH_DISK = 2, 1.10
+STEPS_MIN, STEPS_LOST_MAX, REACH_DISK = 3, 2, 1.10
 KILL_AFTER = 0.2
 """Of a step, behind the loss of the one that is broken off."""
 
@@ -215,6 +215,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"no model {size}:{states}; write SIZE:STATES of {', '.join(SIZES)} and {', '.join(STATES)}")
     args.limit_bytes = parse_bytes(args.limit or (QUICK_LIMIT if args.quick else LIMIT))
     args.steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+    if args.steps < STEPS_MIN:
+        parser.error(f"--steps {args.steps} leaves none before the kill or behind it; take {STEPS_MIN} or more")
     args.seq = args.seq or (16 if args.quick else 128)
     return args
 
