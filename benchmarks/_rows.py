@@ -22,14 +22,20 @@ def missing(name: str, ours: float, unit: str, against: str, reach: float) -> Ro
     return made | {"ratio": None, "reach": reach, "ok": None}
 
 
+def ungraded(name: str, ours: float, unit: str, against: str, theirs: float, reach: float) -> Row:
+    """A comparison that was measured where its bar does not apply; `against` says why."""
+    return row(name, ours, unit, against, theirs, reach) | {"ok": None}
+
+
 def show(rows: Sequence[Row]) -> None:
     for each in rows:
-        if each["ok"] is None:
-            print(f"{each['name']:<32} {each['ours']:9.3f} {each['unit']:<4} / not measured  [{each['against']}]")
+        if each["theirs"] is None:
+            print(f"{each['name']:<46} {each['ours']:9.3f} {each['unit']:<4} / not measured  [{each['against']}]")
             continue
-        verdict = f"{each['ratio']:.2f} (reach {each['reach']:g}) {'ok' if each['ok'] else 'MISSED'}"
+        met = {True: "ok", False: "MISSED", None: "not graded"}[each["ok"]]
+        verdict = f"{each['ratio']:.2f} (reach {each['reach']:g}) {met}"
         figures = f"{each['ours']:9.3f} {each['unit']:<4} / {each['theirs']:9.3f} = {verdict}"
-        print(f"{each['name']:<32} {figures}  [{each['against']}]")
+        print(f"{each['name']:<46} {figures}  [{each['against']}]")
 
 
 def write(rows: Sequence[Row], path: Path | None) -> None:

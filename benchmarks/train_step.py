@@ -1,307 +1,310 @@
-"""One training step of a 124M GPT: plain PyTorch in RAM, ours in CPU memory, ours with everything on disk.
+"""One training step: ours against plain PyTorch in RAM, and against DeepSpeed and FSDP2 with the same placement.
 
-The systems live in processes of their own and step in turns, so that all of them see the same moods of the
-machine; disk rates are taken between the rounds, in the directory the states rest in. Medians are compared.
-Sequence 128, micro-batch 1, bf16 with fp32 master, AdamW, clipping, activations recomputed in backward.
+The systems live in processes of their own and step in turns, so that all of them see the same moods of the machine;
+rates of disk and memory are taken between the rounds, the disk's in the directory that the states rest in. Where not
+all systems fit the memory at once, each is started anew for its turn. Medians are compared. GPTs of 125M and 350M
+parameters, micro-batch 1, AdamW, clipping, activations recomputed in backward, bf16 with fp32 master. A processor
+without AVX-512 multiplies bf16 matrices by a plain loop: there use --dtype fp32.
 
-    python benchmarks/train_step.py [--quick] [--nvme DIR] [--json FILE] [--threads N]
+    python benchmarks/train_step.py [--quick] [--model 125m,350m] [--seq 128,512] [--dtype bf16|fp32] [--nvme DIR]
+                                    [--peer-python PATH] [--json FILE] [--threads N]
 
-The bars: everything on disk <= 1.5x max(plain step, bytes counted / disk rates); everything in CPU memory
-<= 1.3x plain; peak RSS, less what plain forward and backward need beside weights and gradients, <= 1.15x the
-byte table + 3 largest units + 64 MiB.
+The bars:
+* everything on disk, exact and compact: <= 1.10x max(plain step, bytes counted / disk rates);
+* everything in CPU memory: <= 1.00x plain torch with fused AdamW, <= 1/2 of DeepSpeed ZeRO-3 CPU, <= 1/1.5 of FSDP2
+  with CPU offload;
+* optimizer on disk, against DeepSpeed's: exact <= 1/2 where the disk is not the bound, compact <= 1/2.5;
+* peak RSS, less what plain forward and backward need beside weights and gradients, 3 units and 64 MiB: <= 1.05x the
+  byte table; all of it <= 0.5x DeepSpeed's;
+* after step 2 the arena grows by nothing, and no range of memory is taken or registered;
+* <= 5% of the step waits for the update: in CPU memory, and on disk where the disk is not the bound.
+
+What each system could reach with its own bytes is printed: the largest of plain compute, its disk's bytes at the disk's
+rates, and its update's bytes at the memory's.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import mmap
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from _rows import row, show, write
+import psutil
+from _disk_rates import Rates, disk_rates, median_rates, memory_rate
+from _rows import Row, missing, row, show, ungraded, write
+from _train_systems import DTYPES, INSTALL, LABELS, MODELS, OURS, PEERS, Case, serve
+from _turns import Worker
 
-from zero_offload.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss, num_parameters, unit_numels
-from zero_offload.types import GIB, MIB, format_bytes
+from zero_offload.recipes.gpt import num_parameters, unit_numels
+from zero_offload.types import GIB, MIB
 
-MODEL = GPTConfig(num_layers=12, width=768, num_heads=12, vocab_size=50257, seq_max=128, recompute=Recompute.BLOCK)
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-CLIP = 1.0
 WARM_UP_STEPS = 3  # the first records the trace, the next ones fill pools
-REACH_NVME, REACH_CPU, REACH_RSS = 1.5, 1.3, 1.15
-PROBE_BYTES, PROBE_BLOCK_BYTES, PROBE_THREADS = GIB, 4 * MIB, 4
+REACH_DISK, REACH_CPU, REACH_RSS, REACH_PEER_RSS, REACH_EXPOSED = 1.10, 1.00, 1.05, 0.5, 0.05
+REACH_DEEPSPEED, REACH_FSDP2, REACH_NVME_EXACT, REACH_NVME_COMPACT = 1 / 2, 1 / 1.5, 1 / 2, 1 / 2.5
+PROCESS_BYTES, PLAIN_BYTES = GIB // 2, 20
+"""Of a process with torch in it; per parameter of plain torch."""
+MEMORY_SHARE = 0.9
+
+Answer = dict[str, Any]
 
 
-class Sample(NamedTuple):
-    """What a worker tells after a turn."""
+@dataclass(frozen=True)
+class Found:
+    """What the rounds of one case have brought."""
 
-    step_s: list[float]
-    read_bytes: int  # from NVMe, of the last step
-    written_bytes: int
-    peak_rss_bytes: int
-
-
-# Workers: each is one process that steps when its standard input says so.
-
-
-def build_plain() -> tuple[GPT, Callable[[], tuple[int, int]]]:
-    """The reference: bf16 parameters, fp32 master, torch's fused AdamW; its update."""
-    model = GPT(MODEL)
-    masters = [weight.detach().clone().requires_grad_() for weight in model.parameters()]
-    model.bfloat16()
-    weights: list[torch.Tensor] = list(model.parameters())
-    optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
-
-    @torch.no_grad()
-    def update() -> tuple[int, int]:
-        for master, weight in zip(masters, weights, strict=True):
-            assert weight.grad is not None
-            master.grad, weight.grad = weight.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch._foreach_copy_(weights, masters)
-        return 0, 0
-
-    return model, update
-
-
-def build_forward_backward() -> tuple[GPT, Callable[[], tuple[int, int]]]:
-    """No optimizer at all: tells the memory that forward and backward need by themselves."""
-    model = GPT(MODEL).bfloat16()
-
-    def update() -> tuple[int, int]:
-        model.zero_grad()
-        return 0, 0
-
-    return model, update
-
-
-def build_ours(tier: str, directory: Path) -> tuple[GPT, Callable[[], tuple[int, int]]]:
-    import zero_offload as zo
-
-    model = GPT(MODEL)
-    # In memory there is no directory and so no generation; on disk a commit is of every step, as by default.
-    nvme = directory if tier == "nvme" else None
-    zo.offload(model, zo.OffloadConfig(params=tier, grads="cpu", optimizer=tier, nvme=nvme))
-    optimizer = zo.AdamW(model.parameters(), **ADAMW)
-
-    def update() -> tuple[int, int]:
-        zo.clip_grad_norm_(model, CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        stats = zo.stats(model)
-        return int(stats.read_bytes.get("nvme", 0)), int(stats.written_bytes.get("nvme", 0))
-
-    return model, update
-
-
-def serve(system: str, directory: Path, num_threads: int) -> None:
-    """A worker's life: read a number of steps, make them, answer with one line of JSON."""
-    torch.set_num_threads(num_threads)
-    if system in ("cpu", "nvme"):
-        model, update = build_ours(system, directory)
-    else:
-        model, update = build_plain() if system == "plain" else build_forward_backward()
-    tokens = torch.randint(MODEL.vocab_size, (1, MODEL.seq_max + 1), generator=torch.Generator().manual_seed(0))
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    # From here on the peak counts: building the model in fp32 is the same for everyone and no step.
-    Path("/proc/self/clear_refs").write_text("5")
-    for line in sys.stdin:
-        times, moved = [], (0, 0)
-        # A step pays for the update of the one before; the first of a turn has none to pay for, so it does not count.
-        for _ in range(1 + int(line)):
-            start = time.perf_counter()
-            next_token_loss(model(inputs), targets).backward()
-            moved = update()
-            times.append(time.perf_counter() - start)
-        with torch.no_grad():
-            model(inputs)  # waits for the last update, which must not run in the next one's turn
-        print(json.dumps(Sample(times[1:], *moved, peak_rss_bytes())), flush=True)
-
-
-def peak_rss_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
-
-
-class Worker:
-    """The other end of `serve`."""
-
-    def __init__(self, system: str, directory: Path, num_threads: int) -> None:
-        command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
-        self._child = subprocess.Popen(
-            [*command, "--threads", str(num_threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    def step(self, num_steps: int) -> Sample:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write(f"{num_steps}\n")
-        self._child.stdin.flush()
-        answer = self._child.stdout.readline()
-        if not answer:
-            raise SystemExit(f"a worker ended early with exit code {self._child.wait()}; its error is above")
-        return Sample(*json.loads(answer))
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait()
-
-
-# The disk: the better of fio, where it is installed, and O_DIRECT transfers on huge pages, which fio has only where
-# some are reserved and which read up to twice as fast. Training overwrites its files, so the first write, which takes
-# fresh blocks, does not count.
-
-
-class Rates(NamedTuple):
-    read_bytes_per_s: float
-    write_bytes_per_s: float
-
-
-def disk_rates(directory: Path) -> Rates:
-    file = directory / "probe"
-    probes = [_direct_rate, _fio_rate] if shutil.which("fio") else [_direct_rate]
-    try:
-        _direct_rate(file, "write")
-        write_rate = max(probe(file, "write") for probe in probes)
-        return Rates(max(probe(file, "read") for probe in probes), write_rate)
-    finally:
-        file.unlink(missing_ok=True)
-
-
-def _fio_rate(file: Path, direction: str) -> float:
-    options = f"--name=probe --filename={file} --rw={direction} --size={PROBE_BYTES} --bs={PROBE_BLOCK_BYTES} "
-    options += "--direct=1 --ioengine=libaio --iodepth=16 --iomem=mmaphuge --output-format=json"
-    plain = options.replace(" --iomem=mmaphuge", "")  # without reserved huge pages fio refuses to start
-    for arguments in (options, plain):
-        done = subprocess.run(["fio", *arguments.split()], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"])
-    raise SystemExit(f"fio failed in {file.parent}: {done.stderr.strip()}")
-
-
-def _direct_rate(file: Path, direction: str) -> float:
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-    blocks = mmap.mmap(-1, PROBE_THREADS * PROBE_BLOCK_BYTES)
-    blocks.madvise(mmap.MADV_HUGEPAGE)
-    blocks.write(os.urandom(len(blocks)))
-
-    def transfer(thread: int) -> None:
-        start = thread * PROBE_BLOCK_BYTES
-        with memoryview(blocks)[start : start + PROBE_BLOCK_BYTES] as block:
-            for offset in range(start, PROBE_BYTES, PROBE_THREADS * PROBE_BLOCK_BYTES):
-                if direction == "write":
-                    os.pwritev(descriptor, [block], offset)
-                else:
-                    os.preadv(descriptor, [block], offset)
-
-    try:
-        started = time.perf_counter()
-        with ThreadPoolExecutor(PROBE_THREADS) as pool:
-            list(pool.map(transfer, range(PROBE_THREADS)))
-        return PROBE_BYTES / (time.perf_counter() - started)
-    finally:
-        os.close(descriptor)
-        blocks.close()
-
-
-# The comparison.
-
-
-class Results(NamedTuple):
-    samples: dict[str, list[Sample]]
-    rates: list[Rates]
-    plain_work_rss_bytes: int
+    case: Case
+    answers: dict[str, list[Answer]]
+    disk: Rates
+    memory_bytes_per_s: float
+    plain_work_bytes: int
     """Peak of plain forward and backward, less its weights and gradients."""
 
+    def of_steps(self, system: str, key: str) -> float:
+        """The median."""
+        return statistics.median(step[key] for answer in self.answers[system] for step in answer["steps"])
 
-def measure(directory: Path, num_rounds: int, steps_per_round: int, num_threads: int) -> Results:
-    numel = num_parameters(MODEL)
-    lone = Worker("forward_backward", directory, num_threads)
-    work_bytes = lone.step(WARM_UP_STEPS).peak_rss_bytes - 2 * 2 * numel
-    lone.close()
-    workers = {name: Worker(name, directory / "states", num_threads) for name in ("plain", "cpu", "nvme")}
-    samples: dict[str, list[Sample]] = {name: [] for name in workers}
-    rates = []
-    try:
-        for worker in workers.values():
-            worker.step(WARM_UP_STEPS)
-        for _ in range(num_rounds):
-            rates.append(disk_rates(directory))
-            for name, worker in workers.items():
-                samples[name].append(worker.step(steps_per_round))
-    finally:
-        for worker in workers.values():
+    def step_s(self, system: str) -> float | None:
+        """None of a peer that is not installed."""
+        return self.of_steps(system, "step_s") if system in self.answers else None
+
+    def peak_bytes(self, system: str) -> int | None:
+        found = (answer["peak_rss_bytes"] for answer in self.answers.get(system, []))
+        return max(found, default=None)
+
+    def disk_s(self, system: str) -> float:
+        return self.disk.seconds(self.of_steps(system, "read_bytes"), self.of_steps(system, "written_bytes"))
+
+    def limit_s(self, system: str) -> float:
+        """Compute and disk, one beside the other."""
+        return max(self.of_steps("plain", "step_s"), self.disk_s(system))
+
+    def is_disk_bound(self, system: str) -> bool:
+        return self.disk_s(system) > self.of_steps("plain", "step_s")
+
+
+class Turns:
+    """The systems of one case: alive together where memory allows, else each for its turn."""
+
+    def __init__(self, case: Case, peer_python: str, has_deepspeed: bool) -> None:
+        self._case = case
+        self._peer_python = peer_python
+        self.names = ["plain", *OURS, *(name for name in PEERS if has_deepspeed or not name.startswith("deepspeed"))]
+        self._alive: dict[str, Worker] | None = {} if self._all_fit() else None
+
+    def _all_fit(self) -> bool:
+        per_parameter = PLAIN_BYTES + sum(
+            OURS[name].held_bytes(self._case.dtype) if name in OURS else PEERS[name].held_bytes
+            for name in self.names[1:]
+        )
+        needed = num_parameters(self._case.gpt) * per_parameter + len(self.names) * PROCESS_BYTES
+        return needed < MEMORY_SHARE * psutil.virtual_memory().available
+
+    def take(self, name: str, num_steps: int) -> Answer:
+        """A turn, on a worker that is warm."""
+        if self._alive is None:
+            worker = self._start(name)
+            answer = worker.step(num_steps)
             worker.close()
-    return Results(samples, rates, work_bytes)
+            return answer
+        if name not in self._alive:
+            self._alive[name] = self._start(name)
+        return self._alive[name].step(num_steps)
+
+    def plain_work_bytes(self) -> int:
+        worker = self._start("forward_backward")
+        peak: int = worker.step(1)["peak_rss_bytes"]
+        worker.close()
+        return peak - 2 * self._case.itemsize * num_parameters(self._case.gpt)
+
+    def _start(self, name: str) -> Worker:
+        case = self._case
+        directory = tempfile.mkdtemp(prefix=f"{name}_", dir=case.directory)
+        python = self._peer_python if name in PEERS else sys.executable
+        command = [python, __file__, "--worker", name, "--nvme", directory, "--threads", str(case.num_threads)]
+        command += ["--model", case.model, "--seq", str(case.seq), "--dtype", case.dtype]
+        # All of them compute on the CPU.
+        worker = Worker(command, os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+        worker.step(WARM_UP_STEPS)
+        return worker
+
+    def close(self) -> None:
+        for worker in (self._alive or {}).values():
+            worker.close()
 
 
-def compare(results: Results) -> list[dict[str, Any]]:
-    step_s = {
-        name: statistics.median(s for sample in samples for s in sample.step_s)
-        for name, samples in results.samples.items()
-    }
-    disk = results.samples["nvme"][-1]
-    read_rate = statistics.median(rate.read_bytes_per_s for rate in results.rates)
-    write_rate = statistics.median(rate.write_bytes_per_s for rate in results.rates)
-    disk_s = disk.read_bytes / read_rate + disk.written_bytes / write_rate
-    print(f"plain torch      {step_s['plain']:.3f} s/step")
-    print(f"ours, CPU memory {step_s['cpu']:.3f} s/step")
-    print(f"ours, on disk    {step_s['nvme']:.3f} s/step")
-    read = f"{format_bytes(disk.read_bytes)} read at {read_rate / 1e9:.2f} GB/s"
-    written = f"{format_bytes(disk.written_bytes)} written at {write_rate / 1e9:.2f} GB/s"
-    print(f"disk             {disk_s:.3f} s/step for {read} and {written}")
-    limit_s = max(step_s["plain"], disk_s)
-    against = "max(plain torch, bytes / disk rates)"
+def measure(turns: Turns, case: Case, num_rounds: int, steps_per_round: int) -> Found:
+    plain_work_bytes = turns.plain_work_bytes()
+    answers: dict[str, list[Answer]] = {name: [] for name in turns.names}
+    disk, memory = [], []
+    for _ in range(num_rounds):
+        disk.append(disk_rates(case.directory))
+        memory.append(memory_rate())
+        for name in turns.names:
+            answers[name].append(turns.take(name, steps_per_round))
+    return Found(case, answers, median_rates(disk), statistics.median(memory), plain_work_bytes)
+
+
+def show_systems(found: Found) -> None:
+    """Every system's step, its bytes, and what these allow."""
+    numel = num_parameters(found.case.gpt)
+    compute_s = found.of_steps("plain", "compute_s")
+    print(f"\nGPT {found.case.model} ({numel / 1e6:.0f}M), {found.case.seq} tokens, {found.case.dtype}; disk "
+          f"{found.disk.read_bytes_per_s / 1e9:.2f} and {found.disk.write_bytes_per_s / 1e9:.2f} GB/s, memory "
+          f"{found.memory_bytes_per_s / 1e9:.1f} GB/s")  # fmt: skip
+    print(f"{'':<34}  s/step  peak MiB  disk B/param  its bytes allow   loss")
+    for name in found.answers:
+        moved = (found.of_steps(name, "read_bytes") + found.of_steps(name, "written_bytes")) / numel
+        allowed_s = max(compute_s, found.disk_s(name))
+        if name in PEERS:
+            allowed_s = max(allowed_s, PEERS[name].dram_bytes * numel / found.memory_bytes_per_s)
+        peak_mib = (found.peak_bytes(name) or 0) / MIB
+        figures = f"{found.step_s(name):7.3f} {peak_mib:9.0f} {moved:13.1f} {allowed_s:14.3f} s"
+        print(f"{LABELS[name]:<34} {figures} {found.of_steps(name, 'loss'):8.4f}")
+
+
+def compare(found: Found) -> list[Row]:
     return [
-        row("step, everything on disk", step_s["nvme"], "s", against, limit_s, REACH_NVME),
-        row("step, everything in CPU memory", step_s["cpu"], "s", "plain torch", step_s["plain"], REACH_CPU),
-        _rss_row("nvme", results, bytes_per_parameter=2),  # only bf16 gradients are held
-        _rss_row("cpu", results, bytes_per_parameter=2 + 12),
+        *_against_limits(found),
+        *_against_peers(found),
+        *_memory(found),
+        *_growth(found),
+        *_exposed(found),
     ]
 
 
-def _rss_row(system: str, results: Results, bytes_per_parameter: int) -> dict[str, Any]:
-    table = bytes_per_parameter * num_parameters(MODEL)
-    in_flight = 2 * sum(sorted(numel for _, numel in unit_numels(MODEL))[-3:]) + 64 * MIB
-    peak = max(sample.peak_rss_bytes for sample in results.samples[system])
-    ours = peak - results.plain_work_rss_bytes - in_flight
-    against = "byte table; ours is less plain's own work, 3 units and 64 MiB"
-    return row(f"peak RSS, {system}", ours / MIB, "MiB", against, table / MIB, REACH_RSS)
+def _name(found: Found, what: str) -> str:
+    return f"{found.case.model}, {found.case.seq}: {what}"
 
 
-def main() -> int:
+def _against_limits(found: Found) -> list[Row]:
+    plain_s, against = found.of_steps("plain", "step_s"), "max(plain torch, bytes / disk rates)"
+    rows = [row(_name(found, "in CPU memory"), found.of_steps("cpu", "step_s"), "s", "plain torch", plain_s, REACH_CPU)]
+    for system, what in (("disk", "on disk"), ("disk_compact", "on disk, compact")):
+        step_s, limit_s = found.of_steps(system, "step_s"), found.limit_s(system)
+        rows.append(row(_name(found, what), step_s, "s", against, limit_s, REACH_DISK))
+    return rows
+
+
+def _against_peers(found: Found) -> list[Row]:
+    exact = "optimizer_on_disk"
+    return [
+        _against(found, "cpu", "deepspeed_cpu", REACH_DEEPSPEED),
+        _against(found, "cpu", "fsdp2_cpu", REACH_FSDP2),
+        _against(found, exact, "deepspeed_nvme", REACH_NVME_EXACT, graded=not found.is_disk_bound(exact)),
+        _against(found, "optimizer_on_disk_compact", "deepspeed_nvme", REACH_NVME_COMPACT),
+    ]
+
+
+def _against(found: Found, system: str, peer: str, reach: float, *, graded: bool = True) -> Row:
+    name, ours, theirs = _name(found, LABELS[system]), found.of_steps(system, "step_s"), found.step_s(peer)
+    if theirs is None:
+        return missing(name, ours, "s", LABELS[peer], reach)
+    if not graded:
+        return ungraded(name, ours, "s", f"{LABELS[peer]}; the disk is the bound", theirs, reach)
+    return row(name, ours, "s", LABELS[peer], theirs, reach)
+
+
+def _memory(found: Found) -> list[Row]:
+    case, rows = found.case, []
+    numel = num_parameters(case.gpt)
+    in_flight = case.itemsize * sum(sorted(numel for _, numel in unit_numels(case.gpt))[-3:]) + 64 * MIB
+    for system, placement in OURS.items():
+        table, peak = placement.held_bytes(case.dtype) * numel, found.peak_bytes(system)
+        assert peak is not None
+        ours = peak - found.plain_work_bytes - in_flight
+        against = "byte table; ours is less plain's own work, 3 units and 64 MiB"
+        name = _name(found, f"peak RSS, {LABELS[system].removeprefix('ours, ')}")
+        rows.append(row(name, ours / MIB, "MiB", against, table / MIB, REACH_RSS))
+    for system, peer in (("cpu", "deepspeed_cpu"), ("optimizer_on_disk", "deepspeed_nvme")):
+        name = _name(found, f"peak RSS in all, {LABELS[system].removeprefix('ours, ')}")
+        peak, theirs = found.peak_bytes(system), found.peak_bytes(peer)
+        assert peak is not None
+        if theirs is None:
+            rows.append(missing(name, peak / MIB, "MiB", LABELS[peer], REACH_PEER_RSS))
+        else:
+            rows.append(row(name, peak / MIB, "MiB", LABELS[peer], theirs / MIB, REACH_PEER_RSS))
+    return rows
+
+
+def _growth(found: Found) -> list[Row]:
+    """Of the placement that grows the most."""
+    last = [found.answers[system][-1] for system in OURS]
+    grown_mib = max(answer["arena_growth"] for answer in last) / MIB
+    taken = max(answer["mappings_growth"] for answer in last)
+    return [
+        row(_name(found, "arena growth after step 2"), grown_mib, "MiB", "1 MiB; none is wanted", 1.0, 0.0),
+        row(_name(found, "ranges taken after step 2"), taken, "", "one; none is wanted", 1.0, 0.0),
+    ]
+
+
+def _exposed(found: Found) -> list[Row]:
+    rows = []
+    for system, where in (("cpu", "in CPU memory"), ("disk", "on disk")):
+        ours, theirs = found.of_steps(system, "exposed_s"), found.of_steps(system, "step_s")
+        name = _name(found, f"waits for the update, {where}")
+        if system == "disk" and found.is_disk_bound(system):
+            rows.append(ungraded(name, ours, "s", "the step; the disk is the bound", theirs, REACH_EXPOSED))
+        else:
+            rows.append(row(name, ours, "s", "the step", theirs, REACH_EXPOSED))
+    return rows
+
+
+def has_deepspeed(python: str) -> bool:
+    return subprocess.run([python, "-c", "import deepspeed"], capture_output=True, check=False).returncode == 0
+
+
+def run(case: Case, args: argparse.Namespace, deepspeed: bool) -> list[Row]:
+    turns = Turns(case, args.peer_python, deepspeed)
+    with ExitStack() as stack:
+        stack.callback(turns.close)
+        found = measure(turns, case, 3 if args.quick else 8, 3)
+    show_systems(found)
+    return compare(found)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within three minutes")
+    parser.add_argument("--quick", action="store_true", help="125M and 128 tokens, fewer rounds; within three minutes")
+    parser.add_argument("--model", help=f"of {', '.join(MODELS)}; several with commas between them")
+    parser.add_argument("--seq", help="tokens; several with commas between them")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
+    parser.add_argument("--peer-python", default=sys.executable, metavar="PATH", help="of DeepSpeed's environment")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    args.models = (args.model or ("125m" if args.quick else "125m,350m")).split(",")
+    args.seqs = [int(seq) for seq in (args.seq or ("128" if args.quick else "128,512")).split(",")]
+    if unknown := set(args.models) - set(MODELS):
+        parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
+    return args
+
+
+def main() -> int:
+    args = parse()
     if args.worker:
-        serve(args.worker, args.nvme, args.threads)
+        serve(args.worker, Case(args.models[0], args.seqs[0], args.dtype, args.nvme, args.threads))
         return 0
-    parent = args.nvme or Path.cwd()
-    with tempfile.TemporaryDirectory(prefix="train_step_", dir=parent) as directory:
-        results = measure(Path(directory), 4 if args.quick else 10, 4, args.threads)
-    rows = compare(results)
+    deepspeed = has_deepspeed(args.peer_python)
+    rows: list[Row] = []
+    for model in args.models:
+        for seq in args.seqs:
+            with tempfile.TemporaryDirectory(prefix="train_step_", dir=args.nvme or Path.cwd()) as directory:
+                rows += run(Case(model, seq, args.dtype, Path(directory), args.threads), args, deepspeed)
+            write(rows, args.json)
     show(rows)
-    write(rows, args.json)
-    return 0
+    if not deepspeed:
+        print(f"a peer is missing: {INSTALL}")
+    return 0 if deepspeed else 3
 
 
 if __name__ == "__main__":
