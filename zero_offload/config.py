@@ -86,7 +86,7 @@ class OffloadConfig:
     io_engine: str = "auto"
     """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles", or "auto": the fastest, by a
     short measurement in the directory where a step moves 1 GiB or more."""
-    update_overlap: str = "auto"
+    overlap: str = "auto"
     grad_reduction: str = "mean"
     """Gradients of several ranks become their "mean" or their "sum"."""
     branches: str = "same"
@@ -336,11 +336,11 @@ def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
     engine, engines = settings["io_engine"], ["auto", *(kind.value for kind in EngineKind)]
     if engine not in engines:
         yield f"io_engine={engine!r} is unknown; use one of {', '.join(engines)}"
-    overlap, overlaps = settings["update_overlap"], [member.value for member in UpdateOverlap]
+    overlap, overlaps = settings["overlap"], [member.value for member in UpdateOverlap]
     if overlap == "backward":
-        yield f"update_overlap='backward' arrives in a later version; use one of {', '.join(overlaps)}"
+        yield f"overlap='backward' arrives in a later version; use one of {', '.join(overlaps)}"
     elif overlap not in overlaps:
-        yield f"update_overlap={overlap!r} is unknown; use one of {', '.join(overlaps)}"
+        yield f"overlap={overlap!r} is unknown; use one of {', '.join(overlaps)}"
 
 
 def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -371,7 +371,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shares = {_plain(tier): float(share) for tier, share in request.items() if share}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
-    for name in ("existing", "durability", "update_overlap", "grad_reduction", "branches"):
+    for name in ("existing", "durability", "overlap", "grad_reduction", "branches"):
         values[name] = _plain(settings[name])
     if isinstance(settings["commit_every"], str):
         values["commit_every"] = _plain(settings["commit_every"])

@@ -349,9 +349,9 @@ class OffloadedModel:
 
 def _overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
     """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
-    if parts.config.update_overlap == UpdateOverlap.AUTO.value:
+    if parts.config.overlap == UpdateOverlap.AUTO.value:
         return not parts.device.is_host or any(section.shard.on_disk or section.grads.on_disk for section in sections)
-    return parts.config.update_overlap == UpdateOverlap.FORWARD.value
+    return parts.config.overlap == UpdateOverlap.FORWARD.value
 
 
 def update_threads(available: int, overlaps: bool, is_host: bool) -> int:

@@ -115,7 +115,7 @@ PLACEMENTS: dict[str, st.SearchStrategy[Any]] = {
     "device_memory": st.sampled_from(["8MiB", None]),
     "commit_every": st.integers(1, 3),
     "durability": st.sampled_from(["process", "scratch"]),
-    "update_overlap": st.sampled_from(["auto", "forward", "none"]),
+    "overlap": st.sampled_from(["auto", "forward", "none"]),
 }
 
 
