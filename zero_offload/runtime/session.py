@@ -35,7 +35,7 @@ from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
 from zero_offload.runtime.units.guard import refuse_copy
-from zero_offload.runtime.units.unit import Unit
+from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane, now
 
 
@@ -126,7 +126,9 @@ class Session:
         """Whether it matters that a use ends, and who holds views of parameters."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, activations)
+        self.updates: UpdatesInBackward | None = None
+        """If `grads` are used by the backward that makes them: set by whoever uses them, which knows this object."""
+        self._saved = SavedTensors(units, activations, always=grads.passing)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -140,6 +142,8 @@ class Session:
         """Whether there is something to compute with or to read."""
         self.check_process()
         self._residency.board.check_whole()
+        if self.updates is not None and not in_backward():
+            self.updates.check_whole()
         if self.half_loaded:
             raise ZeroOffloadError(
                 f"loading {self.half_loaded} failed half-way, so this model's states are a mix of two. Load a whole "
@@ -192,7 +196,7 @@ class Session:
             self._use(unit)
         if self._spans.on:
             self._stack[-1].begin_ns = self._stack[-1].begin_ns or now()
-        if units and self._any_leaves:
+        if units and (self._any_leaves or self.updates is not None):
             self._watch_inputs(units, inputs)
 
     def exit(self, output: Any = None) -> Any:
@@ -266,6 +270,7 @@ class Session:
 
     def _use(self, unit: Unit) -> None:
         unit.forward_uses += 1
+        unit.num_uses += 1
         unit.passing = False
         if unit.forward_uses == 1:
             self._residency.acquire(unit)
@@ -290,9 +295,12 @@ class Session:
         broken = self._backward_runs
         self._backward_runs = False
         for unit in self._units:
-            unit.forward_uses = unit.backward_uses = 0
+            unit.forward_uses = unit.backward_uses = unit.num_uses = 0
             unit.close()
-        if broken and self._grads.drop():
+        dropped = broken and self._grads.drop()
+        if self.updates is not None:
+            self.updates.abandon()
+        if dropped:
             warnings.warn(
                 "the last backward was left by an exception: its gradients are dropped, no step used them",
                 stacklevel=2,
@@ -316,8 +324,12 @@ class Session:
             unit.close()
             if self._trimmer is not None:
                 self._trimmer.freed(unit.layout.nbytes)
+        if self.updates is not None:
+            self.updates.advance()
 
     def _recompute(self, unit: Unit) -> None:
+        if self.updates is not None:
+            self.updates.before_use(unit)
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
         if unit.backward_uses > 0:
             unit.backward_uses += 1
@@ -328,6 +340,8 @@ class Session:
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()
+        if self.updates is not None:
+            self.updates.before_use(unit)
         if self._spans.on:
             self._spans.backward.uses(unit.name)
         if unit.backward_uses == 0:
@@ -350,10 +364,12 @@ class Session:
     def _end_backward(self) -> None:
         self._backward_runs = False
         for unit in self._units:
-            unit.backward_uses = 0
+            unit.backward_uses = unit.num_uses = 0
             unit.close()
         self._residency.meet("the end of a backward")
         self._grads.finish_backward()
+        if self.updates is not None:
+            self.updates.end()
         if self._spans.on:
             self._spans.backward.end()
 

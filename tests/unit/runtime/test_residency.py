@@ -13,7 +13,7 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, Block, build
 from tests.helpers.reference import placed
 from zero_offload.api import runtime_of
-from zero_offload.offloaded_model import Parts
+from zero_offload.parts import Parts
 from zero_offload.shards.state import UnitState
 
 
