@@ -108,10 +108,15 @@ class BackwardUpdates:
 
     # Where backward is
 
-    def arriving(self, param: nn.Parameter) -> None:
-        """Autograd has a gradient, which nobody has taken yet."""
+    def arriving(self, param: nn.Parameter, *, in_forward: bool) -> None:
+        """Autograd has a gradient, which nobody has taken yet; `in_forward`: while a forward of the model runs."""
         if not self._runs:
             check_closed(self._ledger, "a backward")
+            if in_forward and not self._grads.defers:
+                raise ZeroOffloadError(
+                    "a backward inside of a forward of this model would update what the forward uses; run it in "
+                    f"'with zo.no_sync(model):', or {_INSTEAD}"
+                )
             if not self._grads.defers:
                 self._begin()
         unit = self._ledger.place(param)[0].unit
@@ -131,11 +136,6 @@ class BackwardUpdates:
 
     def _begin(self) -> None:
         """The first gradient of a backward; it has changed nothing yet."""
-        if running := [unit.name for unit in self._parts.units if unit.forward_uses]:
-            raise ZeroOffloadError(
-                f"a backward inside of a forward would update units that the forward still uses ({running[0]}); run "
-                f"it in 'with zo.no_sync(model):', or {_INSTEAD}"
-            )
         hypers = self.trainers.hypers()
         self._access.check_frozen(hypers)
         self._updates.commits.launch_due()

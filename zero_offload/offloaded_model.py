@@ -96,7 +96,7 @@ class OffloadedModel:
                 self._commits.launch_due()
         self.session.note_backward()
         if self._in_backward is not None:
-            self._in_backward.arriving(param)
+            self._in_backward.arriving(param, in_forward=bool(self.session.forwards))
         self.grads.arrive(param, grad)
 
     def train_with(self, optimizer: Trainer) -> None:

@@ -113,7 +113,8 @@ class Session:
         self._residency = residency
         self._spans = residency.spans
         self._grads = grads
-        self._stack: list[Scope] = []
+        self.forwards: list[Scope] = []
+        """That run now, the outermost first."""
         self._thread = 0
         """Runs the forwards on the stack."""
         self._backward_runs = False
@@ -161,7 +162,7 @@ class Session:
     @property
     def active(self) -> bool:
         """Whether parameters may be touched: a forward or backward of this model is running."""
-        return bool(self._stack) or in_backward()
+        return bool(self.forwards) or in_backward()
 
     # Forward
 
@@ -172,10 +173,10 @@ class Session:
                 self._recompute(unit)
             return
         thread = threading.get_ident()
-        if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self._stack):
+        if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
-        if not self._stack:
+        if not self.forwards:
             if torch._C._is_tracing():
                 raise ZeroOffloadError(
                     "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
@@ -188,24 +189,24 @@ class Session:
                 "a forward of this model runs in another thread; one that starts now could take its parameters out of "
                 "memory. Run one forward at a time"
             )
-        self._stack.append(Scope(units, module_call()))
-        self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
-        if self._spans.on and len(self._stack) == 1:
-            self._stack[-1].begin_ns = now()  # the whole, with its waits
+        self.forwards.append(Scope(units, module_call()))
+        self.forwards[-1].saving = self._saved.hooks(self._use_in_backward)
+        if self._spans.on and len(self.forwards) == 1:
+            self.forwards[-1].begin_ns = now()  # the whole, with its waits
         for unit in units:
             self._use(unit)
         if self._spans.on:
-            self._stack[-1].begin_ns = self._stack[-1].begin_ns or now()
+            self.forwards[-1].begin_ns = self.forwards[-1].begin_ns or now()
         if units and (self._any_leaves or self.updates is not None):
             self._watch_inputs(units, inputs)
 
     def exit(self, output: Any = None) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
-        if in_backward() or not self._stack:
+        if in_backward() or not self.forwards:
             return None
         if threading.get_ident() != self._thread:
             return None
-        scope = self._stack.pop()
+        scope = self.forwards.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
         replaced = self._keep_views(output) if self._any_leaves else None
@@ -215,12 +216,12 @@ class Session:
             if unit.forward_uses == 0:
                 changed += unit.changed()
             else:
-                unit.passing = not any(unit in each.units for each in self._stack)
+                unit.passing = not any(unit in each.units for each in self.forwards)
             unit.close()
-        if not self._stack:
+        if not self.forwards:
             self._residency.meet("the end of a forward")
-        if scope.begin_ns and (scope.units or not self._stack):
-            self._spans.add(Lane.FORWARD, _name_of(scope, whole=not self._stack), scope.begin_ns)
+        if scope.begin_ns and (scope.units or not self.forwards):
+            self._spans.add(Lane.FORWARD, _name_of(scope, whole=not self.forwards), scope.begin_ns)
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -230,12 +231,12 @@ class Session:
         views = [x for x in _tensors_in([output]) if not isinstance(x, nn.Parameter) and self._leaves(x)]
         if not views:
             return None
-        if not self._stack:
+        if not self.forwards:
             ids = set(map(id, views))
             return tree_map_only(Tensor, lambda x: x.clone() if id(x) in ids else x, output)
         for unit in filter(None, map(self._saved.unit_of, views)):
             unit.forward_uses += 1
-            self._stack[-1].touched.append(unit)
+            self.forwards[-1].touched.append(unit)
         return None
 
     def _leaves(self, tensor: Tensor) -> bool:
@@ -245,8 +246,8 @@ class Session:
 
     def _abandon(self) -> None:
         drop_stale()
-        while self._stack:
-            saving = self._stack.pop().saving
+        while self.forwards:
+            saving = self.forwards.pop().saving
             if saving is not None:
                 saving.__exit__(None, None, None)
         for unit in self._units:
@@ -262,7 +263,7 @@ class Session:
             if in_backward():
                 self._use_in_backward(unit)
             elif unit.forward_uses == 0:
-                self._stack[-1].touched.append(unit)
+                self.forwards[-1].touched.append(unit)
                 self._use(unit)
         for unit in passing:
             # In backward it may be part of a forward that is recomputed, which saves without asking us.
