@@ -32,7 +32,7 @@ from zero_offload.plan.partition import STAGES
 from zero_offload.types import MIB, Tier
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
-NUM_STEPS = 5
+NUM_STEPS = 3
 
 
 class Recomputed(TinyLM):
@@ -155,14 +155,14 @@ def test_ranks_update_together(
     stage: int, params: str, grads: str, micro_batches: int, pool: RankPool, nvme: Path
 ) -> None:
     settings = {"stage": stage, "precision": "fp32", "nvme": nvme, "existing": "discard"}
-    case = Case(settings | {"overlap": "none"}, num_steps=3, micro_batches=micro_batches, dim=WIDE, no_sync=True)
+    case = Case(settings | {"overlap": "none"}, num_steps=2, micro_batches=micro_batches, dim=WIDE, no_sync=True)
     expected = pool.succeed(ranks.train, case)
     tiers = {"params": params, "grads": grads, "optimizer": params}
     case = replace(case, settings=settings | tiers | {"overlap": "backward"})
     for (outcome, launched), each in zip(pool.succeed(train_and_list, case), expected, strict=True):
         assert outcome == each
         # A reduction is waited for when the next one is launched.
-        assert launched == [(3,), (2,), ("end", 0, 1)] * 3
+        assert launched == [(3,), (2,), ("end", 0, 1)] * 2
 
 
 # Hyperparameters
@@ -456,6 +456,25 @@ def test_half_a_step_is_refused_and_the_last_generation_goes_on(
     zo.close(again)
 
 
+def test_a_backward_without_its_step_is_in_no_generation(nvme: Path) -> None:
+    """Nor is the step before, whose states it has changed, if that was not due."""
+    model, optimizer = offloaded(TinyLM, nvme=nvme, commit_every=2)
+    whole: dict[str, Tensor] = {}
+    for step in range(3):
+        model(tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = read_masters(model) if step == 1 else whole
+    model(tokens_of(3)).backward()
+    zo.close(model)
+    again, its_optimizer = offloaded(TinyLM, nvme=nvme, existing="resume")
+    resumed = zo.resume(again, its_optimizer)
+    assert resumed is not None and resumed.step == 2
+    found = read_masters(again)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    zo.close(again)
+
+
 def test_a_checkpoint_replaces_half_a_step(tmp_path: Path) -> None:
     model, optimizer = offloaded(Fused)
     other, its_optimizer = offloaded(Fused, overlap="none")
@@ -547,6 +566,18 @@ def test_a_hook_that_reads_what_was_updated_is_refused() -> None:
     model.blocks[0].up.weight.register_hook(lambda grad: grad * float(last.sum() > -math.inf))
     with pytest.raises(ZeroOffloadError, match=r"reads parameters of blocks\.2 after their update"):
         model(tokens_of(0)).backward()
+
+
+def test_a_unit_that_is_gathered_waits_for_the_end(launched: list[Any]) -> None:
+    model, optimizer = offloaded(partial(TinyLM, WIDE))
+    other, its_optimizer = offloaded(partial(TinyLM, WIDE), overlap="none")
+    with zo.gathered(model.blocks[2]):
+        model(tokens_of(0)).backward()
+    assert launched == [(2,), (1,), ("end", 0, 3)]
+    other(tokens_of(0)).backward()
+    for each in (optimizer, its_optimizer):
+        each.step()
+    assert_same_values(model, other)
 
 
 def test_a_view_that_is_held_keeps_its_unit_for_the_end(nvme: Path, launched: list[Any]) -> None:

@@ -41,9 +41,10 @@ UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
 GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
-GRAD_RING_UNITS = 4
+GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward: the one that backward fills,
-one whose sums a GPU is still making, one whose update waits, one that is updated."""
+a leftover that it completes at its end, one whose sums a GPU is still making, one whose update waits, and one that is
+updated."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4

@@ -17,8 +17,8 @@ from zero_offload.memory.pool import SpanPool
 from zero_offload.plan.memory import GRAD_RING_UNITS
 from zero_offload.shards.update_board import UpdateBoard
 
-LAUNCHED_MAX = GRAD_RING_UNITS - 2
-"""Units whose update is launched and not computed, beside the one that backward fills and the one it leaves."""
+LAUNCHED_MAX = GRAD_RING_UNITS - 3
+"""Units whose update is launched and not computed, beside those that backward fills."""
 
 
 class Passing(Protocol):
