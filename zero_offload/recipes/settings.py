@@ -169,7 +169,8 @@ def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
     if config.out.exists() and not config.out.is_dir():
         yield f"out={str(config.out)!r} is a file; name a directory"
     if isinstance(config.offload, OffloadConfig) and config.offload.overlap == UpdateOverlap.BACKWARD:
-        yield f"overlap='backward' updates before gradients can be clipped (clip={config.clip!r}); use overlap='forward'"
+        clip = f"clip={config.clip!r}"
+        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
     tier = config.offload.nvme_dirs if isinstance(config.offload, OffloadConfig) else ()
     if config.out.resolve() in [path.resolve() for path in tier]:
         yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
