@@ -176,6 +176,31 @@ def test_ranks_update_together(
         assert launched == [(3,), (2,), ("end", 0, 1)] * 2
 
 
+def leave_one_out(rank: int, world_size: int, case: Case) -> tuple[list[str], int]:
+    """A job of ranks: which parameters stay as they are when one rank has a NaN in one block; skipped steps."""
+    model, optimizer = ranks.start(case)
+    try:
+        before = ranks.read_params(model)
+        if rank == 1:
+            model.blocks[1].up.bias.register_hook(lambda grad: grad * math.nan)
+        model(ranks.rows_of(0, rank, world_size)).backward()
+        with pytest.warns(UserWarning, match=r"NaN or infinite \(blocks\.1"):
+            optimizer.step()
+        after = ranks.read_params(model)
+        return [name for name in before if torch.equal(before[name], after[name])], zo.stats(model).skipped_steps
+    finally:
+        zo.close(model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_leave_out_the_same_unit(stage: int, pool: RankPool) -> None:
+    """Though the NaN is in the part of the gradient that one of them updates."""
+    case = Case({"precision": "fp32", "stage": stage, "overlap": "backward"}, dim=WIDE)
+    names = [f"blocks.1.{name}" for name, _ in Block(NARROW).named_parameters()]
+    for unchanged, skipped_steps in pool.succeed(leave_one_out, case):
+        assert (sorted(unchanged), skipped_steps) == (sorted(names), 1)
+
+
 # Hyperparameters
 
 
