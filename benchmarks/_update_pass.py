@@ -26,7 +26,7 @@ class UpdatePass:
         settings: dict[str, Any] = {"nvme": nvme, "existing": "discard"} if nvme else {}
         zo.offload(
             self._model,
-            zo.OffloadConfig(params=tier, optimizer=tier, grads="cpu", update_overlap="none", **settings),
+            zo.OffloadConfig(params=tier, optimizer=tier, grads="cpu", overlap="none", **settings),
         )
         self._optimizer = zo.AdamW(self._model.parameters(), lr=1e-4)
         self._seconds: list[float] = []

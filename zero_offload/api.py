@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_offload.backward_updates import check_holds_grads
 from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.config import OffloadConfig
@@ -78,6 +79,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
         return torch.nn.utils.clip_grad_norm_(params, max_norm)
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} is not positive")
+    check_holds_grads(owner.parts.config, "zo.clip_grad_norm_")
     owner.session.settle()
     return torch.tensor(owner.grads.clip_norm(params, float(max_norm)))
 
@@ -98,6 +100,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         by_owner.setdefault(id(owner), (owner, []))[1].append(param)
     for owner, members in by_owner.values():
         if isinstance(owner, OffloadedModel):
+            check_holds_grads(owner.parts.config, "zo.clip_grad_value_")
             owner.session.settle()
             owner.grads.clip_value(members, float(clip_value))
         elif held := [param for param in members if param.grad is not None]:
@@ -116,7 +119,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
     As DistributedDataParallel.no_sync, for gradient accumulation on several ranks; every rank must enter it alike. It
     saves the reductions of stages 0, 2 and 3 and costs whole gradients on the tier of the gradients. On one rank, and
-    with stage 1, which always does this, it changes nothing.
+    with stage 1, which always does this, it changes nothing; but with overlap="backward" every backward outside of it
+    is a step's last one.
     """
     grads = _need_runtime(model, "zo.no_sync").grads
     before, grads.defers = grads.defers, True

@@ -86,7 +86,9 @@ class OffloadConfig:
     io_engine: str = "auto"
     """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles", or "auto": the fastest, by a
     short measurement in the directory where a step moves 1 GiB or more."""
-    update_overlap: str = "auto"
+    overlap: str = "auto"
+    """What the update runs behind: the next "forward"; the "backward" that makes the gradients, of which few are held
+    then, and which knows no clipping and no loss scale; "none"; or "auto": forward, where that gains anything."""
     grad_reduction: str = "mean"
     """Gradients of several ranks become their "mean" or their "sum"."""
     branches: str = "same"
@@ -328,6 +330,7 @@ def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
         "durability": Durability,
         "grad_reduction": GradReduction,
         "branches": Branches,
+        "overlap": UpdateOverlap,
     }
     for name, enum in choices.items():
         names = [member.value for member in enum]
@@ -336,11 +339,18 @@ def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
     engine, engines = settings["io_engine"], ["auto", *(kind.value for kind in EngineKind)]
     if engine not in engines:
         yield f"io_engine={engine!r} is unknown; use one of {', '.join(engines)}"
-    overlap, overlaps = settings["update_overlap"], [member.value for member in UpdateOverlap]
-    if overlap == "backward":
-        yield f"update_overlap='backward' arrives in a later version; use one of {', '.join(overlaps)}"
-    elif overlap not in overlaps:
-        yield f"update_overlap={overlap!r} is unknown; use one of {', '.join(overlaps)}"
+
+
+def _check_backward(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings["overlap"] != UpdateOverlap.BACKWARD.value:
+        return
+    precision, instead = settings["precision"], "use overlap='forward'"
+    modules = getattr(precision, "modules", {})
+    names = modules.values() if isinstance(modules, Mapping) else ()
+    if "fp16" in (getattr(precision, "compute", precision), *names):
+        yield f"overlap='backward' updates before an overflow of fp16 gradients is known; {instead}, or 'bf16'"
+    if settings["branches"] == Branches.ANY.value:
+        yield f"overlap='backward' updates before ranks with branches='any' know which gradients there are; {instead}"
 
 
 def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -357,6 +367,7 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _check_precision,
     _check_budgets,
     _check_choices,
+    _check_backward,
     _check_commit_every,
 )
 
@@ -371,7 +382,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shares = {_plain(tier): float(share) for tier, share in request.items() if share}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
-    for name in ("existing", "durability", "update_overlap", "grad_reduction", "branches"):
+    for name in ("existing", "durability", "overlap", "grad_reduction", "branches"):
         values[name] = _plain(settings[name])
     if isinstance(settings["commit_every"], str):
         values["commit_every"] = _plain(settings["commit_every"])

@@ -16,6 +16,7 @@ from zero_offload.checkpoint.values import read_master
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.param_access import Place
+from zero_offload.runtime.grads.ledger import check_not_updated
 from zero_offload.shards.registry import owner_of
 
 KINDS = ("params", "master", "grads")
@@ -101,7 +102,8 @@ def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values
 
 def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
     _one_rank(owner, "grads")
-    for place in places:
+    for place, param in places.items():
+        check_not_updated(owner.grads.ledger, param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
         owner.parts.board.wait(place.unit.index)
     found = {place.name: owner.grads.ledger.read(param) for place, param in places.items()}

@@ -28,7 +28,8 @@ from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.move_in import lacks_values, move_in, param_problem
-from zero_offload.offloaded_model import OffloadedModel, Parts
+from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.parts import Parts
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.layout import SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.memory import (
@@ -40,6 +41,7 @@ from zero_offload.plan.memory import (
     UnitNumel,
     estimate_memory,
     measure_units,
+    ring_bytes,
 )
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.partition import Partition
@@ -55,12 +57,13 @@ from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.units.guard import guard
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.registry import owner_of, register
 from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
-from zero_offload.types import Durability, HardwareProfile, StateKind, Tier
+from zero_offload.types import SECTOR, Durability, HardwareProfile, StateKind, Tier, UpdateOverlap
 
 UNLIMITED_FRAMES = 1 << 40
 
@@ -202,6 +205,8 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     collectives.counters = store.counters
     device.record_to(store.counters.spans)
     board = UpdateBoard(len(units), store.counters)
+    if config.overlap == UpdateOverlap.BACKWARD:
+        store.grad_ring = GradRing(arena, _ring_bytes(build), board)
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
         files.swap.on_error = files.telling(board.fail)
@@ -225,6 +230,18 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         activations=activations,
         close_files=build.cleanup.close,
     )
+
+
+def _ring_bytes(build: Build) -> int:
+    """Host memory for the gradients that pass through while backward updates."""
+    tiers, sums = build.placement.tiers, build.collectives.world_size > 1
+    unit_bytes = [0] * len(build.layout.units)
+    for section in build.layout.sections:
+        stays = tiers[section.unit][StateKind.GRADS] is Tier.DEVICE and not build.device.is_host
+        if section.trainable and not stays:
+            nbytes = section.shard_numel * (4 if sums else section.dtype.itemsize)
+            unit_bytes[section.unit] += -(-nbytes // SECTOR) * SECTOR
+    return ring_bytes(unit_bytes)
 
 
 def _make_carrier(build: Build, store: ShardStore) -> Carrier:
@@ -278,7 +295,10 @@ def _resting_on_device(build: Build) -> int:
         for section in build.layout.sections
         if is_on_device(section, tiers[section.unit], build.device)
     )
-    return sum(grads) + sum(states)
+    passing = [
+        unit.passing_grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE
+    ]
+    return sum(grads) + ring_bytes(passing) + sum(states)
 
 
 class Home(Enum):

@@ -3,7 +3,8 @@
 Owns the step: which gradients an update takes, and what is recorded of it. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
 Order of a step: backward fills `grads`, which clips them; `unscale`; `update` captures everything by value
-and launches; `commit` begins when it is complete and runs beside what follows (`commits.py`).
+and launches; `commit` begins when it is complete and runs beside what follows (`commits.py`). Where the update runs
+inside of backward (`backward_updates.py`), `update` closes the step.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,54 +23,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.backward_updates import BackwardUpdates, check_holds_grads
 from zero_offload.checkpoint.format import Generation, StepRecord
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
-from zero_offload.config import OffloadConfig
-from zero_offload.device import Device
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.kernels.update import STATES
-from zero_offload.optim.device_pass import DevicePass
-from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
-from zero_offload.plan.layout import ShardLayout
-from zero_offload.probe import count_cores
+from zero_offload.parts import Parts
+from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
-from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.residency import Residency
-from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.session import Session
-from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.registry import LossScaler
-from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard, UpdateInterrupted
+from zero_offload.shards.registry import LossScaler, Trainer
+from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.telemetry.spans import Cause, Lane, now
+from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
-from zero_offload.types import UpdateOverlap
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `offload()` has built for one model."""
-
-    config: OffloadConfig
-    layout: ShardLayout
-    ranks: Ranks
-    collectives: Collectives
-    device: Device
-    store: ShardStore
-    board: UpdateBoard
-    units: tuple[Unit, ...]
-    residency: Residency
-    keeper: GenerationKeeper | None
-    scratch: SwapFile | None
-    activations: Activations | None
-    close_files: Callable[[], None]
+from zero_offload.updates import Updates, failing
 
 
 class OffloadedModel:
@@ -94,9 +64,6 @@ class OffloadedModel:
         self._closed = False
         self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
-        self._pipeline = UpdatePipeline(parts.store, parts.board)
-        self._device_pass = DevicePass(parts.store, parts.board, parts.device)
-        self._num_cores = count_cores()
         self.worker = Worker(parts.board)
         committer = None if parts.keeper is None else Worker(parts.board, "zero_offload-commit")
         parts.board.tell(_weakly(parts.store.snapshots.fail))
@@ -108,6 +75,12 @@ class OffloadedModel:
             parts.config.commit_every,
         )
         self.states = OptimizerStates(self.access, parts.store, self._commits)
+        self._updates = Updates(parts, self.grads.ledger, self.worker, self.states, self._commits)
+        self._in_backward: BackwardUpdates | None = None
+        if parts.store.grad_ring is not None:
+            self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)
+            # Weak: it knows the session too, and a cycle would outlive a dropped model.
+            self.session.updates = weakref.proxy(self._in_backward)
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
@@ -122,9 +95,16 @@ class OffloadedModel:
                 # Nobody is going to say more about the last step.
                 self._commits.launch_due()
         self.session.note_backward()
+        if self._in_backward is not None:
+            self._in_backward.arriving(param, in_forward=bool(self.session.forwards))
         self.grads.arrive(param, grad)
 
+    def train_with(self, optimizer: Trainer) -> None:
+        if self._in_backward is not None:
+            self._in_backward.trainers.add(optimizer)
+
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        check_holds_grads(self.parts.config, "zo.GradScaler")
         self._scaler = scaler
         self.session.settle()
         self.grads.reduce_waiting()
@@ -137,96 +117,71 @@ class OffloadedModel:
         spans = self.parts.store.counters.spans
         begin = now() if spans.on else 0
         self.session.check_usable()
-        if self._has_new_grads:
+        is_made = self._in_backward is not None and self._in_backward.close(hypers)
+        if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.
             self._commits.launch_due()
         self._has_new_grads = False
         self.session.settle()
-        self.grads.reduce_waiting()
-        self.access.check_frozen(hypers)
-        # An overflow concerns the whole model.
-        taken = None if self.grads.ledger.overflowed else hypers
-        if not self.grads.ledger.any_held(taken):
-            return
-        if self.resume_pending:
-            self.resume_pending = False
-            warnings.warn(
-                f"training goes on from the generation of step {self.step_count} without zo.resume(model, optimizer): "
-                "hyperparameters, random number generators and your extra= are not restored",
-                stacklevel=3,
-            )
-        finite = taken is not None and self.grads.ledger.norm(taken)[1]
-        counts = dict(self.states.param_steps)
-        sections = self._prepare(hypers, counts) if finite else []
-        # Ctrl-C can strike anywhere below, and the program may catch it and go on.
-        with _failing(self.parts.board) if finite else nullcontext():
+        if is_made:
             self.step_count += 1
             self.groups = list(groups)
-            if finite:
-                self.states.param_steps = counts
-                self._launch(hypers, sections)
-            else:
-                self._skip(taken)
+            if names := self._in_backward.take_left_out() if self._in_backward is not None else ():
+                self._count_skipped(names, "units with such gradients stay as they are, others are updated")
+        elif not self._take(hypers, groups):
+            return
         if begin:
             spans.add(Lane.STEP, str(self.step_count), begin)
             for tier, nbytes in self._resident_bytes().items():
                 spans.sample(f"resident.{tier}", nbytes)
         passed = self._stats.close_step(self.step_count)
-        self._commits.add(self._record(None, None), passed["step_s"], passed.get("commit_wait_s", 0.0))
+        if not self.grads.ledger.updated:  # all optimizers have stepped
+            self._commits.add(self._record(None, None), passed["step_s"], passed.get("commit_wait_s", 0.0))
+        if self.resume_pending:
+            self.resume_pending = False
+            warnings.warn(
+                f"training goes on from the generation of step {self.step_count - 1} without zo.resume(model, "
+                "optimizer): hyperparameters, random number generators and your extra= are not restored",
+                stacklevel=3,
+            )
 
-    def _skip(self, params: Collection[nn.Parameter] | None) -> None:
+    def _take(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
+        """Update with the gradients that are held; False if there are none."""
+        ledger = self.grads.ledger
+        self.grads.reduce_waiting()
+        self.access.check_frozen(hypers)
+        # An overflow concerns the whole model.
+        taken = None if ledger.overflowed else hypers
+        if not ledger.any_held(taken):
+            return False
+        finite = taken is not None and ledger.norm(taken)[1]
+        counts, sections = dict(self.states.param_steps), []
+        if finite:
+            step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
+            sections = section_updates(ledger, ledger.sections, step, counts)
+            self._updates.prepare(sections)
+        # Ctrl-C can strike anywhere below, and the program may catch it and go on.
+        with failing(self.parts.board) if finite else nullcontext():
+            self.step_count += 1
+            self.groups = list(groups)
+            if finite:
+                self.states.param_steps = counts
+                self._updates.launch(hypers, sections)
+            else:
+                names = ledger.non_finite(taken)
+                ledger.drop(taken)
+                self._count_skipped(names, "the step is skipped and the states stay as they are")
+        return True
+
+    def _count_skipped(self, names: Sequence[str], what: str) -> None:
         self.skipped_steps += 1
-        names = self.grads.ledger.non_finite(params)
-        self.grads.ledger.drop(params)
         # With a scaler overflows are how it finds the scale.
         if self.skipped_steps == 1 and self._scaler is None:
             warnings.warn(
                 f"step {self.step_count}: a gradient is NaN or infinite ({_some(names) or 'on another rank'}); "
-                "the step is skipped and the states stay as they are. zo.stats(model).skipped_steps counts such steps",
-                stacklevel=4,
+                f"{what}. zo.stats(model).skipped_steps counts such steps",
+                stacklevel=5,
             )
-
-    def _prepare(self, hypers: Mapping[nn.Parameter, Hyper], counts: dict[str, int]) -> list[SectionUpdate]:
-        """What the step updates, once nothing else has to be waited for; `counts` are those of parameters' steps."""
-        step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
-        sections = section_updates(self.grads.ledger, step, counts)
-        for unit in {section.unit for section in sections}:
-            self.parts.board.wait(unit)
-        # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
-        self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
-        if not _overlaps(self.parts, sections) or any(section.shard.on_device for section in sections):
-            # A commit of the step before notes what it is made of on that thread.
-            with self.parts.store.counters.waiting(Cause.COMMIT) if self.worker.busy else nullcontext():
-                self.worker.drain()
-        return sections
-
-    def _launch(self, hypers: Mapping[nn.Parameter, Hyper], sections: Sequence[SectionUpdate]) -> None:
-        units = list(dict.fromkeys(section.unit for section in sections))
-        self.parts.board.queue(units)
-        # The update takes what was launched until now, whatever is launched beside it.
-        made = None if self.parts.device.is_host else self.parts.device.mark()
-        for section in sections:
-            section.grads.lend(made)
-        self.parts.residency.begin_update(units)
-        # A backward through weights that are about to change must fail as it does in plain torch.
-        torch.autograd.graph.increment_version([p for u in units for p in self.parts.units[u].params])
-        self.grads.ledger.forget(hypers)
-        # Between here and the next record nothing says which step the states are of.
-        self._commits.drop()
-        overlaps = _overlaps(self.parts, sections)
-        threads = update_threads(min(torch.get_num_threads(), self._num_cores), overlaps, self.parts.device.is_host)
-        on_host = [section for section in sections if not section.shard.on_device]
-        if overlaps:
-            self.worker.submit(lambda: self._pipeline.run(on_host, threads))
-        else:
-            with self.parts.store.counters.waiting(Cause.UPDATE):
-                self._pipeline.run(on_host, threads)
-            self.parts.residency.gatherer.end_update()
-        if len(on_host) < len(sections):
-            on_device = [section for section in sections if section.shard.on_device]
-            with self.parts.store.counters.waiting(Cause.UPDATE):
-                self._device_pass.run(on_device)
-        self.parts.residency.refresh_kept()
 
     # Generations
 
@@ -244,6 +199,7 @@ class OffloadedModel:
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self.session.check_usable()
+        check_closed(self.grads.ledger, "zo.commit")
         self._commits.complete(lambda: self._record(capture_rng(), extra))
 
     def drain(self) -> None:
@@ -253,6 +209,7 @@ class OffloadedModel:
     def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
         self.session.check_usable()
+        check_closed(self.grads.ledger, "zo.save_checkpoint")
         self.drain()
         record = self._record(capture_rng(), extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
@@ -281,6 +238,8 @@ class OffloadedModel:
                     self.parts.store.write_components(shard, saved.source(shard.layout, index))
         for unit in self.parts.units:
             self.parts.residency.forget(unit)
+        if self._in_backward is not None:
+            self._in_backward.forget()
         self.session.lacks_weights, self.session.half_loaded = False, ""
         self.resume_pending = False
         self.adopt_generation(generation)
@@ -347,21 +306,6 @@ class OffloadedModel:
                 self.parts.close_files()
 
 
-def _overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
-    """Whether the update runs beside forward: pointless where both are arithmetic on the same cores."""
-    if parts.config.update_overlap == UpdateOverlap.AUTO.value:
-        return not parts.device.is_host or any(section.shard.on_disk or section.grads.on_disk for section in sections)
-    return parts.config.update_overlap == UpdateOverlap.FORWARD.value
-
-
-def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
-    """Threads of an update: on a CPU forward computes on the same cores meanwhile, and one core nearly saturates the
-    update; beside a GPU the thread that drives it needs a core."""
-    if not overlaps:
-        return available
-    return max(1, available // 2 if is_host else available - 1)
-
-
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
     """A listener that keeps nobody alive: drives know the board, and a dropped model's memory must not wait for the
     garbage collector."""
@@ -372,16 +316,6 @@ def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], 
             found(error)
 
     return listener
-
-
-@contextmanager
-def _failing(board: UpdateBoard) -> Iterator[None]:
-    """What ends this early is met by all that comes later."""
-    try:
-        yield
-    except BaseException as error:
-        board.fail(error)
-        raise
 
 
 def _some(names: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master, read_state
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.runtime.grads.ledger import GradLedger
+from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component, Shard, is_state
@@ -192,6 +192,7 @@ class ParamAccess:
             if param.grad is not None:
                 return param.grad  # on its way from autograd to us: a hook of the user's looks at it
         place = self.place(param)
+        check_not_updated(self._grads, param, place.name)
         if not place.section.layout.trainable or not self._grads.held(param):
             return None
         view = self._grads.view(param)
@@ -215,6 +216,9 @@ class ParamAccess:
             raise ZeroOffloadError(
                 f"the gradient of {self.describe(param)} cannot be assigned; only None, which drops it"
             )
+        if param in self._grads.updated:
+            self._session.check_usable()
+            check_not_updated(self._grads, param, self.name_of(param))
         with torch._C.DisableTorchFunctionSubclass():
             param.grad = None
         if self.place(param).section.layout.trainable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -24,15 +24,16 @@ class StepInput:
     shard_index: int
 
 
-def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, int]) -> list[SectionUpdate]:
-    """Sections to update, in the order of `step`; counts the step of each parameter in `param_steps`.
+def section_updates(
+    grads: GradLedger, sections: Iterable[SectionGrads], step: StepInput, param_steps: dict[str, int]
+) -> list[SectionUpdate]:
+    """Which of `sections` to update, in the order of `step`; counts the step of each parameter in `param_steps`.
 
     A unit takes part with all its trainable sections or not at all, since its new values are delivered whole.
     """
-    wanted = {id(param): hyper for param, hyper in step.hypers.items()}
     found: dict[int, list[SectionUpdate]] = {}
-    for section in grads.sections:
-        segments = _segments(grads, section, wanted, step, param_steps)
+    for section in sections:
+        segments = _segments(grads, section, step, param_steps)
         update = SectionUpdate(
             unit=section.unit.index,
             name=section.unit.name,
@@ -51,13 +52,12 @@ def section_updates(grads: GradLedger, step: StepInput, param_steps: dict[str, i
 def _segments(
     grads: GradLedger,
     section: SectionGrads,
-    wanted: Mapping[int, Hyper],
     step: StepInput,
     param_steps: dict[str, int],
 ) -> dict[Rule, list[Segment]]:
     segments: dict[Rule, list[Segment]] = {}
     for index, (piece, param) in enumerate(zip(section.layout.params, section.params, strict=True)):
-        hyper = wanted.get(id(param))
+        hyper = step.hypers.get(param)
         if hyper is None or index not in section.holding:
             continue
         param_steps[piece.spec.name] += 1

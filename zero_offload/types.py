@@ -66,8 +66,9 @@ class Branches(StrEnum):
 class UpdateOverlap(StrEnum):
     """What the optimizer's update runs behind."""
 
-    AUTO = "auto"
+    AUTO = "auto"  # the next forward, where that gains anything
     FORWARD = "forward"
+    BACKWARD = "backward"  # the backward that makes the gradients: unit by unit, as they are complete
     NONE = "none"
 
 

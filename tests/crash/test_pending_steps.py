@@ -70,7 +70,7 @@ def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, mo
 def test_a_program_that_goes_on_after_an_interrupt(
     place: str, tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, optimizer = open_model(nvme, params=tier, optimizer=tier, update_overlap="none")
+    model, optimizer = open_model(nvme, params=tier, optimizer=tier, overlap="none")
     train(model, optimizer, 0, 3)
     struck = {
         "before the update": (torch.autograd.graph, "increment_version"),
@@ -105,7 +105,7 @@ def test_an_interrupt_while_the_commit_of_the_step_before_has_not_begun(
     nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes to its end: with several ranks the others are in it."""
-    model, optimizer = open_model(nvme, params="cpu", optimizer="cpu", update_overlap="none")
+    model, optimizer = open_model(nvme, params="cpu", optimizer="cpu", overlap="none")
     train(model, optimizer, 0, 2)
     drain(model)
     committer, gate = runtime(model)._commits._commits, threading.Event()

@@ -306,7 +306,7 @@ def test_ranks_close_when_an_update_of_some_was_interrupted(
     interrupted: list[int], step: int, pool: RankPool, tmp_path: Path
 ) -> None:
     """Nobody waits for ever, and a step that some lack becomes no generation of the others."""
-    case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "update_overlap": "none"}, num_steps=3)
+    case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "overlap": "none"}, num_steps=3)
     struck = RankPool(2)  # of their own: what is patched stays patched
     try:
         struck.succeed(close_after_an_interrupt, case, interrupted)
@@ -340,7 +340,7 @@ def close_after_a_failure(rank: int, world_size: int, case: Case) -> None:
 
 
 def test_ranks_close_when_an_update_of_one_has_failed(pool: RankPool, tmp_path: Path) -> None:
-    case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "update_overlap": "forward"}, num_steps=3)
+    case = Case(ON_DISK | {"nvme": tmp_path / "run", "commit_every": 2, "overlap": "forward"}, num_steps=3)
     struck = RankPool(2)
     try:
         whole, failed = struck.call(close_after_a_failure, case)

@@ -26,7 +26,7 @@ class Offloaded(Player):
     """One model after the other, in one run directory; checkpoints and exports go to a folder."""
 
     def __init__(self, dim: int, config: zo.OffloadConfig, folder: Path, stream: int = 0) -> None:
-        super().__init__(stream)
+        super().__init__(stream, in_backward=config.overlap == "backward")
         self._dim, self._config, self._folder = dim, config, folder
         self._num_exports = 0
         self._saved: set[int] = set()
@@ -51,6 +51,9 @@ class Offloaded(Player):
     def _before_use(self) -> None:
         """The library knows."""
 
+    def _update_in_backward(self) -> None:
+        """The library has done it."""
+
     def _left_broken(self) -> None:
         """The library notices."""
 
@@ -65,7 +68,7 @@ class Offloaded(Player):
     def step(self) -> list[Any]:
         self._live.clear()
         self._optimizer.step()
-        self._clipped = False
+        self._clipped = self._updated = False
         return []
 
     def zero_grad(self) -> list[Any]:
@@ -93,7 +96,7 @@ class Offloaded(Player):
 
     def _restored(self, found: zo.Resumed | None) -> list[Any]:
         self._live.clear()
-        self._clipped = False
+        self._clipped = self._updated = False
         return ["nothing"] if found is None else [found.step, found.extra, self._optimizer.param_groups[0]["lr"]]
 
     def save(self, slot: int) -> list[Any]:

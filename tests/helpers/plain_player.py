@@ -54,7 +54,7 @@ class Plain(Player):
     """The reference."""
 
     def __init__(self, dim: int, config: zo.OffloadConfig, stream: int = 0) -> None:
-        super().__init__(stream)
+        super().__init__(stream, in_backward=config.overlap == "backward")
         self._dim, self._dtype = dim, DTYPES[config.numerics.compute]
         self._keeper = Keeper(config.commit_every, config.effective_durability.value != "scratch")
         self._start()
@@ -97,18 +97,29 @@ class Plain(Player):
 
     def step(self) -> list[Any]:
         self._live.clear()
-        self._commit_due()
-        self._before_use()
-        if grads := self._grads():
+        if not self._updated:
+            self._commit_due()
+            self._before_use()
+        if self._updated or self._grads():
             self._num_steps += 1
-            if all(grad.isfinite().all() for grad in grads.values()):
-                for master in self._masters.values():
-                    master.update(self._lr, self._factor)
+            self._update()
+            self._updated = False
             keeper = self._keeper
             keeper.latest, keeper.is_aside = {"lr": self._lr, "num_steps": self._num_steps}, False
             keeper.due = keeper.due or self._num_steps % keeper.commit_every == 0
         self._drop()
         return []
+
+    def _update(self) -> None:
+        if all(grad.isfinite().all() for grad in self._grads().values()):
+            for master in self._masters.values():
+                master.update(self._lr, self._factor)
+
+    def _update_in_backward(self) -> None:
+        self._commit_due()
+        self._update()
+        self._drop()
+        self._keeper.latest, self._keeper.is_aside = None, False
 
     def zero_grad(self) -> list[Any]:
         self._drop()
@@ -148,6 +159,7 @@ class Plain(Player):
             torch.set_rng_state(state.rng)
         self._drop()
         self._live.clear()
+        self._updated = False
         return [state.num_steps, state.extra, state.lr]
 
     def _set(self, name: str, param: nn.Parameter, values: Tensor) -> None:

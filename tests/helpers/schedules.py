@@ -100,14 +100,28 @@ def digests(tensors: dict[str, Tensor]) -> list[str]:
     return [f"{name} {digest(tensors[name])}" for name in sorted(tensors)]
 
 
+NOT_BEFORE_STEP = {
+    *("backward", "backward_of_all", "break_backward", "explode", "zero_grad", "set_lr"),
+    *("commit", "save", "reopen", "restart"),
+}
+"""What has no meaning, or raises, between a backward that has updated and its step."""
+
+
 class Player(ABC):
-    """One side. What the operations return is compared."""
+    """One side. What the operations return is compared.
+
+    Where the update runs in backward, that of each backward outside of `no_sync`, there is no clipping, and backwards
+    that break run inside of it: there they change nothing.
+    """
 
     model: nn.Module
 
-    def __init__(self, stream: int = 0) -> None:
+    def __init__(self, stream: int = 0, *, in_backward: bool = False) -> None:
         """Another `stream` is other data."""
         self._stream = stream
+        self._in_backward = in_backward
+        self._updated = False
+        """Whether a backward has made the next step."""
         self._live: list[Tensor] = []
         """Losses whose backward has not run."""
         self._clipped = False
@@ -115,7 +129,22 @@ class Player(ABC):
 
     def play(self, script: Script) -> list[list[Any]]:
         torch.manual_seed(1)
-        return [getattr(self, name)(*arguments) for name, *arguments in script]
+        return [self._do(name, arguments) for name, *arguments in script]
+
+    def _do(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+        if self._in_backward and name == "clip":
+            return []
+        if self._updated and (name in NOT_BEFORE_STEP or (name == "read" and arguments[0] == "grads")):
+            return []
+        found: list[Any] = getattr(self, name)(*arguments)
+        return found
+
+    def _end_backward(self) -> None:
+        """One outside of `no_sync` is over."""
+        if self._in_backward:
+            self._updated = True
+            self._live.clear()
+            self._update_in_backward()
 
     def _run(self, what: Pass, breaks: tuple[str, int] | None = None) -> Tensor:
         self._before_use()
@@ -141,6 +170,8 @@ class Player(ABC):
             loss = self._live[index] if keep else self._live.pop(index)
             with nullcontext() if synced else self.no_sync():
                 (loss * weight).backward(retain_graph=keep)
+            if synced:
+                self._end_backward()
         return []
 
     def backward_of_all(self) -> list[Any]:
@@ -148,6 +179,7 @@ class Player(ABC):
         if self._live and not self._clipped:
             losses, self._live = self._live, []
             sum(loss / (1 + i) for i, loss in enumerate(losses)).backward()
+            self._end_backward()
         return []
 
     def evaluate(self, what: Pass, context: Callable[[], AbstractContextManager[Any]]) -> list[Any]:
@@ -182,7 +214,8 @@ class Player(ABC):
             return []
         loss = self._run(what, ("backward", place))
         try:
-            loss.backward()
+            with self.no_sync() if self._in_backward else nullcontext():
+                loss.backward()
         except Explosion:
             self._live.clear()
             if drops:
@@ -194,12 +227,19 @@ class Player(ABC):
     def explode(self, what: Pass) -> list[Any]:
         """A step whose gradients are not finite is left out."""
         if not self._clipped:
+            if self._in_backward:
+                self.zero_grad()  # finite ones, of units that this backward has none of, would be used
             (self._run(what) * float("inf")).backward()
+            self._end_backward()
             self.step()
             self.zero_grad()
         return []
 
     # What differs
+
+    @abstractmethod
+    def _update_in_backward(self) -> None:
+        """A backward that updates is over."""
 
     @abstractmethod
     def _before_use(self) -> None:

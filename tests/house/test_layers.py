@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime", "optim", "checkpoint"),
     (
         "deferred",
+        "backward_updates",
         "commits",
         "move_in",
         "offload",
@@ -36,7 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "offloaded_model",
         "optimizer_states",
         "param_access",
+        "parts",
         "step",
+        "updates",
     ),
     (
         "__init__",

@@ -150,7 +150,7 @@ def test_all_sums_are_read_at_once_and_only_when_asked_for(
     overlap: str, on_device: Use, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_device(LateDevice())
-    model = zo.offload(build(TinyLM), zo.OffloadConfig(grads="device", update_overlap=overlap))
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(grads="device", overlap=overlap))
     optimizer = adamw(model.parameters())
     reads: list[int] = []
 
@@ -205,7 +205,7 @@ def test_gradients_leave_the_device_with_the_update_only(on_device: Use) -> None
 @pytest.mark.parametrize("missing", ["wait", "mark"])
 def test_a_missing_wait_is_seen(missing: str, on_device: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(HostDevice())
-    config = zo.OffloadConfig(precision="fp32", grads="device", update_overlap="forward")
+    config = zo.OffloadConfig(precision="fp32", grads="device", overlap="forward")
     script = CLIPPING[0]
     expected = run_offloaded(script, make, config)
     on_device(LateDevice())

@@ -27,6 +27,7 @@ from tests.parity.test_schedules import (
     SHARED,
     check,
     check_same,
+    legal,
 )
 from zero_offload.plan.partition import STAGES
 
@@ -41,7 +42,7 @@ LATE = PLACEMENTS | {"grads": TIERS_LATE, "optimizer": TIERS_LATE}
 def with_room(choices: dict[str, Any]) -> dict[str, Any]:
     """A small budget is for units that pass through; what rests on the device would not fit."""
     rests = any("device" in choices[kind] for kind in ("params", "grads", "optimizer"))
-    return choices | {"device_memory": None} if rests else choices
+    return legal(choices | {"device_memory": None} if rests else choices)
 
 
 OF_ONE_LATE = OF_ONE | {"choices": st.fixed_dictionaries(LATE).map(with_room)}

@@ -35,7 +35,7 @@ VARIED = {
     "dim": [NARROW, WIDE],
     "device_memory": ["8MiB", None],
     "durability": ["process", "scratch"],
-    "update_overlap": ["auto", "forward", "none"],
+    "overlap": ["auto", "forward", "none"],
     "adopt_bytes": [1, ADOPT_BYTES],
 }
 
@@ -53,7 +53,7 @@ def recipe_of(dim: int, precision: str, micro_batches: int, max_norm: float | No
 def check(row: Row, nvme: Path) -> None:
     key = (row.get("dim", NARROW), row["precision"], row["micro_batches"], row["max_norm"])
     settings: dict[str, Any] = {kind: TIERS[row[kind]] for kind in ("params", "grads", "optimizer")} | {
-        name: row[name] for name in ("precision", "device_memory", "durability", "update_overlap") if name in row
+        name: row[name] for name in ("precision", "device_memory", "durability", "overlap") if name in row
     }
     trajectory = train_offloaded(recipe_of(*key), zo.OffloadConfig(nvme=nvme, **settings))
     assert trajectory == plain(*key)

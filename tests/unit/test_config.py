@@ -98,8 +98,19 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"device_memory": "much"}, "cannot read 'much' as a size"),
         ({"existing": "keep"}, "existing='keep' is unknown; use one of refuse, resume, discard"),
         ({"durability": "none"}, "durability='none' is unknown"),
-        ({"update_overlap": "backward"}, "update_overlap='backward' arrives in a later version"),
-        ({"update_overlap": "both"}, "update_overlap='both' is unknown"),
+        (
+            {"overlap": "backward", "precision": "fp16"},
+            "overlap='backward' updates before an overflow of fp16 gradients",
+        ),
+        (
+            {"overlap": "backward", "precision": Precision(modules={"*.up": "fp16"})},
+            "is known; use overlap='forward', or 'bf16'",
+        ),
+        (
+            {"overlap": "backward", "branches": "any"},
+            "overlap='backward' updates before ranks with branches='any' know",
+        ),
+        ({"overlap": "both"}, "overlap='both' is unknown"),
         ({"commit_every": 0}, "commit_every=0 is no positive number"),
         ({"commit_every": 1.5}, "commit_every=1.5 is no positive number"),
         (
@@ -131,7 +142,7 @@ def test_durability_needs_a_directory() -> None:
     [
         OffloadConfig(),
         OffloadConfig(nvme=["a", "b"], optimizer={"cpu": 0.5, "nvme": 0.5}, precision="fp32", stage=0),
-        OffloadConfig(params="auto", device_memory="1GiB", update_overlap="none", commit_every=7),
+        OffloadConfig(params="auto", device_memory="1GiB", overlap="backward", commit_every=7),
         OffloadConfig(commit_every="auto"),
         OffloadConfig(precision=Precision(modules={"*.norm": "fp32", "head": "bf16"})),
     ],

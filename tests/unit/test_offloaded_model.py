@@ -8,8 +8,8 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.disk import runtime
-from zero_offload import offloaded_model
-from zero_offload.offloaded_model import update_threads
+from zero_offload import updates
+from zero_offload.updates import update_threads
 
 
 @pytest.mark.parametrize(
@@ -22,13 +22,13 @@ def test_threads_of_an_update(available: int, overlaps: bool, is_host: bool, exp
 
 def test_an_update_takes_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's quota is less than what torch counts."""
-    monkeypatch.setattr(offloaded_model, "count_cores", lambda: 1)
+    monkeypatch.setattr(updates, "count_cores", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     model = nn.Linear(8, 8)
     zo.offload(model, zo.OffloadConfig())
     optimizer = zo.SGD(model.parameters())
     found: list[int] = []
-    pipeline = runtime(model)._pipeline
+    pipeline = runtime(model)._updates._pipeline
     monkeypatch.setattr(pipeline, "run", lambda sections, num_threads: found.append(num_threads))
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()

@@ -71,6 +71,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             names = self._hyper(group).states
             for owner, params in _by_owner(group["params"]).values():
                 owner.states.add(params, names)
+                owner.train_with(self)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -103,6 +104,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for owner, params in _by_owner(hypers).values():
             owner.update({param: hypers[param] for param in params}, groups)
         return loss
+
+    def hypers(self) -> dict[nn.Parameter, Hyper]:
+        """Of offloaded parameters, by value."""
+        of_groups = ((self._hyper(group), group["params"]) for group in self.param_groups)
+        return {param: hyper for hyper, params in of_groups for param in params if owner_of(param) is not None}
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -11,6 +11,8 @@ Bytes per trained parameter (frozen ones have the value only):
     fp16       2        -        4       4         4              14          2, or 4 if several are summed
     fp32       4        -        -       4         4              12          4
 
+With overlap="backward" no gradients are held, unless several backwards are added up: `GRAD_RING_UNITS` units' pass.
+
 With `Precision(states="bf16")` exp_avg and exp_avg_sq are 2 each; with "compact" 1 1/64 each, and the residual is 1.
 
 Parameters that `Precision.modules` keeps in another dtype count by that one's row.
@@ -31,7 +33,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.wear import Wear
-from zero_offload.types import Durability, StateKind, Tier, format_bytes
+from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap, format_bytes
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 
@@ -39,6 +41,10 @@ UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
 GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
+GRAD_RING_UNITS = 5
+"""Units whose gradients are in memory at once where the update runs inside of backward: the one that backward fills,
+a leftover that it completes at its end, one whose sums a GPU is still making, one whose update waits, and one that is
+updated."""
 CHUNKS_IN_FLIGHT = 4
 """Chunks of the update pipeline: two being read, one updated, one written."""
 DEVICE_CHUNKS_IN_FLIGHT = 4
@@ -98,6 +104,8 @@ class UnitBytes:
     """The part of `params_bytes` that is not trained."""
     trained_numel: int = 0
     """Trained elements, over all ranks."""
+    passing_grads_bytes: int = 0
+    """Gradients between backward and an update inside of it, where none are held: `grads_bytes` is 0 then."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,7 @@ def measure_units(
     state = _optimizer_bytes(config.compute_dtype_name, config.state_format)
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
     sums = partition.world_size > 1 or num_micro_batches > 1
+    passes = config.overlap == UpdateOverlap.BACKWARD and num_micro_batches == 1
     measured = []
     for unit in units:
         trained, frozen, states = unit.sizes or (
@@ -188,13 +197,15 @@ def measure_units(
             unit.frozen * value,
             math.ceil(unit.trained * state),
         )
+        summed = unit.trained * 4 if sums else trained
         bytes_of = UnitBytes(
             name=unit.name,
             params_bytes=_divide_up(trained + frozen, partition.param_shards),
-            grads_bytes=_grads_bytes(unit.trained, unit.trained * 4 if sums else trained, partition),
+            grads_bytes=0 if passes else _grads_bytes(unit.trained, summed, partition),
             optimizer_bytes=_divide_up(states, partition.optimizer_shards),
             frozen_bytes=_divide_up(frozen, partition.param_shards),
             trained_numel=unit.trained,
+            passing_grads_bytes=_divide_up(summed, partition.optimizer_shards) if passes else 0,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -258,6 +269,7 @@ def _staging_bytes(
     num_shards = partition.param_shards
     shared = placement.budget.shared_memory
     arriving, landing, trained = [0], [0], [0]
+    passing: dict[bool, list[int]] = {True: [], False: []}
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
         in_place = params_tier is Tier.DEVICE or (shared and params_tier is Tier.CPU)
@@ -266,6 +278,7 @@ def _staging_bytes(
             arriving.append(unit.frozen_bytes if stays else unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
+        passing[tiers[StateKind.GRADS] is Tier.DEVICE and not shared].append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
         # what arrives from them, and on its way to disk the sum has pages of its own.
         if partition.world_size == 1:
@@ -291,13 +304,20 @@ def _staging_bytes(
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
         + max(trained)
+        + ring_bytes(passing[True])
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
+        + ring_bytes(passing[False])
         + CHUNKS_IN_FLIGHT * update_bytes
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
+
+
+def ring_bytes(unit_bytes: Iterable[int]) -> int:
+    """Gradients in memory at once, of units that are updated inside of backward and have so many each."""
+    return sum(sorted(unit_bytes)[-GRAD_RING_UNITS:])
 
 
 def _stages_grads(tiers: Mapping[StateKind, Tier], shared_memory: bool) -> bool:

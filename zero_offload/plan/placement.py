@@ -82,7 +82,7 @@ def assign_tiers(
 def _weight(unit: UnitBytes, kind: StateKind) -> int:
     sizes = {
         StateKind.PARAMS: unit.params_bytes,
-        StateKind.GRADS: unit.grads_bytes,
+        StateKind.GRADS: unit.grads_bytes + unit.passing_grads_bytes,
         StateKind.OPTIMIZER: unit.optimizer_bytes,
     }
     return sizes[kind]
@@ -218,4 +218,5 @@ def _divide(unit: UnitBytes, factor: int) -> UnitBytes:
         optimizer_bytes=-(-unit.optimizer_bytes // factor),
         frozen_bytes=-(-unit.frozen_bytes // factor),
         trained_numel=-(-unit.trained_numel // factor),
+        passing_grads_bytes=-(-unit.passing_grads_bytes // factor),
     )

@@ -21,7 +21,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.problems import list_problems, unknown_names
 from zero_offload.recipes.gpt import PRESETS, GPTConfig, Recompute, preset
-from zero_offload.types import Existing
+from zero_offload.types import Existing, UpdateOverlap
 
 RUNS = Path("runs")
 
@@ -168,6 +168,9 @@ def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
         yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
     if config.out.exists() and not config.out.is_dir():
         yield f"out={str(config.out)!r} is a file; name a directory"
+    if isinstance(config.offload, OffloadConfig) and config.offload.overlap == UpdateOverlap.BACKWARD:
+        clip = f"clip={config.clip!r}"
+        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
     tier = config.offload.nvme_dirs if isinstance(config.offload, OffloadConfig) else ()
     if config.out.resolve() in [path.resolve() for path in tier]:
         yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"

@@ -112,12 +112,20 @@ class Residency:
         elif self.gatherer.is_agreed:
             self.gatherer.finish(unit)
 
-    def begin_update(self, order: Sequence[int]) -> None:
-        """An update is queued: units that it makes stale wait for their new values, first used first."""
+    def begin_update(self, order: Sequence[int], *, in_backward: bool = False) -> None:
+        """An update is queued: units that it makes stale wait for their new values, first used first.
+
+        `in_backward`: a backward is done with them, and goes on; it has their memory if it needs any.
+        """
         self.gatherer.begin_update(order)
         stale = [self._units[i] for i in order if self.board.pending(i) and not self._units[i].updates_in_place]
         self._loans.find(stale)
-        self._hand_frames_on(stale)
+        if not in_backward:
+            self._hand_frames_on(stale)
+        elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):
+            unused = self._victims.unused()
+            for unit in (unit for unit in stale if unit.index in unused):
+                self._evict(unit)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
@@ -128,6 +136,9 @@ class Residency:
                 if unit.state is not UnitState.AWAITING:
                     self._advance(unit, UnitState.AWAITING)
                 self._offer(unit)
+        if in_backward:
+            self._look_ahead()
+            return
         for unit in stale:
             if unit.state is UnitState.AWAY:
                 if unit.num_frames > self._budget.free_frames:

@@ -35,7 +35,7 @@ from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
 from zero_offload.runtime.units.guard import refuse_copy
-from zero_offload.runtime.units.unit import Unit
+from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane, now
 
 
@@ -113,7 +113,8 @@ class Session:
         self._residency = residency
         self._spans = residency.spans
         self._grads = grads
-        self._stack: list[Scope] = []
+        self.forwards: list[Scope] = []
+        """That run now, the outermost first."""
         self._thread = 0
         """Runs the forwards on the stack."""
         self._backward_runs = False
@@ -126,7 +127,9 @@ class Session:
         """Whether it matters that a use ends, and who holds views of parameters."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
-        self._saved = SavedTensors(units, activations)
+        self.updates: UpdatesInBackward | None = None
+        """If `grads` are used by the backward that makes them: set by whoever uses them, which knows this object."""
+        self._saved = SavedTensors(units, activations, always=grads.passing)
 
     def check_process(self) -> None:
         """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
@@ -140,6 +143,8 @@ class Session:
         """Whether there is something to compute with or to read."""
         self.check_process()
         self._residency.board.check_whole()
+        if self.updates is not None and not in_backward():
+            self.updates.check_whole()
         if self.half_loaded:
             raise ZeroOffloadError(
                 f"loading {self.half_loaded} failed half-way, so this model's states are a mix of two. Load a whole "
@@ -157,7 +162,7 @@ class Session:
     @property
     def active(self) -> bool:
         """Whether parameters may be touched: a forward or backward of this model is running."""
-        return bool(self._stack) or in_backward()
+        return bool(self.forwards) or in_backward()
 
     # Forward
 
@@ -168,10 +173,10 @@ class Session:
                 self._recompute(unit)
             return
         thread = threading.get_ident()
-        if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self._stack):
+        if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self._abandon()
-        if not self._stack:
+        if not self.forwards:
             if torch._C._is_tracing():
                 raise ZeroOffloadError(
                     "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
@@ -184,24 +189,24 @@ class Session:
                 "a forward of this model runs in another thread; one that starts now could take its parameters out of "
                 "memory. Run one forward at a time"
             )
-        self._stack.append(Scope(units, module_call()))
-        self._stack[-1].saving = self._saved.hooks(self._use_in_backward)
-        if self._spans.on and len(self._stack) == 1:
-            self._stack[-1].begin_ns = now()  # the whole, with its waits
+        self.forwards.append(Scope(units, module_call()))
+        self.forwards[-1].saving = self._saved.hooks(self._use_in_backward)
+        if self._spans.on and len(self.forwards) == 1:
+            self.forwards[-1].begin_ns = now()  # the whole, with its waits
         for unit in units:
             self._use(unit)
         if self._spans.on:
-            self._stack[-1].begin_ns = self._stack[-1].begin_ns or now()
-        if units and self._any_leaves:
+            self.forwards[-1].begin_ns = self.forwards[-1].begin_ns or now()
+        if units and (self._any_leaves or self.updates is not None):
             self._watch_inputs(units, inputs)
 
     def exit(self, output: Any = None) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
-        if in_backward() or not self._stack:
+        if in_backward() or not self.forwards:
             return None
         if threading.get_ident() != self._thread:
             return None
-        scope = self._stack.pop()
+        scope = self.forwards.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
         replaced = self._keep_views(output) if self._any_leaves else None
@@ -211,12 +216,12 @@ class Session:
             if unit.forward_uses == 0:
                 changed += unit.changed()
             else:
-                unit.passing = not any(unit in each.units for each in self._stack)
+                unit.passing = not any(unit in each.units for each in self.forwards)
             unit.close()
-        if not self._stack:
+        if not self.forwards:
             self._residency.meet("the end of a forward")
-        if scope.begin_ns and (scope.units or not self._stack):
-            self._spans.add(Lane.FORWARD, _name_of(scope, whole=not self._stack), scope.begin_ns)
+        if scope.begin_ns and (scope.units or not self.forwards):
+            self._spans.add(Lane.FORWARD, _name_of(scope, whole=not self.forwards), scope.begin_ns)
         if changed:
             raise _changed_in_forward(changed)
         return replaced
@@ -226,12 +231,12 @@ class Session:
         views = [x for x in _tensors_in([output]) if not isinstance(x, nn.Parameter) and self._leaves(x)]
         if not views:
             return None
-        if not self._stack:
+        if not self.forwards:
             ids = set(map(id, views))
             return tree_map_only(Tensor, lambda x: x.clone() if id(x) in ids else x, output)
         for unit in filter(None, map(self._saved.unit_of, views)):
             unit.forward_uses += 1
-            self._stack[-1].touched.append(unit)
+            self.forwards[-1].touched.append(unit)
         return None
 
     def _leaves(self, tensor: Tensor) -> bool:
@@ -241,8 +246,8 @@ class Session:
 
     def _abandon(self) -> None:
         drop_stale()
-        while self._stack:
-            saving = self._stack.pop().saving
+        while self.forwards:
+            saving = self.forwards.pop().saving
             if saving is not None:
                 saving.__exit__(None, None, None)
         for unit in self._units:
@@ -258,7 +263,7 @@ class Session:
             if in_backward():
                 self._use_in_backward(unit)
             elif unit.forward_uses == 0:
-                self._stack[-1].touched.append(unit)
+                self.forwards[-1].touched.append(unit)
                 self._use(unit)
         for unit in passing:
             # In backward it may be part of a forward that is recomputed, which saves without asking us.
@@ -266,6 +271,7 @@ class Session:
 
     def _use(self, unit: Unit) -> None:
         unit.forward_uses += 1
+        unit.num_uses += 1
         unit.passing = False
         if unit.forward_uses == 1:
             self._residency.acquire(unit)
@@ -290,9 +296,12 @@ class Session:
         broken = self._backward_runs
         self._backward_runs = False
         for unit in self._units:
-            unit.forward_uses = unit.backward_uses = 0
+            unit.forward_uses = unit.backward_uses = unit.num_uses = 0
             unit.close()
-        if broken and self._grads.drop():
+        dropped = broken and self._grads.drop()
+        if self.updates is not None:
+            self.updates.abandon()
+        if dropped:
             warnings.warn(
                 "the last backward was left by an exception: its gradients are dropped, no step used them",
                 stacklevel=2,
@@ -316,8 +325,12 @@ class Session:
             unit.close()
             if self._trimmer is not None:
                 self._trimmer.freed(unit.layout.nbytes)
+        if self.updates is not None:
+            self.updates.advance()
 
     def _recompute(self, unit: Unit) -> None:
+        if self.updates is not None:
+            self.updates.before_use(unit)
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
         if unit.backward_uses > 0:
             unit.backward_uses += 1
@@ -328,6 +341,8 @@ class Session:
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()
+        if self.updates is not None:
+            self.updates.before_use(unit)
         if self._spans.on:
             self._spans.backward.uses(unit.name)
         if unit.backward_uses == 0:
@@ -350,10 +365,12 @@ class Session:
     def _end_backward(self) -> None:
         self._backward_runs = False
         for unit in self._units:
-            unit.backward_uses = 0
+            unit.backward_uses = unit.num_uses = 0
             unit.close()
         self._residency.meet("the end of a backward")
         self._grads.finish_backward()
+        if self.updates is not None:
+            self.updates.end()
         if self._spans.on:
             self._spans.backward.end()
 

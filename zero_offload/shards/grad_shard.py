@@ -5,7 +5,8 @@ one rank, fp32 from the first accumulation on (compute dtype -> fp32 is exact, s
 On the NVMe tier the buffer's pages are attached only while backward writes it. The calls: `open`, writes to
 the array, `close`; `lend` to an update, which takes `open_chunk`, then calls `release`; or `drop`. `held` is cleared
 by whoever consumed the gradients. A large gradient that autograd has computed in host memory is not copied: `adopt`
-keeps its tensor. In the memory of a GPU gradients rest in a `DeviceGradShard`.
+keeps its tensor. In the memory of a GPU gradients rest in a `DeviceGradShard`. Where the update runs inside of
+backward, the buffer is leased from the `GradRing` of the store, whatever the tier, as far as nothing is held.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from zero_offload.device import Event
-from zero_offload.memory.arena import MovableBuffer
+from zero_offload.memory.arena import MovableBuffer, Region
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.extents import Extent
@@ -67,6 +68,8 @@ class GradShard:
         self._array: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
         """Views of the open array, by the parameter's index: making one takes longer than writing a small gradient."""
+        self._span: Region | None = None
+        """Of the ring, under the array."""
         self._buffer: MovableBuffer | None = None
         self._extents: dict[torch.dtype, Extent] = {}
         self._adopted: dict[int, torch.Tensor] = {}
@@ -97,6 +100,10 @@ class GradShard:
 
     def open(self) -> torch.Tensor:
         """The buffer, (shard_numel,) `dtype`, host, with the gradients it holds; valid until `close`."""
+        if self._array is None and not self.held and self._store.grad_ring is not None:
+            self._span = self._store.grad_ring.lease(self.layout.shard_numel * self.dtype.itemsize)
+            if self._span is not None:
+                self._array = self._span.tensor(self.dtype, self.layout.shard_numel)
         if self._array is None and self.tier is not Tier.NVME:
             self._array = self._store.arena.array(self.dtype, self.layout.shard_numel)
         elif self._array is None:
@@ -133,9 +140,26 @@ class GradShard:
     def _forget_array(self) -> None:
         self._array = None
         self._parts.clear()
+        if self._span is not None and self._store.grad_ring is not None:
+            self._store.grad_ring.release(self._span)
+        self._span = None
+
+    def leave_ring(self) -> None:
+        """Give back what was leased; gradients that are still held move to memory of their own."""
+        if self._span is None or self._array is None:
+            return
+        own = None
+        if self.held and self.tier is Tier.NVME:
+            self._store.disk.write_array(self._extent(), self._array)
+        elif self.held:
+            own = self._store.arena.array(self.dtype, self.layout.shard_numel).copy_(self._array)
+        self._forget_array()
+        self._array = own
 
     def lend(self, made: Event | None) -> None:
         """An update is launched that takes gradients. On a GPU they are valid at the mark `made`."""
+        if self._store.grad_ring is not None and not self.on_device and not self.on_disk:
+            self.open()  # the ring is not for the update's thread, which may want to see what is between gradients
         self._made, self._lent = made, True
 
     def release(self) -> None:
@@ -151,7 +175,7 @@ class GradShard:
 
     def close(self) -> None:
         """Bring the buffer to rest; on NVMe it is written and its pages go back."""
-        if self._buffer is None or self._array is None:
+        if self._buffer is None or self._array is None or self._span is not None:
             return
         self._store.disk.write_array(self._extent(), self._array)
         self._buffer.detach()

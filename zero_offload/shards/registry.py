@@ -73,6 +73,15 @@ class LossScaler(Protocol):
         """JSON values. Raises between `step` and `update`."""
 
 
+class Trainer(Protocol):
+    """An optimizer, for a model that is updated before its `step`."""
+
+    def hypers(self) -> Mapping[nn.Parameter, Hyper]:
+        """Hyperparameters of its offloaded parameters, by value."""
+
+    def __hash__(self) -> int: ...
+
+
 class Owner(Protocol):
     """One offloaded model, as parameters and optimizers see it."""
 
@@ -87,6 +96,9 @@ class Owner(Protocol):
 
         A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
         """
+
+    def train_with(self, optimizer: Trainer) -> None:
+        """An optimizer has some of the parameters. It is held weakly."""
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         """Have the next step divide by the loss scale; returns whether it must be skipped, on every rank. Collective.

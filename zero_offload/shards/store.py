@@ -26,6 +26,7 @@ from zero_offload.memory.pool import LazyRegion
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.shards.device_staging import DeviceStaging
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
+from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.places import Places
 from zero_offload.shards.shard import (
     Component,
@@ -89,6 +90,8 @@ class ShardStore:
         self.shards = tuple(_new_shard(section, placements[section.unit], device) for section in layout.sections)
         self.snapshots = Snapshots(self.shards, self.disk, self.counters, DeviceStaging(device, arena))
         self.places = Places(self.shards, arena, device, self.disk, num_slots)
+        self.grad_ring: GradRing | None = None
+        """Where gradients pass through, if the update runs inside of backward."""
         self._size_staging()
 
     def _size_staging(self) -> None:

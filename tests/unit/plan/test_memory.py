@@ -187,6 +187,34 @@ def test_accumulated_gradients_are_fp32() -> None:
     assert unit.grads_bytes == 4 * N
 
 
+def test_gradients_that_backward_uses_pass_through_a_ring() -> None:
+    config = OffloadConfig(overlap="backward", nvme="x", durability="scratch")
+    units = measure_units([UnitNumel(str(i), i * N) for i in range(1, 8)], config)
+    assert all(unit.grads_bytes == 0 and unit.passing_grads_bytes == unit.params_bytes for unit in units)
+    largest = 2 * N * (7 + 6 + 5 + 4 + 3)
+    for tier, budget, home in (
+        ("cpu", ROOMY, Tier.CPU),
+        ("nvme", GPU, Tier.CPU),
+        ("device", ROOMY, Tier.CPU),
+        ("device", GPU, Tier.DEVICE),
+    ):
+        placed = {PARAMS: Tier.CPU, GRADS: Tier(tier), OPTIMIZER: Tier.CPU}
+        plan = estimate_memory(units, Placement((placed,) * 7, budget), config)
+        held = estimate_memory(
+            measure_units([UnitNumel(str(i), i * N) for i in range(1, 8)], OffloadConfig(nvme="x")),
+            Placement((placed,) * 7, budget),
+            OffloadConfig(nvme="x", durability="scratch"),
+        )
+        assert [plan.rest_bytes[each, GRADS] for each in Tier] == [0, 0, 0]
+        assert plan.staging_bytes[home] - held.staging_bytes[home] == largest
+        assert plan.nvme_written_bytes_per_step == 0
+    (summed,) = measure_units([UnitNumel("a", N)], config, num_micro_batches=2)
+    assert (summed.grads_bytes, summed.passing_grads_bytes) == (4 * N, 0)
+    for stage in (0, 1, 2, 3):
+        (unit,) = measure_units([UnitNumel("a", N)], config, Partition(stage, 4))
+        assert (unit.grads_bytes, unit.passing_grads_bytes) == (0, 4 * N // (4 if stage else 1))
+
+
 def test_staging_on_a_cpu_device_needs_no_copy_of_params_in_memory() -> None:
     in_place = estimate(("cpu", "cpu", "cpu"))
     assert in_place.staging_bytes[Tier.DEVICE] == 2 * 2 * N  # the largest unit's gradient

@@ -87,3 +87,8 @@ def test_arguments_tell_runs_apart_but_not_how_they_start() -> None:
     assert one.arguments() == TrainConfig.from_tables({"trace": 3}, {}).arguments()
     for train, offload in (({"lr": 1e-4}, {}), ({"steps": 3}, {}), ({}, {"params": "cpu"})):
         assert one.arguments() != TrainConfig.from_tables(train, offload).arguments()
+
+
+def test_an_update_inside_of_backward_cannot_be_clipped() -> None:
+    with pytest.raises(ConfigError, match=r"before gradients can be clipped \(clip=1\.0\); use overlap='forward'"):
+        TrainConfig.from_tables({}, {"overlap": "backward"})

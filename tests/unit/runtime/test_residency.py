@@ -13,7 +13,7 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, Block, build
 from tests.helpers.reference import placed
 from zero_offload.api import runtime_of
-from zero_offload.offloaded_model import Parts
+from zero_offload.parts import Parts
 from zero_offload.shards.state import UnitState
 
 
@@ -108,6 +108,31 @@ def test_frames_stay_where_the_first_units_are(parts: Parts) -> None:
     parts.residency.begin_update([0, 1, 2, 3])
     states = [unit.state for unit in parts.units]
     assert states == [UnitState.AWAITING, UnitState.AWAITING, UnitState.AWAY, UnitState.AWAY]
+
+
+def test_frames_of_what_backward_is_done_with_go_to_what_it_needs(parts: Parts) -> None:
+    uses = [0, 1, 2, 3, 3, 2, 1, 0]
+    for _ in range(2):
+        cycle(parts, uses)
+    parts.residency.begin_cycle("grad")
+    for index in uses[:4]:
+        parts.residency.acquire(parts.units[index])
+    parts.units[3].backward_uses = 1
+    parts.residency.acquire(parts.units[3])
+    parts.units[3].backward_uses = 0
+    assert parts.units[3].state is UnitState.PRESENT and parts.units[1].state is UnitState.AWAY
+    parts.board.queue([3])
+    parts.residency.begin_update([3], in_backward=True)
+    assert parts.units[3].state is UnitState.AWAY
+    assert parts.units[1].state in (UnitState.FETCHING, UnitState.PRESENT)
+    assert parts.board.start(3) is None
+
+
+def test_what_backward_is_done_with_has_its_values_delivered_where_nothing_is_missing(parts: Parts) -> None:
+    cycle(parts, [0, 1])
+    parts.board.queue([1])
+    parts.residency.begin_update([1], in_backward=True)
+    assert parts.units[1].state is UnitState.AWAITING and parts.board.start(1) is not None
 
 
 def test_units_in_use_keep_their_frames(parts: Parts) -> None:

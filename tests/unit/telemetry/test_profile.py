@@ -198,7 +198,7 @@ def test_an_update_beside_forward_is_seen_there(nvme: Path, monkeypatch: pytest.
 
 
 def test_an_update_inside_of_step_is_exposed(nvme: Path) -> None:
-    model, optimizer = offloaded(nvme, update_overlap="none")
+    model, optimizer = offloaded(nvme, overlap="none")
     train(model, optimizer, 1)
     with zo.profile(model) as recorded:
         train(model, optimizer, 2)

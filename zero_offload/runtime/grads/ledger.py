@@ -8,13 +8,15 @@ Clipping by norm moves no gradient: each gets a factor that the update multiplie
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.device_grads import launch_sum, read_sums
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
@@ -55,6 +57,8 @@ class SectionGrads:
     """Parameters that this backward has delivered."""
     num_expected: int = 0
     """How many it will deliver at most."""
+    whole: bool = False
+    """Whether this backward, if it updates, has delivered all of them, reduced."""
     holding: set[int] = field(default_factory=set)
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
@@ -98,6 +102,8 @@ class GradLedger:
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
         self.overflowed = False
         """Whether a loss scaler has found that this step must not be taken; it ends with the gradients."""
+        self.updated: set[nn.Parameter] = set()
+        """Parameters that a backward has updated (overlap="backward"), until their optimizer's step."""
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
@@ -134,6 +140,15 @@ class GradLedger:
             bad += sum(not grads.sums[index].finite for index in indices)
         total, bad = self._collectives.sum_over_shards([total, bad])
         return math.sqrt(total), bad == 0
+
+    def finite(self, units: Sequence[Sequence[SectionGrads]], params: Container[nn.Parameter]) -> list[bool]:
+        """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
+        for grads in itertools.chain(*units):
+            for index in grads.exposed & grads.holding:
+                grads.measure(index)
+        _read_launched(itertools.chain(*units))
+        fine = [all(each.finite for grads in unit for each in _sums_of(grads, params)) for unit in units]
+        return [not bad for bad in self._collectives.any_rank([not each for each in fine])]
 
     def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
         """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
@@ -257,6 +272,10 @@ class GradLedger:
                 self.loss_scale, self.overflowed = 1.0, False
 
 
+def _sums_of(grads: SectionGrads, params: Container[nn.Parameter]) -> Iterator[GradSum]:
+    return (grads.sums[index] for index in grads.holding if grads.params[index] in params)
+
+
 def _read_launched(sections: Iterable[SectionGrads]) -> None:
     """Fill `sums` with what was launched since: one download, whichever of them are wanted."""
     launched = [(grads, index) for grads in sections for index in grads.launched]
@@ -264,3 +283,24 @@ def _read_launched(sections: Iterable[SectionGrads]) -> None:
     for (grads, index), each in zip(launched, found, strict=True):
         grads.sums[index] = each
         del grads.launched[index]
+
+
+def check_closed(ledger: GradLedger, call: str) -> None:
+    """Raise if a backward has updated parameters, and not every optimizer of theirs has been stepped."""
+    if ledger.updated:
+        grads, index = ledger.place(next(iter(ledger.updated)))
+        raise ZeroOffloadError(
+            f"{call} follows a backward that has updated {grads.layout.params[index].spec.name} (overlap='backward'), "
+            "and no step() of its optimizer. Call step() after each backward; to add up the gradients of several, run "
+            "all but the last in 'with zo.no_sync(model):'"
+        )
+
+
+def check_not_updated(ledger: GradLedger, param: nn.Parameter, name: str) -> None:
+    """Raise if a backward has used the gradient, and the step that it belongs to has not been made."""
+    if param in ledger.updated:
+        raise ConfigError(
+            f"the gradient of {name} is used up: with overlap='backward' backward has updated the parameter, and "
+            "optimizer.step() closes the step. What looks at gradients before that (clipping, a loss scaler, a step "
+            "that is left out by zero_grad()) needs overlap='forward'"
+        )

@@ -53,7 +53,7 @@ class GradReducer:
         self._device = device
         sections = [section for unit in units for section in unit.sections]
         layouts = [section.layout for section in sections if not _rests_on(device, section)]
-        self._staging = GradStaging(device, store.arena, layouts, self._land, self._rest)
+        self.staging = GradStaging(device, store.arena, layouts, self._land, self._rest)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
@@ -64,7 +64,9 @@ class GradReducer:
         self._open: list[SectionGrads] = []
         """With pages, the longest unused first."""
         self.ledger = GradLedger(units, self._new_shard, collectives)
-        self.defers = collectives.partition.defers_reduction
+        self.passing = store.grad_ring is not None
+        """Whether gradients are used by the backward that makes them, unless it defers."""
+        self.defers = collectives.partition.defers_reduction and not self.passing
         """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
 
@@ -114,7 +116,7 @@ class GradReducer:
             if grads.arrived:
                 self._complete(grads)
         self._reductions.finish()
-        self._staging.drain()
+        self.staging.drain()
         if not self.defers:
             self.reduce_waiting()
 
@@ -135,7 +137,7 @@ class GradReducer:
                 self._partials.widen(grads)
                 self._complete(grads)
         self._reductions.finish()
-        self._staging.drain()
+        self.staging.drain()
 
     def clip_norm(self, params: Collection[nn.Parameter], max_norm: float) -> float:
         """Let the next update multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm. Collective."""
@@ -159,12 +161,13 @@ class GradReducer:
         elif shard.on_device:
             self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, shard.dtype), adds=adds)
         else:
-            self._staging.stage(grads, index, grad.reshape(-1), adds=adds)
+            self.staging.stage(grads, index, grad.reshape(-1), adds=adds)
 
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
         shard = grads.local or grads.shard
         alone = grad.nbytes >= ADOPT_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
+        alone = alone and not self.passing  # the ring bounds what there is, and so has all of it
         if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
             self._store_one(grads, index, grad, adds=adds)
             return
@@ -231,10 +234,11 @@ class GradReducer:
             self._reductions.add(grads)
             return
         grads.arrived.clear()
+        grads.whole = True
         if self._device.is_host or (grads.local or grads.shard).on_device:
             self._rest(grads)
         else:
-            self._staging.seal(grads)
+            self.staging.seal(grads)
 
     def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
@@ -242,9 +246,10 @@ class GradReducer:
             self._store_reduced(grads, shard)
             self._rest(grads)
         else:
-            self._staging.stage(grads, REDUCED, shard, adds=False)
-            self._staging.seal(grads)
+            self.staging.stage(grads, REDUCED, shard, adds=False)
+            self.staging.seal(grads)
         self._partials.drop(grads)
+        grads.whole = True
 
     def _add_waiting(self, grads: SectionGrads) -> None:
         """Add this rank's own sums of earlier backwards to the partial one."""
@@ -286,7 +291,7 @@ class GradReducer:
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
         self._reductions.drop()
-        self._staging.drain()
+        self.staging.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._partials.drop(grads)

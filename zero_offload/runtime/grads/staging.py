@@ -77,6 +77,12 @@ class GradStaging:
         while self._sealed and all(handoff.ready.done() for _, _, handoff in self._sealed[0].downloads):
             self._finish(self._sealed.popleft())
 
+    def land(self, grads: SectionGrads) -> None:
+        """Wait for what was staged of this section, and for what was sealed before."""
+        self.seal(grads)
+        while any(batch.grads is grads for batch in self._sealed):
+            self._finish(self._sealed.popleft())
+
     def drain(self) -> None:
         """Wait for everything."""
         for batch in list(self._filling.values()):

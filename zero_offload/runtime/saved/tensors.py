@@ -136,10 +136,11 @@ def hooks_of_session(hooks: SavingHooks) -> bool:
 class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
-    def __init__(self, units: Sequence[Unit], store: TensorStore | None) -> None:
-        """`store` takes tensors that are no views of parameters, if they may leave."""
+    def __init__(self, units: Sequence[Unit], store: TensorStore | None, *, always: bool = False) -> None:
+        """`store` takes tensors that are no views of parameters, if they may leave; `always`: it matters who reads
+        parameters in backward, even if they never leave."""
         self._store = store
-        self._needed = store is not None or not all(unit.updates_in_place for unit in units)
+        self._needed = always or store is not None or not all(unit.updates_in_place for unit in units)
         """Where nothing ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -79,6 +79,8 @@ class Unit:
         """Forwards (of its modules, or around a touch) that are running now."""
         self.backward_uses = 0
         """Backwards through those modules that have begun and not ended."""
+        self.num_uses = 0
+        """Uses by forwards since the last backward ended."""
         self.passing = False
         """Used by single operations, outside of its modules or in backward: between two of them it may go."""
         self.saved_views: set[weakref.ref[Any]] = set()
@@ -212,3 +214,22 @@ class Unit:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
         self.forward_uses = self.backward_uses = 0
         self.close()
+
+
+class UpdatesInBackward(Protocol):
+    """Who updates units in the backward that makes their gradients, and is told where that backward is."""
+
+    def check_whole(self) -> None:
+        """Outside of backward: raise if one was left with some units updated and others not."""
+
+    def before_use(self, unit: Unit) -> None:
+        """Backward is about to read parameters of this unit."""
+
+    def advance(self, beside: Unit | None = None) -> None:
+        """Backward is elsewhere, or in the unit `beside`: update what it is done with."""
+
+    def end(self) -> None:
+        """Backward is over."""
+
+    def abandon(self) -> None:
+        """A backward was left by an exception, before anything was updated."""

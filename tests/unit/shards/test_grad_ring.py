@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.stores import open_store
+from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.shards.grad_ring import LAUNCHED_MAX, GradRing
+from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.types import SECTOR, Tier
+
+
+class Part:
+    """Leases on request, and gives back when told."""
+
+    def __init__(self, ring: GradRing) -> None:
+        self._ring = ring
+        self.region = ring.lease(SECTOR)
+
+    def leave_ring(self) -> None:
+        if self.region is not None:
+            self._ring.release(self.region)
+        self.region = None
+
+
+@pytest.fixture
+def board() -> UpdateBoard:
+    return UpdateBoard(8)
+
+
+@pytest.fixture
+def ring(board: UpdateBoard) -> GradRing:
+    """Room for two parts."""
+    ring = GradRing(Arena(0), 2 * SECTOR, board)
+    ring.open()
+    return ring
+
+
+def launch(board: UpdateBoard, ring: GradRing, unit: int, part: Part) -> None:
+    board.queue([unit])
+    ring.passing(unit, [part])
+
+
+def complete(board: UpdateBoard, unit: int) -> None:
+    board.start(unit)
+    board.complete(unit)
+
+
+def test_a_closed_ring_gives_nothing(ring: GradRing) -> None:
+    ring.close()
+    assert ring.lease(SECTOR) is None
+
+
+def test_what_waits_for_no_update_is_not_waited_for(ring: GradRing) -> None:
+    parts = [Part(ring) for _ in range(3)]
+    assert [part.region is not None for part in parts] == [True, True, False]
+
+
+def test_a_full_ring_waits_for_the_oldest_update(board: UpdateBoard, ring: GradRing) -> None:
+    first, second = Part(ring), Part(ring)
+    launch(board, ring, 0, first)
+    launch(board, ring, 1, second)
+    waiting = threading.Timer(0.05, complete, [board, 0])
+    waiting.start()
+    assert Part(ring).region is not None
+    waiting.join()
+    assert first.region is None and second.region is not None
+
+
+def test_what_was_used_is_given_back_whichever_came_first(board: UpdateBoard, ring: GradRing) -> None:
+    first, second = Part(ring), Part(ring)
+    launch(board, ring, 0, first)
+    launch(board, ring, 1, second)
+    complete(board, 1)
+    ring.collect()
+    assert first.region is not None and second.region is None
+    complete(board, 0)
+    ring.collect()
+    assert first.region is None
+
+
+def test_no_more_updates_than_the_ring_has_room_for(board: UpdateBoard) -> None:
+    ring = GradRing(Arena(0), 8 * SECTOR, board)
+    ring.open()
+    for unit in range(LAUNCHED_MAX):
+        launch(board, ring, unit, Part(ring))
+    waiting = threading.Timer(0.05, complete, [board, 0])
+    waiting.start()
+    launch(board, ring, LAUNCHED_MAX, Part(ring))
+    assert not board.pending(0)
+    ring.close()
+    launch(board, ring, LAUNCHED_MAX + 1, Part(ring))  # backward is over: nobody would have to wait
+
+
+@pytest.fixture(params=[Tier.CPU, Tier.NVME])
+def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[GradShard]:
+    def attach(buffer: MovableBuffer) -> None:
+        assert buffer.attach()
+
+    with open_store(nn.Linear(64, 64), ("cpu", request.param, "cpu"), nvme, dtype=torch.bfloat16) as store:
+        layout = store.shards[0].layout
+        store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel, UpdateBoard(1))
+        store.grad_ring.open()
+        yield GradShard(store, layout, request.param, attach)
+
+
+def leased(shard: GradShard) -> bool:
+    ring = shard._store.grad_ring
+    assert ring is not None
+    whole = ring.lease(4 * shard.layout.shard_numel)
+    if whole is not None:
+        ring.release(whole)
+    return whole is None
+
+
+def test_a_shard_leases_whatever_its_tier(shard: GradShard) -> None:
+    shard.open().fill_(1)
+    assert leased(shard) and not shard.on_disk
+    shard.held = True
+    shard.close()
+    assert leased(shard) and torch.all(shard.open() == 1)
+    shard.held = False
+    shard.leave_ring()
+    assert not leased(shard)
+
+
+def test_what_is_held_moves_to_memory_of_its_own(shard: GradShard) -> None:
+    shard.open().fill_(3)
+    shard.held = True
+    shard.leave_ring()
+    assert not leased(shard)
+    assert shard.on_disk == (shard.tier is Tier.NVME)
+    assert torch.all(shard.open() == 3)
+    shard.close()
+
+
+def test_widening_leases_anew(shard: GradShard) -> None:
+    shard.open().fill_(5)
+    shard.held = True
+    shard.widen()
+    assert shard.open().dtype == torch.float32 and torch.all(shard.open() == 5)
+    shard.close()
+
+
+def test_what_is_held_elsewhere_is_added_to_there(shard: GradShard) -> None:
+    ring = shard._store.grad_ring
+    assert ring is not None
+    ring.close()
+    shard.open().fill_(7)
+    shard.held = True
+    shard.close()
+    ring.open()
+    assert torch.all(shard.open() == 7) and not leased(shard)
+    shard.close()

@@ -1,0 +1,37 @@
+"""What one offloaded model is made of: built by `offload()`, tied together by `OffloadedModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.config import OffloadConfig
+from zero_offload.device import Device
+from zero_offload.plan.layout import ShardLayout
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.saved.activations import Activations
+from zero_offload.runtime.units.unit import Unit
+from zero_offload.shards.store import ShardStore
+from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.storage.swap_file import SwapFile
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `offload()` has built for one model."""
+
+    config: OffloadConfig
+    layout: ShardLayout
+    ranks: Ranks
+    collectives: Collectives
+    device: Device
+    store: ShardStore
+    board: UpdateBoard
+    units: tuple[Unit, ...]
+    residency: Residency
+    keeper: GenerationKeeper | None
+    scratch: SwapFile | None
+    activations: Activations | None
+    close_files: Callable[[], None]

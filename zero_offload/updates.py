@@ -1,0 +1,123 @@
+"""How an update is launched: on the update's thread, on the spot, or on the device, once nothing stands in its way.
+
+Owns the passes over states and the number of their threads. Decides neither what is updated nor when. The calls:
+`prepare`, which waits for whatever must be over; `launch`, inside of `failing`: from there on the step counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from zero_offload.commits import Commits
+from zero_offload.kernels.update import STATES
+from zero_offload.optim.device_pass import DevicePass
+from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
+from zero_offload.optim.worker import Worker
+from zero_offload.optimizer_states import OptimizerStates
+from zero_offload.parts import Parts
+from zero_offload.probe import count_cores
+from zero_offload.runtime.grads.ledger import GradLedger
+from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.telemetry.spans import Cause
+from zero_offload.types import UpdateOverlap
+
+
+class Updates:
+    """Of one model; the control thread's."""
+
+    def __init__(
+        self, parts: Parts, ledger: GradLedger, worker: Worker, states: OptimizerStates, commits: Commits
+    ) -> None:
+        self._parts = parts
+        self._ledger = ledger
+        self._worker = worker
+        self.states = states
+        self.commits = commits
+        self._pipeline = UpdatePipeline(parts.store, parts.board)
+        self._device_pass = DevicePass(parts.store, parts.board, parts.device)
+        self._num_cores = count_cores()
+
+    def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
+        """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
+        for unit in {section.unit for section in sections}:
+            self._parts.board.wait(unit)
+        # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
+        self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
+        here = not overlaps(self._parts, sections) or any(section.shard.on_device for section in sections)
+        if here and not in_backward:
+            self.await_worker()
+
+    def await_worker(self) -> None:
+        """Return when the update's thread is idle: a commit of the step before notes there what it is made of, and has
+        to before this thread changes states."""
+        with self._parts.store.counters.waiting(Cause.COMMIT) if self._worker.busy else nullcontext():
+            self._worker.drain()
+
+    def launch(
+        self, params: Iterable[nn.Parameter], sections: Sequence[SectionUpdate], *, in_backward: bool = False
+    ) -> None:
+        """Update the sections, all of a unit together, in order; the gradients of `params` are theirs from now on.
+
+        `in_backward`: of a backward that goes on, and is done with these units.
+        """
+        parts = self._parts
+        units = list(dict.fromkeys(section.unit for section in sections))
+        parts.board.queue(units)
+        # The update takes what was launched until now, whatever is launched beside it.
+        made = None if parts.device.is_host else parts.device.mark()
+        for section in sections:
+            section.grads.lend(made)
+        parts.residency.begin_update(units, in_backward=in_backward)
+        # A backward through weights that are about to change must fail as it does in plain torch.
+        placed = (each for unit in units for each in parts.units[unit].placed_params)
+        torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
+        self._ledger.forget(params)
+        # Between here and the next record nothing says which step the states are of.
+        self.commits.drop()
+        self._run(sections)
+        if not in_backward:
+            parts.residency.refresh_kept()
+
+    def _run(self, sections: Sequence[SectionUpdate]) -> None:
+        parts, beside = self._parts, overlaps(self._parts, sections)
+        threads = update_threads(min(torch.get_num_threads(), self._num_cores), beside, parts.device.is_host)
+        on_host = [section for section in sections if not section.shard.on_device]
+        if beside and on_host:
+            self._worker.submit(lambda: self._pipeline.run(on_host, threads))
+        elif not beside:
+            with parts.store.counters.waiting(Cause.UPDATE):
+                self._pipeline.run(on_host, threads)
+            parts.residency.gatherer.end_update()
+        if len(on_host) < len(sections):
+            on_device = [section for section in sections if section.shard.on_device]
+            with parts.store.counters.waiting(Cause.UPDATE):
+                self._device_pass.run(on_device)
+
+
+def overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
+    """Whether the update runs beside compute: pointless where both are arithmetic on the same cores."""
+    if parts.config.overlap == UpdateOverlap.AUTO:
+        return not parts.device.is_host or any(section.shard.on_disk or section.grads.on_disk for section in sections)
+    return parts.config.overlap != UpdateOverlap.NONE
+
+
+def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
+    """Threads of an update: on a CPU compute has the same cores meanwhile, and one core nearly saturates the update;
+    beside a GPU the thread that drives it needs a core."""
+    if not overlaps:
+        return available
+    return max(1, available // 2 if is_host else available - 1)
+
+
+@contextmanager
+def failing(board: UpdateBoard) -> Iterator[None]:
+    """What ends this early is met by all that comes later."""
+    try:
+        yield
+    except BaseException as error:
+        board.fail(error)
+        raise
