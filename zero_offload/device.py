@@ -55,6 +55,8 @@ class Device(Protocol):
     """Where the model computes."""
 
     torch_device: torch.device
+    name: str
+    """As its maker calls it; "cpu" where that computes."""
     is_host: bool
     """Whether compute reads host memory in place."""
     numa_node: int | None
@@ -89,6 +91,7 @@ class HostDevice:
     """The CPU as compute device: nothing to copy, nothing to pin."""
 
     torch_device = torch.device("cpu")
+    name = "cpu"
     is_host = True
     numa_node: int | None = None
 
@@ -146,6 +149,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.torch_device)
         # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
         self._uploads = torch.cuda.Stream()
         self._downloads = torch.cuda.Stream()
