@@ -70,16 +70,17 @@ def break_even_tokens(job: Job, placement: Placement, machine: Machine) -> int |
 
 
 def next_memory(
-    step_s: float, with_more: Callable[[int], Prediction], gib_max: int = 64
-) -> tuple[int, Prediction] | None:
+    step_s: float, with_more: Callable[[int], Prediction | None], gib_max: int
+) -> tuple[int, Prediction | None]:
     """The first of 1, 2, 4, ... more GiB that shortens the step by a thousandth or more, and the step then."""
     more = 1
-    while more <= gib_max:
+    while more < gib_max:
         found = with_more(more * GIB)
-        if found.step_s < step_s * 0.999:
+        if found is not None and found.step_s < step_s * 0.999:
             return more, found
         more *= 2
-    return None
+    found = with_more(gib_max * GIB)
+    return gib_max, found if found is not None and found.step_s < step_s * 0.999 else None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -58,6 +58,8 @@ class Outlook:
     machine: Machine
     simulations_max: int = SIMULATIONS_MAX
     """0: the bound alone decides, where only a placement that fits is wanted."""
+    searches: dict[object, Search] = field(default_factory=dict, compare=False, repr=False)
+    """Those made for it, by what was given: asked again with more memory they know what they have simulated."""
 
     @classmethod
     def of(
@@ -97,7 +99,11 @@ def fastest(outlook: Outlook, given: Sequence[Mapping[StateKind, Tier]], room: R
 
     Where nothing fits, everything else is on the last tier.
     """
-    return Search(outlook, given, (*room.free_bytes, room.last), room.budget).best(room)
+    tiers = (*room.free_bytes, room.last)
+    key = (tiers, room.budget.shared_memory, tuple(tuple(at.items()) for at in given))
+    if key not in outlook.searches:
+        outlook.searches[key] = Search(outlook, given, tiers, room.budget)
+    return outlook.searches[key].best(room)
 
 
 def spread_order(count: int) -> list[int]:
