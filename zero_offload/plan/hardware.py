@@ -169,6 +169,9 @@ ONE_DRIVE = Drives(1, 5e9, 4e9)
 _DRIVES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*GB/s(?:\s*/\s*(\d+(?:\.\d+)?)\s*GB/s)?", re.IGNORECASE)
 
 
+_NEARLY = re.compile(r"(?:\d+\s*x\s*)?\d+(?:\.\d+)?\s*[KMGT]i?B.*", re.IGNORECASE)
+
+
 def parse_drives(texts: list[str]) -> Drives | None:
     """What `2x7GB/s` or `7GB/s/5GB/s` (reads / writes) describe, all together; None where they are directories.
 
@@ -176,6 +179,11 @@ def parse_drives(texts: list[str]) -> Drives | None:
     """
     matches = [_DRIVES.fullmatch(text.strip()) for text in texts]
     found = [match for match in matches if match is not None]
+    if mistyped := [text for text, match in zip(texts, matches, strict=True) if not match and _NEARLY.fullmatch(text)]:
+        raise ConfigError(
+            f"--nvme {' '.join(mistyped)} is no speed of drives; write 2x7GB/s, or 7GB/s/5GB/s for reads and writes; "
+            f"./{mistyped[0]} if it is a directory"
+        )
     if not found:
         return None
     if len(found) < len(texts):

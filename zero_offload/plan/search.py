@@ -39,6 +39,8 @@ from zero_offload.types import StateKind, Tier
 SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
 """Into how many parts the bytes of a kind are cut; most bytes are the optimizer's."""
 SIMULATIONS_MAX = 16
+CANDIDATES_MAX = 1024
+"""Looked at: some need buffers that were not reserved, and do not fit after all."""
 TRAILS = 0.05
 """A bound may be above a step by as much: what of an update is written beside backward."""
 CORES_USUAL = 8
@@ -97,7 +99,7 @@ class Room:
 def fastest(outlook: Outlook, given: Sequence[Mapping[StateKind, Tier]], room: Room) -> list[UnitTiers]:
     """Tiers of every unit: those given, and for the other kinds the fastest that fit.
 
-    Where nothing fits, everything else is on the last tier.
+    Where nothing fits, all that is not given is on the last tier.
     """
     tiers = (*room.free_bytes, room.last)
     key = (tiers, room.budget.shared_memory, tuple(tuple(at.items()) for at in given))
@@ -128,9 +130,12 @@ class Search:
         self._order, self._bounds, self._bytes = self._rank()
 
     def best(self, room: Room) -> list[UnitTiers]:
+        on_last: list[UnitTiers] = [{kind: at.get(kind, room.last) for kind in PLACED_KINDS} for at in self._given]
+        if not self._fits(on_last, room.budget):
+            return on_last
         best: tuple[float, Indices] | None = None
         num_simulated = 0
-        for bound_s, choice in self._fitting(room):
+        for bound_s, choice in itertools.islice(self._fitting(room), CANDIDATES_MAX):
             tiers = self.tiers_of(choice)
             if best is not None and (bound_s * (1 - TRAILS) >= best[0] or num_simulated >= self._simulations_max):
                 break
@@ -142,9 +147,7 @@ class Search:
             step_s = self._step_s(choice, tiers)
             if best is None or step_s < best[0]:
                 best = step_s, choice
-        if best is not None:
-            return self.tiers_of(best[1])
-        return [{kind: at.get(kind, room.last) for kind in PLACED_KINDS} for at in self._given]
+        return on_last if best is None else self.tiers_of(best[1])
 
     @property
     def _simulations_max(self) -> int:

@@ -7,7 +7,7 @@ and reports the last ones.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_offload.plan.costs import IN_BACKWARD, Job, Tiers, UnitCosts, step_costs
 from zero_offload.plan.hardware import Lane, Machine
@@ -19,6 +19,8 @@ from zero_offload.types import StateKind, Tier
 
 STEPS, REPORTED = 4, 2
 """Steps that are made, and how many of them, the last ones, are reported: the first ones fill the pipelines."""
+MICRO_BATCHES = 3
+"""That are simulated; of more, the others take as long as the one before the last."""
 
 
 @dataclass(frozen=True)
@@ -39,20 +41,53 @@ class Prediction:
 def simulate(job: Job, placement: Placement, machine: Machine) -> Prediction:
     """Predict a step of `job` with this placement on this machine."""
     costs = step_costs(job, placement.tiers, machine)
+    policy = _policy(job, placement, costs, machine)
+    made = _run(costs, policy, machine)
+    if (more := job.batch.micro_batches - policy.micro_batches) > 0:
+        # All between the first and the last are alike.
+        fewer = _run(costs, replace(policy, micro_batches=policy.micro_batches - 1), machine)
+        made = made.plus(more, fewer)
+    tokens = job.batch.tokens * job.batch.micro_batches * job.partition.world_size
+    busy = {lane: seconds / made.step_s if made.step_s else 0.0 for lane, seconds in made.busy_s.items()}
+    exposed = {cause: seconds for cause, seconds in made.exposed_s.items() if seconds > 0}
+    rate = tokens / made.step_s if made.step_s else float("inf")
+    return Prediction(made.step_s, made.busy_s[Lane.COMPUTE], rate, busy, exposed)
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """Of one step."""
+
+    step_s: float
+    busy_s: Mapping[Lane, float]
+    exposed_s: Mapping[Cause, float]
+
+    def plus(self, count: int, fewer: _Seconds) -> _Seconds:
+        """With so many micro-batches more, each of which takes what this step does more than the other."""
+
+        def more(now: float, before: float) -> float:
+            return now + count * (now - before)
+
+        return _Seconds(
+            more(self.step_s, fewer.step_s),
+            {lane: more(seconds, fewer.busy_s[lane]) for lane, seconds in self.busy_s.items()},
+            {cause: more(seconds, fewer.exposed_s.get(cause, 0.0)) for cause, seconds in self.exposed_s.items()},
+        )
+
+
+def _run(costs: Sequence[UnitCosts], policy: Policy, machine: Machine) -> _Seconds:
     lanes = Lanes.of(machine)
-    run = Run(costs, lanes, _policy(job, placement, costs, machine))
-    ends = []
+    run = Run(costs, lanes, policy)
     for number in range(STEPS):
         if number == STEPS - REPORTED:
             run.forget_times()
+            began_s = run.now
         run.step()
-        ends.append(run.now)
-    step_s = (ends[-1] - ends[-1 - REPORTED]) / REPORTED
-    batch = job.batch
-    tokens = batch.tokens * batch.micro_batches * job.partition.world_size
-    busy = {lane: lanes[lane].busy_s / REPORTED / step_s if step_s else 0.0 for lane in machine.lanes()}
-    exposed = {cause: seconds / REPORTED for cause, seconds in run.exposed_s.items() if seconds > 0}
-    return Prediction(step_s, busy[Lane.COMPUTE] * step_s, tokens / step_s if step_s else float("inf"), busy, exposed)
+    return _Seconds(
+        (run.now - began_s) / REPORTED,
+        {lane: lanes[lane].busy_s / REPORTED for lane in machine.lanes()},
+        {cause: seconds / REPORTED for cause, seconds in run.exposed_s.items()},
+    )
 
 
 def _policy(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine: Machine) -> Policy:
@@ -68,7 +103,7 @@ def _policy(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine:
         overlaps,
         job.overlap == IN_BACKWARD,
         overlaps and job.overlap != IN_BACKWARD,
-        job.batch.micro_batches,
+        min(job.batch.micro_batches, MICRO_BATCHES),
         tuple(not replicates and each.again.read_s == 0 for each in costs),
         held / machine.write_bytes if machine.write_bytes else 0.0,
         machine.is_host,

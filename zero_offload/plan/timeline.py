@@ -153,12 +153,10 @@ class Run:
                     break
                 self._load(unit, self.now)
         first = following[0] if following else -1
-        if first in self._loaded_s and self._policy.gathers_ahead[first] and not self._is_updating(first):
+        # Some rank may still be updating what this one has not used since: no gather of that runs ahead.
+        updating = first in self._stale and self._policy.overlaps and first in self._updates.ready_s
+        if first in self._loaded_s and self._policy.gathers_ahead[first] and not updating:
             self._gather(first, self._loaded_s[first])
-
-    def _is_updating(self, unit: int) -> bool:
-        """Whether some rank may still be updating it: no gather runs ahead then."""
-        return unit in self._stale and self._policy.overlaps and unit in self._updates.ready_s
 
     def _attach(self, unit: int, in_use: Iterable[int]) -> bool:
         """Frames for a unit, from those whose next use comes after its own."""
