@@ -8,6 +8,7 @@ rest.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -76,10 +77,10 @@ def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
     rates = load()
     precision = config.numerics.compute
     flops = rates.flops | {precision: {"taken": today, "flops": _block_flops(config.compute_dtype_name)}}
-    host = {"taken": today} | _update_rates()
+    host = {"taken": today} | update_rates(config.compute_dtype_name)
     drives = dict(rates.drives)
     for directory in directories:
-        drives[_drive_of(directory)] = {"taken": today} | _drive_rates(directory)
+        drives[_drive_of(directory)] = {"taken": today} | drive_rates(directory)
     _save(Rates(host, flops, drives))
 
 
@@ -176,8 +177,8 @@ def _block_flops(dtype_name: str) -> float:
     return 3 * forward * _SEQUENCE / seconds
 
 
-def _update_rates() -> Table:
-    """Bytes that AdamW on bf16 values reads and writes in a second: on all cores, and on those beside forward."""
+def update_rates(dtype_name: str) -> Table:
+    """Bytes that AdamW reads and writes in a second: on all cores, and on those that it has beside forward."""
     import torch
 
     from zero_offload.abi import Rule
@@ -186,35 +187,39 @@ def _update_rates() -> Table:
     from zero_offload.offloaded_model import update_threads
     from zero_offload.probe import count_cores
 
-    region = Arena(0).allocate(_UPDATE_NUMEL * 14)
-    zeros = region.tensor(torch.uint8, _UPDATE_NUMEL * 14).zero_()
-    address = zeros.data_ptr()
-    m, v, value, residual, grad = (address + _UPDATE_NUMEL * offset for offset in (0, 4, 8, 10, 12))
-    bf16 = torch.bfloat16
-    buffers = UpdateBuffers(value, residual, 0, (m, v), grad, 0, bf16, bf16)
-    segments = segment_array([Segment(0, _UPDATE_NUMEL, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 1)])
+    dtype, numel = getattr(torch, dtype_name), _UPDATE_NUMEL
+    residual_size, master_size = 2 * (dtype is torch.bfloat16), 4 * (dtype is torch.float16)
+    sizes = (4, 4, dtype.itemsize, residual_size, master_size, dtype.itemsize)
+    region = Arena(0).allocate(numel * sum(sizes))
+    region.tensor(torch.uint8, region.nbytes).zero_()
+    begins = itertools.accumulate((numel * size for size in sizes[:-1]), initial=region.address)
+    m, v, value, residual, master, grad = (begin if size else 0 for begin, size in zip(begins, sizes, strict=True))
+    buffers = UpdateBuffers(value, residual, master, (m, v), grad, 0, dtype, dtype)
+    segments = segment_array([Segment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 1)])
     num_cores = count_cores()
     rates = {}
     for name, beside in (("bytes_per_s", False), ("bytes_per_s_beside", True)):
         threads = update_threads(num_cores, beside, is_host=True)
         seconds = _median_s(partial(fused_update, Rule.ADAMW, buffers, segments, threads))
-        rates[name] = _UPDATE_NUMEL * 26 / seconds
+        # States and value are read and written, gradients read.
+        rates[name] = numel * (2 * sum(sizes) - dtype.itemsize) / seconds
     return {"num_cores": num_cores, **rates}
 
 
-def _drive_rates(directory: Path) -> Table:
+def drive_rates(directory: Path) -> Table:
     """Of the engine that a run would choose there."""
     from zero_offload.cli.bench import private_directory
     from zero_offload.memory.arena import Arena
+    from zero_offload.storage import tuning
     from zero_offload.storage.directory import RunDirectory
-    from zero_offload.storage.tuning import Pattern, Scratch, candidates_here, choose, measure
 
     region = Arena(0).allocate(_DRIVE_BYTES)
     with private_directory(_existing(directory)) as place, RunDirectory.look(place) as looked:
-        found = measure(looked, candidates_here(), Scratch(region.address, region.nbytes), _ROUNDS, _DRIVE_S)
-    best = choose(found)
+        scratch = tuning.Scratch(region.address, region.nbytes)
+        found = tuning.measure(looked, tuning.candidates_here(), scratch, _ROUNDS, _DRIVE_S)
+    best = tuning.choose(found)
     rates = next(each for each in found if replace(each.settings, reason="") == replace(best, reason=""))
-    read, write, mixed = (rates.bytes_per_s[pattern] for pattern in (Pattern.READ, Pattern.WRITE, Pattern.MIXED))
+    read, write, mixed = (rates.bytes_per_s[tuning.Pattern(name)] for name in ("read", "write", "mixed"))
     in_turn_s = (1 / read + 1 / write) / 2
     return {
         "read_bytes_per_s": read,
