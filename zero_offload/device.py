@@ -55,12 +55,14 @@ class Device(Protocol):
     """Where the model computes."""
 
     torch_device: torch.device
-    name: str
-    """As its maker calls it; "cpu" where that computes."""
     is_host: bool
     """Whether compute reads host memory in place."""
     numa_node: int | None
     """The node of host memory that is nearest to the device, where it has memory of its own."""
+
+    @property
+    def name(self) -> str:
+        """As its maker calls it; "cpu" where that computes."""
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         """Copy `source` (pinned host) to `target` (device), after compute launched so far.
@@ -149,13 +151,16 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
-        self.name = torch.cuda.get_device_name(self.torch_device)
         # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
         self._uploads = torch.cuda.Stream()
         self._downloads = torch.cuda.Stream()
         self._pinned: set[int] = set()
         self._pins_all = True
         self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         return Handoff(target, self._copy(self._uploads, target, source, after))

@@ -20,7 +20,7 @@ from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork
 from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap
 
-PIECES_MAX = 256
+PIECES_MAX = 128
 """Pieces that the updates of all units together are cut into. A piece is a chunk; where there are more, several."""
 TOKENS_UNKNOWN = 2048
 """Tokens of a step where nobody has said how many."""
