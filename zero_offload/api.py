@@ -24,7 +24,8 @@ from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.groups import check_groups, group_records, restore_groups
-from zero_offload.plan.memory import MemoryPlan
+from zero_offload.plan.costs import TOKENS_UNKNOWN
+from zero_offload.plan.forecast import Plan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.shards.registry import Owner, owner_of
@@ -275,9 +276,15 @@ def close(model: nn.Module) -> None:
     _need_runtime(model, "zo.close").close()
 
 
-def plan(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
+def plan(
+    model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
+) -> Plan:
     """Bytes per tier and kind of state that `offload(model, config)` would use, and whether they fit; meta models too.
 
     `print(zo.plan(model, config).table())` shows it; `.fits` and `.reasons` say whether and why not.
+    `.predicted_step_s` and `.bottleneck` are a simulation's, for a step of `tokens` on each rank: of a machine as it is
+    known by the name of its GPU, not measured; `zero-offload plan` measures.
     """
-    return plan_memory(model, config, units)
+    if tokens < 1:
+        raise ConfigError(f"tokens={tokens}: a step has 1 or more")
+    return plan_memory(model, config, units, tokens)

@@ -62,6 +62,10 @@ class Device(Protocol):
     numa_node: int | None
     """The node of host memory that is nearest to the device, where it has memory of its own."""
 
+    @property
+    def name(self) -> str:
+        """As its maker calls it; "cpu" where that computes."""
+
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         """Copy `source` (pinned host) to `target` (device), after compute launched so far.
 
@@ -97,6 +101,7 @@ class HostDevice:
     """The CPU as compute device: nothing to copy, nothing to pin."""
 
     torch_device = torch.device("cpu")
+    name = "cpu"
     is_host = True
     numa_node: int | None = None
 
@@ -175,6 +180,10 @@ class CudaDevice:
         self._spans = Spans()
         self._timed: deque[_Copy] = deque(maxlen=SPANS_MAX)
         self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.torch_device)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         return Handoff(target, self._copy(Lane.UPLOAD, target, source, after))

@@ -30,12 +30,13 @@ from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.move_in import lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.parts import Parts
+from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import resolve
+from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     UNITS_IN_FLIGHT,
-    MemoryPlan,
     Placement,
     UnitBytes,
     UnitNumel,
@@ -44,12 +45,15 @@ from zero_offload.plan.memory import (
     ring_bytes,
 )
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
+from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, place, tier_budget
+from zero_offload.plan.search import Outlook
+from zero_offload.plan.shapes import UnitWork
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.probe import probe_hardware
 from zero_offload.run_files import RunFiles
-from zero_offload.runtime.hooks import install_hooks, install_walk_hooks
+from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup, mesh_problems
 from zero_offload.runtime.residency import Residency
@@ -93,7 +97,9 @@ def offload(
     layout = make_layout(spec, dtypes, collectives.num_shards)
     exchange = CommitGroup(group)
     hardware = _agree(_hardware(config, device), exchange)
-    placement = place(_unit_bytes(layout, config, collectives.partition), config, hardware, collectives.partition)
+    unit_bytes = _unit_bytes(layout, config, collectives.partition)
+    outlook = _outlook(unit_bytes, work_of(model, spec), config, collectives.partition, hardware)
+    placement = place(unit_bytes, config, hardware, collectives.partition, outlook)
     cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()
     try:
         build = Build(config, layout, placement, collectives, device, cleanup, undo)
@@ -128,21 +134,21 @@ def offload(
 
 def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
     free_bytes = device.free_bytes()
-    name = "cpu" if device.is_host else f"device {device.torch_device}"
     for directory in config.nvme_dirs:
         with naming_errors("reach", directory):
             directory.exists()
     with naming_errors("read", Path("/proc")):
-        found = probe_hardware(config.nvme_dirs, device_name=name, device_memory_bytes=free_bytes)
+        found = probe_hardware(config.nvme_dirs, device_name=device.name, device_memory_bytes=free_bytes)
     return count_reusable(found, config.nvme_dirs)
 
 
 def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
     """The same figures on every rank: ranks that placed differently would gather in different orders."""
-    cpu, device, nvme = exchange.smallest(
-        [hardware.cpu_memory_bytes, hardware.device_memory_bytes, hardware.nvme_free_bytes]
+    cpu, device, nvme, num_cores = exchange.smallest(
+        [hardware.cpu_memory_bytes, hardware.device_memory_bytes, hardware.nvme_free_bytes, hardware.num_cores]
     )
-    return replace(hardware, cpu_memory_bytes=cpu, device_memory_bytes=device, nvme_free_bytes=nvme)
+    name = exchange.agree(hardware.device_name)
+    return HardwareProfile(num_cores, cpu, name, device, nvme)
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
@@ -159,14 +165,35 @@ def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> N
         raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
 
 
-def plan_memory(model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None) -> MemoryPlan:
-    """What `offload` would take of each tier; the model may be on meta."""
+def plan_memory(
+    model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
+) -> Plan:
+    """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
     device = compute_device()
     partition = RankGroup.of(config).partition
-    layout = make_layout(ModelSpec.from_module(model, units), resolve(model, config), partition.optimizer_shards)
+    spec = ModelSpec.from_module(model, units)
+    layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     unit_bytes = _unit_bytes(layout, config, partition)
-    budget = tier_budget(config, _hardware(config, device))
-    return estimate_memory(unit_bytes, assign_tiers(unit_bytes, config, budget, partition), config, partition)
+    hardware = _hardware(config, device)
+    budget = tier_budget(config, hardware)
+    outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
+    placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
+    batch = Batch(
+        tokens=tokens, sequence=min(tokens, TOKENS_UNKNOWN), recompute=any(map(is_recomputed, model.modules()))
+    )
+    job = replace(outlook.job, batch=batch)
+    return Plan.of(estimate_memory(unit_bytes, placement, config, partition), job, placement, outlook.machine)
+
+
+def _outlook(
+    unit_bytes: Sequence[UnitBytes],
+    work: Sequence[UnitWork],
+    config: OffloadConfig,
+    partition: Partition,
+    hardware: HardwareProfile,
+) -> Outlook:
+    """What "auto" judges by: inputs on which all ranks agree, and nothing measured."""
+    return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
 
 
 def _unit_bytes(layout: ShardLayout, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:

@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 
+from zero_offload.cli import measure
 from zero_offload.cli.main import main
 from zero_offload.types import GIB
 
 MEMORY = ["--cpu-memory", "64GiB"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is remembered of this machine, and nothing of the user's is touched."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 def plan(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
@@ -75,7 +83,8 @@ def test_wear_of_a_drive(capsys: pytest.CaptureFixture[str]) -> None:
     }
     _, result = plan(capsys, *flags, "--tbw", "1200")
     assert result["wear"]["steps_to_tbw"] == 31250
-    assert result["wear"]["tb_per_day"] is None and result["wear"]["days_to_tbw"] is None
+    # By the predicted seconds.
+    assert result["wear"]["days_to_tbw"] == 31250 * result["step"]["predicted_s"] / 86400
 
 
 def test_wear_of_commits_and_of_several_drives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +104,7 @@ def test_wear_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     main([*flags, "--optimizer-tier", "nvme"])
     text = capsys.readouterr().out
     assert "each drive is written 35.8 GiB per step: 35.8 GiB of states that rest on it\n" in text
-    assert "that is 38.4 TB per 1000 steps; 600 TBW last 15,625 steps (--step-time S says how many days" in text
+    assert " s per step; 600 TBW last " in text and "days, 15,625 steps (--tbw says another rating)" in text
     main([*flags, "--commit-every", "auto", "--step-time", "38.4", "--tbw", "300"])
     text = capsys.readouterr().out
     assert "35.8 GiB of generations (at most: auto measures how often; every step is counted here)" in text
@@ -118,15 +127,116 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "gpt9000"], "is no preset; use tiny, small"),
+        (["--model", "gpt9000"], "is no model known here; did you mean gpt"),
         (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
         (["--ranks", "0"], "both must be 1 or more"),
         (["--commit-every", "often"], "commit_every='often' is no positive number of optimizer steps"),
         (["--tbw", "0"], "both must be more than 0"),
         (["--step-time", "-1"], "both must be more than 0"),
         (["--stage", "5", "--precision", "fp8"], "has 2 problems"),
+        (["--model", "llama8b"], "did you mean llama-8b"),
+        (["--gpu", "rtx409"], "did you mean rtx4090"),
+        (["--nvme", "2x7GB/s", "/mnt/nvme0"], "mixes drives and directories"),
+        (["--nvme", "2x7GBs"], "2x7GBs is no speed of drives; write 2x7GB/s"),
+        (["--ranks", "3", "--nodes", "2"], "as many ranks as the others"),
+        (["--tokens", "0"], "both must be 1 or more"),
+        (["--ram", "64GiB", "--cpu-memory", "8GiB"], "give one of them"),
     ],
 )
 def test_what_makes_no_sense_exits_2(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
     assert main(["plan", *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+ISSUE = "plan --model llama-8b --gpu rtx4090 --ram 64GiB --nvme 2x7GB/s --tokens 8192"
+
+
+def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(ISSUE.split()) == 0
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert lines[0] == "llama-8b: 8,030,261,248 parameters in 34 units on 1 rank"
+    assert lines[1].startswith("auto: params ") and "optimizer" in lines[1] and "% nvme" in lines[1]
+    assert "it fits" in lines
+    for words in (
+        " for 8,192 tokens of a rank, ",
+        "  busy: compute ",
+        "  bound by drives: a tenth more of it saves ",
+        "without offload, if it fitted: ",
+        "GiB more RAM: ",
+        "1 more drive: ",
+        "1 more GPU: ",
+        "rates: specifications of rtx4090 and its desktop",
+        "reads and writes taking turns",
+        "600 TBW last ",
+    ):
+        assert words in text, words
+
+
+def test_its_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = "--params-tier cpu --grads-tier cpu --optimizer-tier nvme"
+    assert main([*ISSUE.split(), *tiers.split(), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    step = result["step"]
+    # 8192 tokens at half of 165 TFLOP/s: a forward, another in backward, and twice that for gradients.
+    assert step["compute_s"] == pytest.approx(8192 * 8 * (8.03e9 - 0.525e9) / 82.5e12, rel=0.1)
+    assert step["predicted_s"] >= step["no_offload_s"] >= step["compute_s"] > 0
+    assert step["bottleneck"] == "drives" and step["bottleneck_saves_s"] > 0
+    assert step["break_even_tokens"] > 8192
+    # Where rests what is given: more RAM would not change it.
+    assert [offer["what"] for offer in step["offers"]] == ["more drive", "more GPU"]
+    assert step["offers"][0]["step_s"] < step["predicted_s"]
+    assert step["offers"][1]["tokens_per_s"] > step["tokens_per_s"]
+    assert result["fits"] and result["bytes"]["cpu"]["available"] < 64 * GIB
+    assert result["placement"] == {"params": {"cpu": 1.0}, "grads": {"cpu": 1.0}, "optimizer": {"nvme": 1.0}}
+    assert result["wear"]["days_to_tbw"] == result["wear"]["steps_to_tbw"] * step["predicted_s"] / 86400
+
+
+def test_several_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = "--params-tier cpu --grads-tier cpu --optimizer-tier nvme"
+    flags = "plan --json --model llama-8b --gpu h100 --ranks 64 --nodes 8 --ram 2TiB --nvme 4x7GB/s --tokens 2048"
+    assert main([*flags.split(), *tiers.split()]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"]["busy"]["network"] > 0
+    assert result["bytes"]["cpu"]["available"] == int(2048 * GIB * 0.9) // 8
+    assert result["step"]["offers"][-1]["what"] == "more GPU in each machine"
+
+
+def test_what_activations_leave_no_room_for(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = "--params-tier cpu --grads-tier cpu --optimizer-tier nvme"
+    flags = f"plan --model llama-8b --gpu rtx4090 --ram 256GiB --nvme 7GB/s --tokens 262144 {tiers}"
+    assert main(flags.split()) == 3
+    assert "make smaller micro-batches with --accumulate" in capsys.readouterr().err
+    main([*flags.split(), "--accumulate", "32", "--json"])
+    assert json.loads(capsys.readouterr().out)["activation_bytes"] < 24 * GIB
+
+
+def test_what_does_not_fit_is_not_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = plan(capsys, "--model", "8B")
+    assert code == 3 and result["step"] is None
+    assert result["wear"]["tb_per_day"] is None
+
+
+def test_this_machine_is_measured_once_and_remembered(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = {"_ROUNDS": 1, "_DRIVE_S": 0.1, "_DRIVE_BYTES": 16 << 20, "_UPDATE_NUMEL": 1 << 20}
+    for name, value in short.items():
+        monkeypatch.setattr(measure, name, value)
+    flags = ["--model", "tiny", "--precision", "fp32", "--nvme", str(tmp_path), "--optimizer-tier", "nvme"]
+    _, result = plan(capsys, *flags)
+    assert "not measured" in result["step"]["rates"] and not cache.exists()
+    _, result = plan(capsys, *flags, "--measure")
+    rates = json.loads((cache / "zero_offload" / "rates.json").read_text())
+    drive = next(iter(rates["drives"].values()))
+    assert drive["read_bytes_per_s"] > 0 and rates["flops"]["fp32"]["flops"] > 0 and rates["host"]["bytes_per_s"] > 0
+    assert "this machine, measured 20" in result["step"]["rates"] and "not" not in result["step"]["rates"]
+    before = plan(capsys, *flags)[1]["step"]
+    assert before["rates"] == result["step"]["rates"] and before["predicted_s"] == result["step"]["predicted_s"]
+    # What was measured in one precision says nothing of another.
+    _, other = plan(capsys, *flags, "--precision", "bf16")
+    assert "not measured" in other["step"]["rates"]
+    # A file that cannot be read is as if it were not there.
+    (cache / "zero_offload" / "rates.json").write_text("{")
+    _, result = plan(capsys, *flags)
+    assert "not measured" in result["step"]["rates"]

@@ -67,6 +67,7 @@ class LateDevice:
     """Stands in for `CudaDevice`; counts what it is asked."""
 
     torch_device = torch.device("cpu")
+    name = "late"
     is_host = False
     numa_node = 0
 

@@ -105,7 +105,7 @@ def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> l
     from zero_offload.storage.tuning import Scratch, measure
 
     region = Arena(0).allocate(nbytes)
-    with _private_directory(path) as place:
+    with private_directory(path) as place:
         from zero_offload.storage.directory import RunDirectory
 
         with RunDirectory.look(place) as directory:
@@ -113,7 +113,7 @@ def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> l
 
 
 @contextlib.contextmanager
-def _private_directory(path: Path) -> Iterator[Path]:
+def private_directory(path: Path) -> Iterator[Path]:
     """A directory of our own in `path`, which may be anyone's, such as /tmp."""
     import tempfile
 

@@ -1,36 +1,26 @@
-"""`zero-offload plan`: bytes per tier and kind of state, and whether they fit, before anything is allocated.
+"""`zero-offload plan`: bytes per tier and kind of state, whether they fit and how fast a step is, before it is tried.
 
-Owns the flags and the printed form; the numbers are `zero_offload.plan`'s. Calls: `add_parser`, then `run`.
+Owns the flags; what they mean is `planning`'s, the printed form `plan_text`'s. Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, UnitNumel, estimate_memory, measure_units
-from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import assign_tiers, tier_budget, ways_to_fit
-from zero_offload.plan.wear import TB, TBW_USUAL, Wear
-from zero_offload.probe import probe_hardware
-from zero_offload.types import HardwareProfile, Tier, format_bytes
-
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
-_MULTIPLE = {"m": 10**6, "b": 10**9}
-BLOCKS_OF_A_COUNT = 32
-"""A model known by its size alone is planned as this many equal units."""
+from zero_offload.plan.hardware import GPUS, parse_drives
+from zero_offload.plan.wear import TBW_USUAL
 
 _SETTINGS = {
     "stage": "ZeRO stage: 0, 1, 2 or 3",
-    "params": "tier of the parameters: device, cpu, nvme or auto",
+    "params": "tier of the parameters: device, cpu, nvme or auto (auto for all three where a GPU is named and no tier)",
     "grads": "tier of the gradients",
     "optimizer": "tier of the optimizer states",
+    "activations": "tier of what forward keeps for backward",
     "precision": "bf16, fp16 or fp32",
     "states": "optimizer states: fp32, bf16 or compact",
     "device_memory": "plan for a GPU with this memory, for example 24GiB (default: the CPU computes)",
@@ -39,7 +29,7 @@ _SETTINGS = {
     "durability": "commit, process or scratch",
     "commit_every": "optimizer steps between generations, or auto",
 }
-_TIERS = ("params", "grads", "optimizer")
+_TIERS = ("params", "grads", "optimizer", "activations")
 
 
 def steps_or_auto(text: str) -> int | str:
@@ -63,18 +53,36 @@ _TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": step
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="will it fit: bytes per tier, SSD bytes per step",
-        description="Plan a run without starting it. Sizes that are given replace what this machine has. "
-        "Exit code 3 when the plan does not fit.",
+        help="will it fit, and how fast: bytes per tier, seconds and SSD bytes per step",
+        description="Plan a run without starting it, on this machine or on another. Sizes that are given replace what "
+        "this machine has. Exit code 3 when the plan does not fit.",
     )
-    parser.add_argument("--model", default="small", help="preset, or a number of parameters such as 8B or 350M")
-    parser.add_argument("--nvme", nargs="+", metavar="DIR", help="directories of the NVMe tier")
+    parser.add_argument(
+        "--model", default="small", help="preset, a known model such as llama-8b, or a number of parameters such as 8B"
+    )
+    parser.add_argument(
+        "--nvme",
+        nargs="+",
+        metavar="DIR",
+        help="directories of the NVMe tier; or drives that are not here, such as 2x7GB/s, or 7GB/s/5GB/s (read/write)",
+    )
     for name, text in _SETTINGS.items():
         flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
         parser.add_argument(flag, dest=name, help=text, type=_TYPES.get(name, str))
+    parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
+    parser.add_argument("--ram", metavar="SIZE", help="memory of each machine, for example 64GiB, for all of its ranks")
     parser.add_argument("--ranks", type=int, default=1, help="processes that share the model (default 1)")
+    parser.add_argument("--nodes", type=int, default=1, help="machines that the ranks are on (default 1)")
+    parser.add_argument("--tokens", type=int, help="tokens of one rank in a step (default 2048)")
+    parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
-    parser.add_argument("--step-time", type=float, metavar="S", help="seconds of a step: TB written per day")
+    parser.add_argument(
+        "--recompute", choices=("block", "none"), help="what backward runs again (default: as the model)"
+    )
+    parser.add_argument("--measure", action="store_true", help="measure this machine and --nvme, and remember it")
+    parser.add_argument(
+        "--step-time", type=float, metavar="S", help="seconds of a step, in place of the predicted ones"
+    )
     parser.add_argument(
         "--tbw",
         type=float,
@@ -87,116 +95,48 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    given = {name: getattr(args, name) for name in (*_SETTINGS, "nvme") if getattr(args, name) is not None}
-    config = OffloadConfig.from_dict(with_states(given))
+    # Heavy imports wait until the command runs: `--help` stays quick.
+    from zero_offload.cli import plan_text
+    from zero_offload.cli.measure import measure
+    from zero_offload.cli.planning import Request, offers, plan_request
+    from zero_offload.plan.forecast import forecast
+
+    _check(args)
+    drives = parse_drives(args.nvme or [])
+    config = _config(args, None if drives is None else drives.count)
+    request = Request.of(args, config, drives)
+    if args.measure:
+        measure(config, () if drives else config.nvme_dirs)
+    planned = plan_request(request)
+    found = None
+    more = []
+    if planned.memory.fits:
+        found = forecast(planned.job, planned.placement, planned.machine)
+        more = list(offers(request, planned, found.prediction))
+    report = plan_text.Report(request, planned, found, more, args.tbw, args.step_time)
+    print(json.dumps(plan_text.as_json(report), indent=2) if args.json else plan_text.as_text(report))
+    return 0 if planned.memory.fits else CapacityError.exit_code
+
+
+def _check(args: argparse.Namespace) -> None:
     if min(args.ranks, args.accumulate) < 1:
         raise ConfigError(f"--ranks {args.ranks} --accumulate {args.accumulate}: both must be 1 or more")
     if not (args.tbw > 0 and (args.step_time is None or args.step_time > 0)):
         raise ConfigError(f"--tbw {args.tbw:g} --step-time {args.step_time}: both must be more than 0")
-    numels = find_units(args.model)
-    partition = Partition(config.stage, args.ranks)
-    units = measure_units(numels, config, partition, args.accumulate)
-    hardware = _hardware_of_one_rank(config, args.ranks)
-    placement = assign_tiers(units, config, tier_budget(config, hardware), partition)
-    plan = estimate_memory(units, placement, config, partition)
-    ways = [] if plan.fits else ways_to_fit(units, config, hardware, partition)
-    num_parameters = sum(unit.trained for unit in numels)
-    wear = plan.wear.of_one_drive(args.ranks, max(len(config.nvme_dirs), 1))
-    if args.json:
-        found = _as_json(plan, ways) | {"model": args.model, "parameters": num_parameters}
-        print(json.dumps(found | {"wear": _wear_json(wear, args.tbw, args.step_time)}, indent=2))
-    else:
-        print(f"{args.model}: {num_parameters:,} parameters in {len(units)} units on {_count(args.ranks)}")
-        print("bytes of one rank:")
-        print("\n".join([plan.table(), *ways, *_wear_lines(wear, args.tbw, args.step_time)]))
-    return 0 if plan.fits else CapacityError.exit_code
+    if args.nodes < 1 or args.ranks % args.nodes:
+        raise ConfigError(f"--ranks {args.ranks} --nodes {args.nodes}: give each machine as many ranks as the others")
+    if any(value is not None and value < 1 for value in (args.tokens, args.sequence)):
+        raise ConfigError(f"--tokens {args.tokens} --sequence {args.sequence}: both must be 1 or more")
+    if args.ram is not None and args.cpu_memory is not None:
+        raise ConfigError("--ram is a machine's memory and --cpu-memory one rank's: give one of them")
 
 
-def find_units(model: str) -> list[UnitNumel]:
-    """The units of a preset, or of a model of which only the size is known."""
-    from zero_offload.recipes import gpt
-
-    if model in gpt.PRESETS:
-        return [UnitNumel(name, numel) for name, numel in gpt.unit_numels(gpt.PRESETS[model])]
-    if match := _COUNT.fullmatch(model):
-        block = int(float(match[1]) * _MULTIPLE[match[2].lower()]) // BLOCKS_OF_A_COUNT
-        return [UnitNumel(f"block {i}", block) for i in range(BLOCKS_OF_A_COUNT)]
-    raise ConfigError(f"--model {model!r} is no preset; use {', '.join(gpt.PRESETS)}, or a size such as 8B")
-
-
-def _hardware_of_one_rank(config: OffloadConfig, num_ranks: int) -> HardwareProfile:
-    """This machine's share of one rank; sizes the user gives stand in for it, larger or smaller."""
-    machine = count_reusable(probe_hardware(config.nvme_dirs), config.nvme_dirs)
-    cpu_memory = config.budget_bytes(Tier.CPU) or machine.cpu_memory_bytes // num_ranks
-    return HardwareProfile(
-        num_cores=max(machine.num_cores // num_ranks, 1),
-        cpu_memory_bytes=cpu_memory,
-        # Without a device's size the CPU computes, in the same memory.
-        device_name="cpu" if config.device_memory is None else "device",
-        device_memory_bytes=config.budget_bytes(Tier.DEVICE) or cpu_memory,
-        nvme_free_bytes=config.budget_bytes(Tier.NVME) or machine.nvme_free_bytes // num_ranks,
-    )
-
-
-def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
-    """What each drive is written, and how long it lasts; nothing where nothing is written."""
-    if wear.bytes_per_step == 0:
-        return []
-    parts = []
-    if wear.states_bytes:
-        parts.append(f"{format_bytes(wear.states_bytes)} of states that rest on it")
-    if wear.commit_bytes:
-        how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
-        if wear.is_bound:
-            how_often = "at most: auto measures how often; every step is counted here"
-        parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of generations ({how_often})")
-    lines = [f"each drive is written {format_bytes(wear.bytes_per_step)} per step: {', '.join(parts)}"]
-    num_steps = wear.steps_to(tbw)
-    if step_s is None:
-        lines.append(
-            f"that is {wear.bytes_per_step * 1000 / TB:.3g} TB per 1000 steps; {tbw:g} TBW last {num_steps:,} steps "
-            "(--step-time S says how many days, --tbw another rating)"
-        )
-    else:
-        lines.append(
-            f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {tbw:g} TBW last "
-            f"{num_steps * step_s / 86400:.3g} days, {num_steps:,} steps (--tbw says another rating)"
-        )
-    return lines
-
-
-def _wear_json(wear: Wear, tbw: float, step_s: float | None) -> dict[str, Any]:
-    """Of each drive."""
-    written = wear.bytes_per_step > 0
-    num_steps = wear.steps_to(tbw) if written else None
-    return {
-        "states_bytes_per_step": int(wear.states_bytes),
-        "commit_bytes_per_step": int(wear.commit_bytes_per_step),
-        "is_upper_bound": wear.is_bound,
-        "tbw": tbw,
-        "steps_to_tbw": num_steps,
-        "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
-        "days_to_tbw": None if step_s is None or num_steps is None else num_steps * step_s / 86400,
-    }
-
-
-def _count(num_ranks: int) -> str:
-    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-
-
-def _as_json(plan: MemoryPlan, ways: Sequence[str]) -> dict[str, Any]:
-    tiers = {}
-    for tier in Tier:
-        kinds = {kind.value: plan.rest_bytes[tier, kind] for kind in PLACED_KINDS}
-        tiers[tier.value] = kinds | {
-            "in_flight": plan.staging_bytes[tier],
-            "total": plan.used_bytes(tier),
-            "available": plan.budget.of(tier),
-        }
-    return {
-        "fits": plan.fits,
-        "reasons": plan.reasons,
-        "suggestions": list(ways),
-        "bytes": tiers,
-        "nvme_written_bytes_per_step": plan.nvme_written_bytes_per_step,
-    }
+def _config(args: argparse.Namespace, num_drives: int | None) -> OffloadConfig:
+    given = {name: getattr(args, name) for name in _SETTINGS if getattr(args, name) is not None}
+    if num_drives is not None:
+        given["nvme"] = [f"drive {index + 1}" for index in range(num_drives)]
+    elif args.nvme is not None:
+        given["nvme"] = args.nvme
+    if args.gpu is not None and not any(name in given for name in ("params", "grads", "optimizer")):
+        given |= dict.fromkeys(("params", "grads", "optimizer"), "auto")
+    return OffloadConfig.from_dict(with_states(given))

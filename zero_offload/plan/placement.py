@@ -2,7 +2,7 @@
 
 Owns the choice. Pure: it never allocates, and the same input gives the same placement on every rank.
 The calls in order: `tier_budget` joins the user's budgets with the machine, `assign_tiers` deals units to
-tiers, `place` does both and raises CapacityError when the result does not fit.
+tiers ("auto" by `search`), `place` does both and raises CapacityError when the result does not fit.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from zero_offload.plan.memory import (
     Placement,
     UnitBytes,
     estimate_memory,
-    rest_bytes,
 )
 from zero_offload.plan.partition import ONE_RANK, Partition
-from zero_offload.types import HardwareProfile, StateKind, Tier, format_bytes
+from zero_offload.plan.search import Outlook, Room, UnitTiers, fastest, weight
+from zero_offload.types import HardwareProfile, Tier, format_bytes
 
 __all__ = ["Placement", "UnitBytes", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
 
 AUTO_FRACTION = 0.5
 """What "auto" fills of memory that has no budget: activations and the program need room too."""
 
-UnitTiers = dict[StateKind, Tier]
-
 
 def place(
-    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition = ONE_RANK
+    units: Sequence[UnitBytes],
+    config: OffloadConfig,
+    hardware: HardwareProfile,
+    partition: Partition = ONE_RANK,
+    outlook: Outlook | None = None,
 ) -> Placement:
     """Place every unit; CapacityError says what is missing and names settings that would fit."""
     budget = tier_budget(config, hardware)
-    placement = assign_tiers(units, config, budget, partition)
+    placement = assign_tiers(units, config, budget, partition, outlook)
     plan = estimate_memory(units, placement, config, partition)
     if not plan.fits:
         ways = ways_to_fit(units, config, hardware, partition)
@@ -62,30 +64,26 @@ def tier_budget(config: OffloadConfig, hardware: HardwareProfile) -> Budget:
 
 
 def assign_tiers(
-    units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, partition: Partition = ONE_RANK
+    units: Sequence[UnitBytes],
+    config: OffloadConfig,
+    budget: Budget,
+    partition: Partition = ONE_RANK,
+    outlook: Outlook | None = None,
 ) -> Placement:
-    """A tier for every unit and kind, whether or not the total fits."""
+    """A tier for every unit and kind, whether or not the total fits; `outlook` is what "auto" judges by."""
     tiers: list[UnitTiers] = [{} for _ in units]
-    automatic = []
+    automatic = False
     for kind in PLACED_KINDS:
         request = config.placement_of(kind)
         if isinstance(request, str):
-            automatic.append(kind)
+            automatic = True
             continue
-        for unit_tiers, tier in zip(tiers, _deal([_weight(unit, kind) for unit in units], request), strict=True):
+        for unit_tiers, tier in zip(tiers, _deal([weight(unit, kind) for unit in units], request), strict=True):
             unit_tiers[kind] = tier
     if automatic:
-        _assign_automatically(units, tiers, automatic, _AutoRoom(config, budget, partition))
+        room = _room(units, tiers, config, budget, partition)
+        tiers = fastest(outlook or _usual_outlook(units, config, budget, partition), tiers, room)
     return Placement(tuple(tiers), budget)
-
-
-def _weight(unit: UnitBytes, kind: StateKind) -> int:
-    sizes = {
-        StateKind.PARAMS: unit.params_bytes,
-        StateKind.GRADS: unit.grads_bytes + unit.passing_grads_bytes,
-        StateKind.OPTIMIZER: unit.optimizer_bytes,
-    }
-    return sizes[kind]
 
 
 def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]:
@@ -98,56 +96,30 @@ def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]
     return [dealer.deal(weight) for weight in weights]
 
 
-class _AutoRoom:
-    """Bytes "auto" may still take of each memory tier, fastest tier first."""
-
-    def __init__(self, config: OffloadConfig, budget: Budget, partition: Partition) -> None:
-        self.partition = partition
-        self.config = config
-        self.budget = budget
-        # On a CPU device the device tier is the same memory under another name.
-        memory = (Tier.CPU,) if budget.shared_memory else (Tier.DEVICE, Tier.CPU)
-        self.last = Tier.NVME if config.nvme_dirs else Tier.CPU
-        self.tiers: tuple[Tier, ...] = tuple(dict.fromkeys((*memory, self.last)))
-        self.free_bytes = {tier: self._limit_bytes(tier) for tier in memory}
-
-    def _limit_bytes(self, tier: Tier) -> int:
-        fraction = AUTO_FRACTION if self.config.budget_bytes(tier) is None else 1.0
-        return int(self.budget.of(tier) * fraction)
-
-    def reserve(self, plan: MemoryPlan) -> None:
-        """Take away what a plan uses of memory."""
-        for tier in self.free_bytes:
-            self.free_bytes[tier] -= plan.used_bytes(tier)
-            if self.budget.shared_memory:
-                self.free_bytes[tier] -= plan.used_bytes(Tier.DEVICE)
-
-    def take(self, nbytes_on: Mapping[Tier, int]) -> Tier:
-        """The fastest tier with room for the bytes it would cost there; the last one has no limit here."""
-        for tier, free_bytes in self.free_bytes.items():
-            if nbytes_on[tier] <= free_bytes:
-                self.free_bytes[tier] -= nbytes_on[tier]
-                return tier
-        return self.last
+def _usual_outlook(units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, partition: Partition) -> Outlook:
+    return Outlook.of(units, config, partition, "cpu" if budget.shared_memory else "a GPU")
 
 
-def _assign_automatically(
-    units: Sequence[UnitBytes], tiers: list[UnitTiers], kinds: Sequence[StateKind], room: _AutoRoom
-) -> None:
+def _room(
+    units: Sequence[UnitBytes], given: Sequence[UnitTiers], config: OffloadConfig, budget: Budget, partition: Partition
+) -> Room:
+    """Bytes that "auto" may take of each memory tier."""
+    # On a CPU device the device tier is the same memory under another name.
+    memory = (Tier.CPU,) if budget.shared_memory else (Tier.DEVICE, Tier.CPU)
+    last = Tier.NVME if config.nvme_dirs else Tier.CPU
     # Buffers in flight are largest when everything rests on the last tier: reserve those, and what the
     # user has placed, before dealing out the rest.
-    worst = [{kind: given.get(kind, room.last) for kind in PLACED_KINDS} for given in tiers]
-    bound = estimate_memory(units, Placement(tuple(worst), room.budget), room.config, room.partition)
-    placed_only = {(tier, kind): 0 if kind in kinds else nbytes for (tier, kind), nbytes in bound.rest_bytes.items()}
-    room.reserve(replace(bound, rest_bytes=placed_only))
-    for kind in kinds:
-        for unit, given in zip(units, tiers, strict=True):
-            known = {each: given.get(each, room.last) for each in PLACED_KINDS}
-            costs = {
-                tier: rest_bytes(unit, kind, known | {kind: tier}, room.partition, room.budget.shared_memory)
-                for tier in room.tiers
-            }
-            given[kind] = room.take(costs)
+    worst = [{kind: at.get(kind, last) for kind in PLACED_KINDS} for at in given]
+    bound = estimate_memory(units, Placement(tuple(worst), budget), config, partition)
+    placed_only = {(tier, kind): nbytes if kind in given[0] else 0 for (tier, kind), nbytes in bound.rest_bytes.items()}
+    taken = replace(bound, rest_bytes=placed_only)
+    free_bytes = {}
+    for tier in memory:
+        fraction = AUTO_FRACTION if config.budget_bytes(tier) is None else 1.0
+        free_bytes[tier] = int(budget.of(tier) * fraction) - taken.used_bytes(tier)
+        if budget.shared_memory:
+            free_bytes[tier] -= taken.used_bytes(Tier.DEVICE)
+    return Room(free_bytes, last, budget)
 
 
 _CHANGES: tuple[Mapping[str, str | None], ...] = (
@@ -184,7 +156,10 @@ def ways_to_fit(
 def _try(
     units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
 ) -> MemoryPlan:
-    placement = assign_tiers(units, config, tier_budget(config, hardware), partition)
+    budget = tier_budget(config, hardware)
+    # Whether it fits is the question, not how fast it is.
+    outlook = replace(_usual_outlook(units, config, budget, partition), simulations_max=0)
+    placement = assign_tiers(units, config, budget, partition, outlook)
     return estimate_memory(units, placement, config, partition)
 
 

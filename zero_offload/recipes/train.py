@@ -34,6 +34,7 @@ from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, Ze
 from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget
+from zero_offload.plan.search import Outlook
 from zero_offload.probe import probe_hardware
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters, unit_numels
@@ -335,8 +336,10 @@ def _planned_bytes(config: TrainConfig, num_ranks: int) -> dict[str, int]:
     partition = Partition(config.offload.stage, num_ranks)
     unit_bytes = measure_units(units, config.offload, partition, config.accumulate)
     directories = config.offload.nvme_dirs
-    budget = tier_budget(config.offload, count_reusable(probe_hardware(directories), directories))
-    placement = assign_tiers(unit_bytes, config.offload, budget, partition)
+    hardware = count_reusable(probe_hardware(directories), directories)
+    budget = tier_budget(config.offload, hardware)
+    outlook = Outlook.of(unit_bytes, config.offload, partition, hardware.device_name, hardware.num_cores)
+    placement = assign_tiers(unit_bytes, config.offload, budget, partition, outlook)
     plan = estimate_memory(unit_bytes, placement, config.offload, partition)
     return {tier.value: plan.used_bytes(tier) for tier in Tier}
 

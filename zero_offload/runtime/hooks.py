@@ -69,6 +69,12 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disable(hook)  # type: ignore[no-any-return]
 
 
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether the module is marked for it."""
+    marks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return any(isinstance(mark, Recompute) for mark in marks)
+
+
 def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> None:
     """Let backward run the module's forward again. Marked already, it stays as it is."""
     marks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]

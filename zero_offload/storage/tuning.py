@@ -162,6 +162,11 @@ def _candidates(request: str) -> tuple[tuple[EngineSettings, ...], str]:
     return CANDIDATES, ""
 
 
+def candidates_here() -> tuple[EngineSettings, ...]:
+    """What "auto" chooses from on this machine."""
+    return _candidates("auto")[0]
+
+
 def io_uring_problem() -> str | None:
     """Why io_uring is not to be had; None where it is."""
     try:

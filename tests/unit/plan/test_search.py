@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zero_offload.config import OffloadConfig
+from zero_offload.plan import search
+from zero_offload.plan.costs import Batch, Job
+from zero_offload.plan.hardware import Machine
+from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement, UnitBytes, estimate_memory
+from zero_offload.plan.partition import ONE_RANK
+from zero_offload.plan.placement import assign_tiers
+from zero_offload.plan.search import Outlook, UnitTiers, spread_order
+from zero_offload.plan.shapes import equal_blocks
+from zero_offload.plan.simulate import simulate
+from zero_offload.types import MIB, StateKind, Tier
+
+GPU = Machine("gpu", False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0, 16)
+CPU = Machine("cpu", True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0, 2)
+PARAMS, GRADS, OPTIMIZER = PLACED_KINDS
+ROOMY = 1 << 40
+NUMEL = 10_000_000
+ALL = 1 << 20
+
+
+def outlook_of(machine: Machine, count: int = 8, tokens: int = 256, **settings: Any) -> Outlook:
+    config = OffloadConfig(**({"params": "auto", "grads": "auto", "optimizer": "auto", "nvme": "x"} | settings))
+    batch = Batch(tokens, 1, min(tokens, 256), True)
+    return Outlook(Job.of(equal_blocks(count * NUMEL, count), config, ONE_RANK, batch), machine)
+
+
+def placed(outlook: Outlook, device: int = ROOMY, cpu: int = ROOMY) -> tuple[UnitTiers, ...]:
+    """With budgets in bytes, of which all is used."""
+    job = outlook.job
+    config = replace(job.config, device_memory=device, cpu_memory=cpu)
+    budget = Budget(device, cpu, ROOMY, outlook.machine.is_host)
+    placement = assign_tiers(job.units, config, budget, ONE_RANK, outlook)
+    return tuple(dict(at) for at in placement.tiers)
+
+
+def share(tiers: tuple[UnitTiers, ...], kind: StateKind, tier: Tier) -> float:
+    return sum(at[kind] is tier for at in tiers) / len(tiers)
+
+
+def test_everything_rests_where_it_is_used_if_it_fits() -> None:
+    slow_host = replace(GPU, host_bytes=1e9, host_bytes_beside=1e9)
+    tiers = placed(outlook_of(slow_host))
+    assert all(share(tiers, kind, Tier.DEVICE) == 1.0 for kind in PLACED_KINDS)
+    assert all(share(placed(outlook_of(CPU)), kind, Tier.CPU) == 1.0 for kind in PLACED_KINDS)
+
+
+def test_a_slow_drive_gets_as_little_as_possible() -> None:
+    slow = replace(GPU, read_bytes=1e8, write_bytes=1e8)
+    # Commits write what rests in memory to the drive too: without them only what does not fit is moved.
+    outlook = outlook_of(slow, 16, durability="scratch", params="cpu", grads="cpu")
+    tiers = placed(outlook, device=300 * MIB, cpu=1200 * MIB)
+    plan = estimate_memory(
+        outlook.job.units, Placement(tiers, Budget(300 * MIB, 1200 * MIB, ROOMY, False)), outlook.job.config
+    )
+    assert plan.fits
+    free = 1200 * MIB - plan.used_bytes(Tier.CPU)
+    assert 0 < share(tiers, OPTIMIZER, Tier.NVME) < 1
+    assert free < 3 * 12 * NUMEL  # two units' states, and what the largest buffers reserve
+
+
+def test_a_fast_drive_beside_a_crawling_host_gets_the_rest() -> None:
+    """What fills the fastest tier first would take the host's memory, since there is room."""
+    odd = replace(GPU, upload_bytes=1e6, read_bytes=1e13, write_bytes=1e13)
+    outlook = outlook_of(odd, 4, durability="scratch", grads="device", optimizer="cpu")
+    # Parameters cross the slow link wherever they rest, once if they stay on the device, twice if they do not.
+    assert share(placed(outlook), PARAMS, Tier.DEVICE) == 1.0
+
+
+def test_a_slow_update_on_the_host_sends_states_to_the_device() -> None:
+    slow_host = replace(GPU, host_bytes=1e8, host_bytes_beside=1e8)
+    outlook = outlook_of(slow_host, 8, durability="scratch", params="cpu", grads="cpu")
+    # Room for the states of some units: those leave the host.
+    tiers = placed(outlook, device=800 * MIB)
+    assert 0.2 < share(tiers, OPTIMIZER, Tier.DEVICE) < 1.0
+    assert share(tiers, OPTIMIZER, Tier.NVME) == 0.0
+
+
+def test_shares_are_spread_over_the_depth() -> None:
+    assert spread_order(8) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert sorted(spread_order(13)) == list(range(13))
+    outlook = outlook_of(replace(GPU, read_bytes=1e8), 16, durability="scratch", params="cpu", grads="cpu")
+    tiers = placed(outlook, device=300 * MIB, cpu=1500 * MIB)
+    away = [index for index, at in enumerate(tiers) if at[OPTIMIZER] is Tier.NVME]
+    assert 2 <= len(away) <= 14
+    assert min(away) < 8 <= max(away)
+
+
+def test_the_same_input_gives_the_same_placement_and_asks_nothing_of_a_clock() -> None:
+    first = placed(outlook_of(GPU), device=300 * MIB, cpu=500 * MIB)
+    assert all(placed(outlook_of(GPU), device=300 * MIB, cpu=500 * MIB) == first for _ in range(2))
+
+
+def test_what_fits_is_found_without_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "simulate", None)
+    quick = replace(outlook_of(GPU), simulations_max=0)
+    tiers = placed(quick, device=300 * MIB, cpu=500 * MIB)
+    budget = Budget(300 * MIB, 500 * MIB, ROOMY, False)
+    assert estimate_memory(quick.job.units, Placement(tiers, budget), quick.job.config).fits
+
+
+def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    monkeypatch.setattr(search, "simulate", lambda *args: counted.append(args) or simulate(*args))
+    outlook = outlook_of(GPU, 32)
+    placed(outlook, device=600 * MIB, cpu=2000 * MIB)
+    assert 1 <= len(counted) <= outlook.simulations_max
+
+
+def test_where_nothing_fits_everything_is_on_the_last_tier() -> None:
+    tiers = placed(outlook_of(GPU), device=MIB, cpu=MIB)
+    assert all(share(tiers, kind, Tier.NVME) == 1.0 for kind in PLACED_KINDS)
+    assert set(placed(outlook_of(GPU, nvme=None), device=MIB, cpu=MIB)[0].values()) == {Tier.CPU}
+
+
+RATES = st.floats(1e8, 1e11)
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    rates=st.tuples(RATES, RATES, RATES),
+    host=st.booleans(),
+    device=st.integers(120, 600),
+    cpu=st.integers(120, 900),
+    more=st.integers(0, 400),
+)
+def test_more_memory_is_never_slower(
+    rates: tuple[float, float, float], host: bool, device: int, cpu: int, more: int
+) -> None:
+    link, dram, drive = rates
+    machine = replace(
+        CPU if host else GPU, host_bytes=dram, host_bytes_beside=dram, read_bytes=drive, write_bytes=drive
+    )
+    machine = machine if host else replace(machine, upload_bytes=link, download_bytes=link)
+    outlook = replace(outlook_of(machine, 3, durability="scratch", grads="cpu"), simulations_max=ALL)
+
+    def step_s(device_mib: int, cpu_mib: int) -> float:
+        tiers = placed(outlook, device_mib * MIB, cpu_mib * MIB)
+        fits = estimate_memory(
+            outlook.job.units,
+            Placement(tiers, Budget(device_mib * MIB, cpu_mib * MIB, ROOMY, host)),
+            outlook.job.config,
+        ).fits
+        return simulate(outlook.job, Placement(tiers, Budget(0, 0, 0, host)), machine).step_s if fits else float("inf")
+
+    assert step_s(device, cpu + more) <= step_s(device, cpu) * (1 + 1e-9)
+    assert step_s(device + more, cpu) <= step_s(device, cpu) * (1 + 1e-9)
+
+
+def test_units_of_any_size_get_their_share() -> None:
+    outlook = outlook_of(replace(GPU, read_bytes=1e8), 3, durability="scratch")
+    sizes = [UnitBytes(str(i), 2 * n, 2 * n, 12 * n, 0, n) for i, n in enumerate((50_000_000, 1000, 9_000_000))]
+    outlook = replace(outlook, job=replace(outlook.job, units=tuple(sizes)))
+    tiers = placed(outlook, device=400 * MIB, cpu=600 * MIB)
+    assert estimate_memory(sizes, Placement(tiers, Budget(400 * MIB, 600 * MIB, ROOMY, False)), outlook.job.config).fits

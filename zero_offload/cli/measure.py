@@ -1,0 +1,229 @@
+"""What this machine does in a second, measured shortly and remembered: what `zero-offload plan` predicts by.
+
+Owns the measurement and its file, `rates.json` in the user's cache directory (`$XDG_CACHE_HOME/zero_offload`, by
+default `~/.cache/zero_offload`), which says when each figure was taken; whatever cannot be read there is as if it were
+not. The calls: `measure` takes all figures anew, `remembered` makes a machine of those there are, with defaults for the
+rest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zero_offload.config import OffloadConfig
+from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
+from zero_offload.types import MIB
+
+_VERSION = 1
+_WIDTH, _SEQUENCE = 256, 128
+"""Of the block that is timed: small, since some processors have no instructions for a bf16 product."""
+_UPDATE_NUMEL = 1 << 22
+_ROUNDS = 5
+_DRIVE_BYTES = 128 * MIB
+_DRIVE_S = 2.0
+_APART = 0.75
+"""Reads and writes that together take less than this share of one after the other do not take turns."""
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What is remembered."""
+
+    host: Table = field(default_factory=dict)
+    flops: Table = field(default_factory=dict)
+    """By precision."""
+    drives: Table = field(default_factory=dict)
+    """By the number of the file system."""
+
+
+def cache_file() -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "zero_offload" / "rates.json"
+
+
+def load() -> Rates:
+    try:
+        found = json.loads(cache_file().read_text(encoding="utf-8"))
+        if found["version"] == _VERSION:
+            return Rates(*(dict(found[name]) for name in ("host", "flops", "drives")))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # never written, of another version, or damaged: it is measured anew when somebody asks
+    return Rates()
+
+
+def _save(rates: Rates) -> None:
+    path = cache_file()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps({"version": _VERSION, **vars(rates)}, indent=1) + "\n", encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
+    """Take the figures of this machine, in this precision, and of these directories' drives; remember them."""
+    today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    rates = load()
+    precision = config.numerics.compute
+    flops = rates.flops | {precision: {"taken": today, "flops": _block_flops(config.compute_dtype_name)}}
+    host = {"taken": today} | update_rates(config.compute_dtype_name)
+    drives = dict(rates.drives)
+    for directory in directories:
+        drives[_drive_of(directory)] = {"taken": today} | drive_rates(directory)
+    _save(Rates(host, flops, drives))
+
+
+def remembered(config: OffloadConfig, directories: Sequence[Path], num_cores: int, cluster: Cluster) -> Machine:
+    """One rank's share of this machine, by what was measured; `Machine.source` says what was not."""
+    rates = load()
+    usual = default_machine("cpu", num_cores, cluster=cluster)
+    drives, io_source = _drives(rates, directories)
+    here = cluster.ranks_per_node
+    found = replace(
+        usual,
+        read_bytes=drives.read_bytes / here,
+        write_bytes=drives.write_bytes / here,
+        drive_takes_turns=drives.takes_turns,
+        drive_core_s=max((_known_drive(rates, each).get("core_s_per_byte", 0.0) for each in directories), default=0.0),
+    )
+    sources = []
+    precision = config.numerics.compute
+    if precision in rates.flops and rates.host:
+        share = num_cores / rates.host["num_cores"]
+        host_bytes = rates.host["bytes_per_s"] * min(share, 1.0)
+        beside = rates.host["bytes_per_s_beside"] * min(share, 1.0)
+        found = replace(
+            found,
+            flops=rates.flops[precision]["flops"] * share,
+            host_bytes=host_bytes,
+            host_bytes_beside=beside,
+            device_bytes=host_bytes,
+        )
+        sources.append(f"this machine, measured {rates.host['taken']}")
+    else:
+        sources.append(usual.source)
+    return replace(found, name="this machine", source="; ".join([*sources, *([io_source] if directories else [])]))
+
+
+def remembered_drives(directories: Sequence[Path]) -> tuple[Drives, str]:
+    """All drives together, each once, and where their rates come from."""
+    return _drives(load(), directories)
+
+
+def _drives(rates: Rates, directories: Sequence[Path]) -> tuple[Drives, str]:
+    known = {_drive_of(each): _known_drive(rates, each) for each in directories}
+    if not known:
+        return ONE_DRIVE, ""
+    if missing := [name for name, table in known.items() if not table]:
+        usual = ONE_DRIVE.times(len(known))
+        return usual, f"drives by default, {len(missing)} of {len(known)} not measured"
+    total = Drives(
+        len(known),
+        sum(table["read_bytes_per_s"] for table in known.values()),
+        sum(table["write_bytes_per_s"] for table in known.values()),
+        all(table["takes_turns"] for table in known.values()),
+    )
+    return total, f"drives measured {min(table['taken'] for table in known.values())}"
+
+
+def _known_drive(rates: Rates, directory: Path) -> Table:
+    return dict(rates.drives.get(_drive_of(directory), {}))
+
+
+def _existing(directory: Path) -> Path:
+    return next(place for place in (directory, *directory.absolute().parents) if place.exists())
+
+
+def _drive_of(directory: Path) -> str:
+    return str(_existing(directory).stat().st_dev)
+
+
+def _median_s(call: Callable[[], object]) -> float:
+    """Of a few calls after a first one, which takes memory and starts threads."""
+    call()
+    times = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+def _block_flops(dtype_name: str) -> float:
+    """Of a transformer's block, forward and backward."""
+    import torch
+
+    from zero_offload.recipes.gpt import GPT, GPTConfig
+
+    gpt = GPTConfig(num_layers=1, width=_WIDTH, num_heads=4, seq_max=_SEQUENCE)
+    model = GPT(gpt).to(getattr(torch, dtype_name))
+    rotation = model.rotation
+    inputs = torch.randn(1, _SEQUENCE, _WIDTH).to(getattr(torch, dtype_name)).requires_grad_()
+    block = model.blocks[0]
+    seconds = _median_s(lambda: block(inputs, rotation).sum().backward())
+    numel = sum(param.numel() for param in block.parameters())
+    forward = 2.0 * numel + 2.0 * _WIDTH * _SEQUENCE
+    return 3 * forward * _SEQUENCE / seconds
+
+
+def update_rates(dtype_name: str) -> Table:
+    """Bytes that AdamW reads and writes in a second: on all cores, and on those that it has beside forward."""
+    import torch
+
+    from zero_offload.abi import Rule
+    from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
+    from zero_offload.memory.arena import Arena
+    from zero_offload.updates import update_threads
+    from zero_offload.probe import count_cores
+
+    dtype, numel = getattr(torch, dtype_name), _UPDATE_NUMEL
+    residual_size, master_size = 2 * (dtype is torch.bfloat16), 4 * (dtype is torch.float16)
+    sizes = (4, 4, dtype.itemsize, residual_size, master_size, dtype.itemsize)
+    region = Arena(0).allocate(numel * sum(sizes))
+    region.tensor(torch.uint8, region.nbytes).zero_()
+    begins = itertools.accumulate((numel * size for size in sizes[:-1]), initial=region.address)
+    m, v, value, residual, master, grad = (begin if size else 0 for begin, size in zip(begins, sizes, strict=True))
+    buffers = UpdateBuffers(value, residual, master, (m, v), grad, 0, dtype, dtype)
+    segments = segment_array([Segment(0, numel, 1e-3, 0.9, 0.999, 1e-8, 0.0, 1.0, 1)])
+    num_cores = count_cores()
+    rates = {}
+    for name, beside in (("bytes_per_s", False), ("bytes_per_s_beside", True)):
+        threads = update_threads(num_cores, beside, is_host=True)
+        seconds = _median_s(partial(fused_update, Rule.ADAMW, buffers, segments, threads))
+        # States and value are read and written, gradients read.
+        rates[name] = numel * (2 * sum(sizes) - dtype.itemsize) / seconds
+    return {"num_cores": num_cores, **rates}
+
+
+def drive_rates(directory: Path) -> Table:
+    """Of the engine that a run would choose there."""
+    from zero_offload.cli.bench import private_directory
+    from zero_offload.memory.arena import Arena
+    from zero_offload.storage import tuning
+    from zero_offload.storage.directory import RunDirectory
+
+    region = Arena(0).allocate(_DRIVE_BYTES)
+    with private_directory(_existing(directory)) as place, RunDirectory.look(place) as looked:
+        scratch = tuning.Scratch(region.address, region.nbytes)
+        found = tuning.measure(looked, tuning.candidates_here(), scratch, _ROUNDS, _DRIVE_S)
+    best = tuning.choose(found)
+    rates = next(each for each in found if replace(each.settings, reason="") == replace(best, reason=""))
+    read, write, mixed = (rates.bytes_per_s[tuning.Pattern(name)] for name in ("read", "write", "mixed"))
+    in_turn_s = (1 / read + 1 / write) / 2
+    return {
+        "read_bytes_per_s": read,
+        "write_bytes_per_s": write,
+        "takes_turns": 1 / mixed > _APART * in_turn_s,
+        "core_s_per_byte": rates.cpu_s_per_gb / 1e9,
+    }

@@ -1,0 +1,244 @@
+"""The printed forms of `zero-offload plan`.
+
+Owns words and layout; every number is made elsewhere. Calls: `as_text`, `as_json`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zero_offload.cli.planning import Offer, Planned, Request
+from zero_offload.plan.forecast import MEETS, Forecast
+from zero_offload.plan.memory import PLACED_KINDS
+from zero_offload.plan.wear import TB, Wear
+from zero_offload.telemetry.spans import Cause
+from zero_offload.types import StateKind, Tier, format_bytes
+
+_CAUSES = {
+    Cause.PARAMS: "parameters",
+    Cause.ACTIVATIONS: "activations",
+    Cause.UPDATE: "the update",
+    Cause.GRADS: "gradients",
+    Cause.COMMIT: "commits",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that is printed."""
+
+    request: Request
+    planned: Planned
+    found: Forecast | None
+    """None where the plan does not fit."""
+    offers: Sequence[Offer]
+    tbw: float
+    given_step_s: float | None
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(each.numel.trained for each in self.request.work)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds that wear is counted by."""
+        if self.given_step_s is not None or self.found is None:
+            return self.given_step_s
+        return self.found.prediction.step_s
+
+    @property
+    def wear(self) -> Wear:
+        ranks = self.request.cluster.ranks_per_node
+        return self.planned.memory.wear.of_one_drive(ranks, max(len(self.request.config.nvme_dirs), 1))
+
+
+def as_text(report: Report) -> str:
+    request, memory = report.request, report.planned.memory
+    ranks = _count(request.cluster.ranks, "rank")
+    where = f" in {_count(request.cluster.nodes, 'machine')}" if request.cluster.nodes > 1 else ""
+    lines = [
+        f"{request.model}: {report.num_parameters:,} parameters in {len(request.work)} units on {ranks}{where}",
+        *_placement_lines(report),
+        "bytes of one rank:",
+        memory.table(),
+        *report.planned.ways,
+        *_forecast_lines(report),
+        *(_wear_lines(report.wear, report.tbw, report.step_s)),
+    ]
+    return "\n".join(lines)
+
+
+def _placement_lines(report: Report) -> Iterator[str]:
+    """What "auto" chose, as settings."""
+    kinds = [kind for kind in PLACED_KINDS if isinstance(report.request.config.placement_of(kind), str)]
+    if kinds:
+        chosen = ", ".join(f"{kind.value} {_shares_text(_shares(report, kind))}" for kind in kinds)
+        yield f"auto: {chosen}"
+
+
+def _shares(report: Report, kind: StateKind) -> dict[str, float]:
+    """Of a kind's bytes, by tier."""
+    sizes = [
+        {
+            StateKind.PARAMS: unit.params_bytes,
+            StateKind.GRADS: unit.grads_bytes,
+            StateKind.OPTIMIZER: unit.optimizer_bytes,
+        }[kind]
+        for unit in report.planned.job.units
+    ]
+    shares = dict.fromkeys(Tier, 0)
+    for at, size in zip(report.planned.placement.tiers, sizes, strict=True):
+        shares[at[kind]] += size
+    return {tier.value: size / (sum(sizes) or 1) for tier, size in shares.items() if size}
+
+
+def _shares_text(shares: dict[str, float]) -> str:
+    if len(shares) == 1:
+        return next(iter(shares))
+    return " + ".join(f"{share:.0%} {tier}" for tier, share in shares.items())
+
+
+def _forecast_lines(report: Report) -> Iterator[str]:
+    found, machine = report.found, report.planned.machine
+    if found is None:
+        return
+    step, batch = found.prediction, report.request.batch
+    tokens = batch.tokens * batch.micro_batches
+    speed = f"{step.tokens_per_s:,.0f} tokens/s in all"
+    yield f"predicted step: {_seconds(step.step_s)} for {tokens:,} tokens of a rank, {speed}"
+    busy = ", ".join(f"{machine.title(lane)} {share:.0%}" for lane, share in step.busy.items() if share >= 0.005)
+    yield f"  busy: {busy}"
+    if waits := [
+        f"{_seconds(s)} for {_CAUSES[cause]}" for cause, s in step.exposed_s.items() if s >= 0.01 * step.step_s
+    ]:
+        yield f"  compute waits {', '.join(waits)}"
+    saved = (
+        f"a tenth more of it saves {_seconds(found.bottleneck.saved_s)}" if found.bottleneck.saved_s > 0 else "alone"
+    )
+    yield f"  bound by {found.bottleneck.title}: {saved}"
+    yield f"without offload, if it fitted: {_seconds(found.no_offload_s)}; {_break_even(found)}"
+    for offer in report.offers:
+        yield f"{offer.amount} {offer.title}: {_offer_text(offer, found)}"
+    yield f"rates: {machine.source}"
+    if "not measured" in machine.source and report.request.gpu is None:
+        yield "  (--measure takes some seconds, and is remembered)"
+
+
+def _break_even(found: Forecast) -> str:
+    percent = f"within {MEETS - 1:.0%} of that"
+    if found.break_even_tokens is None:
+        return f"no number of tokens per step comes {percent}"
+    return f"{percent} from {found.break_even_tokens:,} tokens of a rank per step on"
+
+
+def _offer_text(offer: Offer, found: Forecast) -> str:
+    now, then = found.prediction, offer.prediction
+    if then is None:
+        return "no gain" if offer.amount == 1 else "no gain, nor of less"
+    if "GPU" in offer.title:
+        return f"{then.tokens_per_s:,.0f} tokens/s ({then.tokens_per_s / now.tokens_per_s:.2f}x)"
+    each = f", {_seconds((now.step_s - then.step_s) / offer.amount)} for each" if offer.amount > 1 else ""
+    return f"{_seconds(then.step_s)} a step ({_seconds(now.step_s - then.step_s)} less{each})"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
+    """What each drive is written, and how long it lasts; nothing where nothing is written."""
+    if wear.bytes_per_step == 0:
+        return []
+    parts = []
+    if wear.states_bytes:
+        parts.append(f"{format_bytes(wear.states_bytes)} of states that rest on it")
+    if wear.commit_bytes:
+        how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
+        if wear.is_bound:
+            how_often = "at most: auto measures how often; every step is counted here"
+        parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of generations ({how_often})")
+    lines = [f"each drive is written {format_bytes(wear.bytes_per_step)} per step: {', '.join(parts)}"]
+    num_steps = wear.steps_to(tbw)
+    if step_s is None:
+        lines.append(
+            f"that is {wear.bytes_per_step * 1000 / TB:.3g} TB per 1000 steps; {tbw:g} TBW last {num_steps:,} steps"
+        )
+    else:
+        lines.append(
+            f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {tbw:g} TBW last "
+            f"{num_steps * step_s / 86400:.3g} days, {num_steps:,} steps (--tbw says another rating)"
+        )
+    return lines
+
+
+def _wear_json(wear: Wear, tbw: float, step_s: float | None) -> dict[str, Any]:
+    """Of each drive."""
+    written = wear.bytes_per_step > 0
+    num_steps = wear.steps_to(tbw) if written else None
+    return {
+        "states_bytes_per_step": int(wear.states_bytes),
+        "commit_bytes_per_step": int(wear.commit_bytes_per_step),
+        "is_upper_bound": wear.is_bound,
+        "tbw": tbw,
+        "steps_to_tbw": num_steps,
+        "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
+        "days_to_tbw": None if step_s is None or num_steps is None else num_steps * step_s / 86400,
+    }
+
+
+def _count(number: int, what: str) -> str:
+    return f"1 {what}" if number == 1 else f"{number:,} {what}s"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    memory, found = report.planned.memory, report.found
+    tiers = {}
+    for tier in Tier:
+        kinds = {kind.value: memory.rest_bytes[tier, kind] for kind in PLACED_KINDS}
+        tiers[tier.value] = kinds | {
+            "in_flight": memory.staging_bytes[tier],
+            "total": memory.used_bytes(tier),
+            "available": memory.budget.of(tier),
+        }
+    return {
+        "fits": memory.fits,
+        "reasons": memory.reasons,
+        "suggestions": list(report.planned.ways),
+        "bytes": tiers,
+        "nvme_written_bytes_per_step": memory.nvme_written_bytes_per_step,
+        "model": report.request.model,
+        "parameters": report.num_parameters,
+        "placement": {kind.value: _shares(report, kind) for kind in PLACED_KINDS},
+        "activation_bytes": report.request.activation_bytes(),
+        "step": None if found is None else _forecast_json(report, found),
+        "wear": _wear_json(report.wear, report.tbw, report.step_s),
+    }
+
+
+def _forecast_json(report: Report, found: Forecast) -> dict[str, Any]:
+    step, machine = found.prediction, report.planned.machine
+    return {
+        "predicted_s": step.step_s,
+        "compute_s": step.compute_s,
+        "tokens_per_s": step.tokens_per_s,
+        "busy": {machine.title(lane): share for lane, share in step.busy.items()},
+        "exposed_s": {cause.value: seconds for cause, seconds in step.exposed_s.items()},
+        "bottleneck": found.bottleneck.title,
+        "bottleneck_saves_s": found.bottleneck.saved_s,
+        "no_offload_s": found.no_offload_s,
+        "break_even_tokens": found.break_even_tokens,
+        "offers": [_offer_json(offer) for offer in report.offers],
+        "rates": machine.source,
+    }
+
+
+def _offer_json(offer: Offer) -> dict[str, Any]:
+    then = offer.prediction
+    return {
+        "amount": offer.amount,
+        "what": offer.title,
+        "step_s": None if then is None else then.step_s,
+        "tokens_per_s": None if then is None else then.tokens_per_s,
+    }

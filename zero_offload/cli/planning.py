@@ -1,0 +1,245 @@
+"""What `zero-offload plan` was asked, as values: model, machine, batch, and the placement that follows from them.
+
+Owns the meaning of its flags. Never prints. The calls: `Request.of` reads the flags, `plan_request` plans; `offers`
+plans again with more of something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zero_offload.checkpoint.file_list import count_reusable
+from zero_offload.cli.measure import remembered, remembered_drives
+from zero_offload.config import OffloadConfig
+from zero_offload.errors import CapacityError
+from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job
+from zero_offload.plan.forecast import next_memory
+from zero_offload.plan.hardware import (
+    DRIVE_BYTES,
+    Cluster,
+    Drives,
+    Machine,
+    default_machine,
+    find_gpu,
+    gpu_memory_bytes,
+    share_of_rank,
+)
+from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, estimate_memory
+from zero_offload.plan.partition import Partition
+from zero_offload.plan.placement import assign_tiers, tier_budget, ways_to_fit
+from zero_offload.plan.search import Outlook
+from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape
+from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.probe import probe_hardware
+from zero_offload.types import HardwareProfile, Tier, format_bytes, parse_bytes
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
+_MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}
+BLOCKS_OF_A_COUNT = 32
+"""A model known by its size alone is planned as this many equal units."""
+SEQUENCE_USUAL = 4096
+RAM_SHARE, GPU_SHARE = 0.9, 0.95
+"""Of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
+MORE_GIB_MAX = 64
+NOTICED = 0.999
+"""A step that takes so many times as long as before, or less, is faster."""
+LOGITS_TOKENS = 1024
+"""Whose logits are in memory at once, with `zo.nn.chunked_cross_entropy`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    model: str
+    work: tuple[UnitWork, ...]
+    vocab: int
+    config: OffloadConfig
+    cluster: Cluster
+    batch: Batch
+    gpu: str | None
+    drives: Drives | None
+    """None where they are directories of this machine."""
+    outlook: Outlook | None = None
+    """A former plan's, for the same model on the same machine: what it has simulated is known."""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, config: OffloadConfig, drives: Drives | None) -> Request:
+        work, vocab, recompute = find_work(args.model)
+        if args.recompute is not None:
+            recompute = args.recompute == "block"
+        tokens = args.tokens or TOKENS_UNKNOWN
+        micro = max(tokens // args.accumulate, 1)
+        sequence = min(args.sequence or SEQUENCE_USUAL, micro)
+        cluster = Cluster(args.ranks, args.nodes)
+        batch = Batch(micro, args.accumulate, sequence, recompute)
+        gpu = None if args.gpu is None else find_gpu(args.gpu)[0]
+        found = cls(args.model, work, vocab, config, cluster, batch, gpu, drives)
+        return replace(found, config=found._with_budgets(args.ram))
+
+    def _with_budgets(self, ram: str | None) -> OffloadConfig:
+        """The config with one rank's share of a machine that is given whole."""
+        config, here = self.config, self.cluster.ranks_per_node
+        if ram is not None:
+            config = replace(config, cpu_memory=int(parse_bytes(ram) * RAM_SHARE) // here)
+        if self.gpu is not None and config.device_memory is None:
+            whole = int(gpu_memory_bytes(self.gpu) * GPU_SHARE)
+            activations = self.activation_bytes()
+            if activations >= whole:
+                raise CapacityError(
+                    f"activations of {self.batch.tokens:,} tokens take {format_bytes(activations)} of the "
+                    f"{format_bytes(whole)} of a {self.gpu}; make smaller micro-batches with --accumulate, or add "
+                    "--activations-tier cpu"
+                )
+            config = replace(config, device_memory=whole - activations)
+        if self.drives is not None and config.nvme_capacity is None:
+            config = replace(config, nvme_capacity=self.drives.count * DRIVE_BYTES // here)
+        return config
+
+    def activation_bytes(self) -> int:
+        """Of a micro-batch, at their most on the device: inputs of blocks, one block's inside, and some logits."""
+        value_bytes = 4 if self.config.compute_dtype_name == "float32" else 2
+        stays = self.config.activation_fractions.get(Tier.DEVICE, 0.0)
+        kept = [
+            each.boundary_values if self.batch.recompute and each.attention_width else each.inside_values
+            for each in self.work
+        ]
+        inside = max(each.inside_values for each in self.work)
+        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value_bytes + 8)  # and in fp32, and its gradient
+        return int(self.batch.tokens * value_bytes * (sum(kept) * stays + inside) + logits)
+
+    def with_one_more_gpu(self) -> Request:
+        """In each machine, with the same memory, drives and tokens of a rank."""
+        cluster = replace(self.cluster, ranks=self.cluster.ranks + self.cluster.nodes)
+        shares: dict[str, Any] = {
+            name: nbytes * self.cluster.ranks_per_node // cluster.ranks_per_node
+            for name, tier in (("cpu_memory", Tier.CPU), ("nvme_capacity", Tier.NVME))
+            if (nbytes := self.config.budget_bytes(tier)) is not None
+        }
+        return replace(self, cluster=cluster, config=replace(self.config, **shares))
+
+    @property
+    def partition(self) -> Partition:
+        return Partition(self.config.stage, self.cluster.ranks)
+
+    def machine(self) -> Machine:
+        """One rank's share."""
+        config, cluster = self.config, self.cluster
+        drives, source = (self.drives, "") if self.drives else remembered_drives(config.nvme_dirs)
+        if self.gpu is not None:
+            found = share_of_rank(self.gpu, drives, cluster)
+        elif config.device_memory is not None:
+            found = default_machine("a GPU of no name", 1, drives, cluster)
+        else:
+            cores = max(probe_hardware().num_cores // cluster.ranks_per_node, 1)
+            found = remembered(config, () if self.drives else config.nvme_dirs, cores, cluster)
+            if self.drives is None:
+                return found
+            here = cluster.ranks_per_node
+            found = replace(found, read_bytes=drives.read_bytes / here, write_bytes=drives.write_bytes / here)
+        if self.drives is not None:
+            return replace(found, source=f"{found.source}; drives as given, reads and writes taking turns")
+        return replace(found, source=f"{found.source}; {source}") if source else found
+
+    def hardware(self) -> HardwareProfile:
+        """This machine's share of one rank; sizes the user gives stand in for it, larger or smaller."""
+        config, here = self.config, self.cluster.ranks_per_node
+        directories = () if self.drives else config.nvme_dirs
+        machine = count_reusable(probe_hardware(directories), directories)
+        cpu_memory = config.budget_bytes(Tier.CPU) or machine.cpu_memory_bytes // here
+        return HardwareProfile(
+            num_cores=max(machine.num_cores // here, 1),
+            cpu_memory_bytes=cpu_memory,
+            # Without a device's size the CPU computes, in the same memory.
+            device_name="cpu" if config.device_memory is None else "device",
+            device_memory_bytes=config.budget_bytes(Tier.DEVICE) or cpu_memory,
+            nvme_free_bytes=config.budget_bytes(Tier.NVME) or machine.nvme_free_bytes // here,
+        )
+
+
+def find_work(model: str) -> tuple[tuple[UnitWork, ...], int, bool]:
+    """The units of a model, its vocabulary, and whether its blocks are usually recomputed."""
+    from zero_offload.recipes import gpt
+
+    if model in gpt.PRESETS:
+        preset = gpt.PRESETS[model]
+        tied = preset.head is gpt.Head.TIED
+        shape = Shape(
+            preset.num_layers,
+            preset.width,
+            preset.num_heads,
+            4 * preset.width,
+            preset.vocab_size,
+            matrices=2,
+            tied=tied,
+        )
+        return shape.units(), preset.vocab_size, preset.recompute is gpt.Recompute.BLOCK
+    if match := _COUNT.fullmatch(model):
+        numel = int(float(match[1]) * _MULTIPLE[match[2].lower()])
+        return equal_blocks(numel, BLOCKS_OF_A_COUNT), 0, True
+    shape = find_shape(model, tuple(gpt.PRESETS))
+    return shape.units(), shape.vocab, True
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What follows from a request."""
+
+    job: Job
+    placement: Placement
+    machine: Machine
+    memory: MemoryPlan
+    ways: tuple[str, ...]
+    """To make it fit, where it does not."""
+    outlook: Outlook
+
+
+def plan_request(request: Request) -> Planned:
+    config, partition, machine = request.config, request.partition, request.machine()
+    job = Job.of(request.work, config, partition, request.batch)
+    outlook = request.outlook or Outlook(job, machine)
+    hardware = request.hardware()
+    placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, outlook)
+    memory = estimate_memory(job.units, placement, config, partition)
+    ways = [] if memory.fits else ways_to_fit(job.units, config, hardware, partition)
+    return Planned(job, placement, machine, memory, tuple(ways), outlook)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Something that money buys, and the step with it; None where it changes nothing."""
+
+    title: str
+    amount: int
+    prediction: Prediction | None
+
+
+def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offer]:
+    """More memory, one more drive, one more GPU: each planned and simulated anew."""
+    config, here = request.config, request.cluster.ranks_per_node
+    if any(isinstance(config.placement_of(kind), str) for kind in PLACED_KINDS):
+        cpu_bytes = planned.memory.budget.cpu_bytes
+
+        def with_more(nbytes: int) -> Prediction | None:
+            larger = replace(config, cpu_memory=cpu_bytes + nbytes // here)
+            return _predict(replace(request, config=larger, outlook=planned.outlook))
+
+        gib, found = next_memory(now.step_s, with_more, MORE_GIB_MAX)
+        yield Offer("GiB more RAM", gib, found)
+    if config.nvme_dirs:
+        drives = request.drives or remembered_drives(config.nvme_dirs)[0]
+        found = _predict(replace(request, drives=drives.times(drives.count + 1)))
+        yield Offer("more drive", 1, found if found and found.step_s < now.step_s * NOTICED else None)
+    if request.gpu is not None:
+        larger = request.with_one_more_gpu()
+        found = _predict(larger)
+        title = "more GPU" if larger.cluster.nodes == 1 else "more GPU in each machine"
+        yield Offer(title, 1, found if found and found.tokens_per_s * NOTICED > now.tokens_per_s else None)
+
+
+def _predict(request: Request) -> Prediction | None:
+    """None where it does not fit."""
+    planned = plan_request(request)
+    return simulate(planned.job, planned.placement, planned.machine) if planned.memory.fits else None

@@ -1,0 +1,370 @@
+"""Seconds that each lane spends on one unit in a step, from bytes, arithmetic and a machine's rates.
+
+Owns the arithmetic and nothing of time: what waits for what is `timeline`'s. What moves when is the runtime's rule,
+case by case: `offload._home` and `runtime/units/carrier.py` for values, `runtime/grads` for gradients,
+`optim/pipeline.py` for states. Calls: `Job.of`, then `step_costs` for all units, or `unit_costs` for one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from zero_offload.config import OffloadConfig
+from zero_offload.plan.hardware import Lane, Machine
+from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.memory import UnitBytes, measure_units
+from zero_offload.plan.partition import ONE_RANK, Partition
+from zero_offload.plan.shapes import UnitWork
+from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap
+
+PIECES_MAX = 128
+"""Pieces that the updates of all units together are cut into. A piece is a chunk; where there are more, several."""
+TOKENS_UNKNOWN = 2048
+"""Tokens of a step where nobody has said how many."""
+
+
+Tiers = Mapping[StateKind, Tier]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one rank computes in a step."""
+
+    tokens: int = TOKENS_UNKNOWN
+    """Of a micro-batch."""
+    micro_batches: int = 1
+    sequence: int = TOKENS_UNKNOWN
+    """Tokens that attend to each other."""
+    recompute: bool = True
+    """Blocks keep their inputs only, and run again in backward."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A step of a model on one rank, whatever the machine."""
+
+    work: tuple[UnitWork, ...]
+    units: tuple[UnitBytes, ...]
+    config: OffloadConfig
+    partition: Partition
+    batch: Batch
+    overlap: str
+    """As the setting: "auto", "forward", "backward" or "none"."""
+    measured_s: tuple[tuple[float, float], ...] = ()
+    """Seconds of each unit's forward and backward, where they are known better than by arithmetic."""
+
+    @classmethod
+    def of(
+        cls,
+        work: Sequence[UnitWork],
+        config: OffloadConfig,
+        partition: Partition = ONE_RANK,
+        batch: Batch | None = None,
+        units: Sequence[UnitBytes] | None = None,
+    ) -> Job:
+        """`units` where their bytes are known better than by element counts."""
+        batch = batch or Batch()
+        if units is None:
+            units = measure_units([each.numel for each in work], config, partition, batch.micro_batches)
+        return cls(tuple(work), tuple(units), config, partition, batch, config.overlap)
+
+    @cached_property
+    def value_bytes(self) -> int:
+        return 4 if self.config.compute_dtype_name == "float32" else 2
+
+    @cached_property
+    def piece_numel(self) -> int:
+        """Elements of a piece of the update: a chunk, or several of a large model."""
+        total = sum(unit.trained_numel for unit in self.units) / self.partition.optimizer_shards
+        return CHUNK_NUMEL * max(math.ceil(total / CHUNK_NUMEL / PIECES_MAX), 1)
+
+    def overlaps(self, tiers: Sequence[Tiers], machine: Machine) -> bool:
+        """Whether the update runs beside compute: `updates.overlaps`."""
+        if self.overlap != UpdateOverlap.AUTO.value:
+            return self.overlap != UpdateOverlap.NONE.value
+        on_disk = any(Tier.NVME in (each[StateKind.OPTIMIZER], each[StateKind.GRADS]) for each in tiers)
+        return not machine.is_host or on_disk
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Bringing a unit's values: read, uploaded, gathered, and what was gathered kept."""
+
+    read_s: float = 0.0
+    upload_s: float = 0.0
+    gather_s: float = 0.0
+    keep_download_s: float = 0.0
+    keep_write_s: float = 0.0
+
+    @property
+    def is_nothing(self) -> bool:
+        return self == Fetch()
+
+
+NO_FETCH = Fetch()
+
+
+@dataclass(frozen=True)
+class UpdateCosts:
+    """Of all of a unit's pieces together."""
+
+    pieces: int = 0
+    """0 is no update on the host."""
+    read_s: float = 0.0
+    download_s: float = 0.0
+    host_s: float = 0.0
+    write_s: float = 0.0
+    is_staged: bool = False
+    """Whether chunks pass through the pipeline's staging."""
+    device_upload_s: float = 0.0
+    device_read_s: float = 0.0
+    device_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class UnitCosts:
+    forward_s: float
+    backward_s: float
+    buffer_bytes: int
+    """Of compute memory while the unit is there; 0 if it always is."""
+    first: Fetch
+    """After an update."""
+    again: Fetch
+    """Until the next one."""
+    delivered: bool
+    """An update writes new values into the unit's pages, if it has some."""
+    reduce_s: float
+    """Of each backward."""
+    late_reduce_s: float
+    """Once, before the step."""
+    grad_download_s: float
+    grad_write_s: float
+    grad_read_s: float
+    """To add to what is there: from the second backward on."""
+    land_s: float
+    saved_out: Fetch
+    """Activations that leave: `keep_download_s` and `keep_write_s`; and come back: `read_s`, `upload_s`."""
+    update: UpdateCosts
+    commit_s: float
+    """Written for a generation."""
+
+    def lane_seconds(self, num_micro_batches: int) -> dict[Lane, float]:
+        """The least that each lane does in a step: values are fetched once."""
+        n, fetch, update, saved = num_micro_batches, self.first, self.update, self.saved_out
+        return {
+            Lane.COMPUTE: n * (self.forward_s + self.backward_s) + update.device_s,
+            Lane.UPLOAD: fetch.upload_s + update.device_upload_s + n * saved.upload_s,
+            Lane.DOWNLOAD: n * (self.grad_download_s + saved.keep_download_s)
+            + update.download_s
+            + fetch.keep_download_s,
+            Lane.READ: (fetch.read_s if not self.delivered else 0.0)
+            + update.read_s
+            + update.device_read_s
+            + n * saved.read_s,
+            Lane.WRITE: n * (self.grad_write_s + saved.keep_write_s)
+            + update.write_s
+            + self.commit_s
+            + fetch.keep_write_s,
+            Lane.HOST: update.host_s + n * self.land_s,
+            Lane.NETWORK: n * self.reduce_s + self.late_reduce_s + fetch.gather_s,
+        }
+
+
+def step_costs(job: Job, tiers: Sequence[Tiers], machine: Machine) -> list[UnitCosts]:
+    """Of every unit, with what compute on a CPU loses to those that use its cores meanwhile."""
+    beside = job.overlaps(tiers, machine)
+    known: dict[object, UnitCosts] = {}  # blocks are alike
+    found = []
+    for index, at in enumerate(tiers):
+        unit, work = job.units[index], job.work[index]
+        measured = job.measured_s[index] if job.measured_s else None
+        key = (replace(unit, name=""), replace(work, numel=replace(work.numel, name="")), tuple(at.values()), measured)
+        if key not in known:
+            known[key] = unit_costs(job, index, at, machine, update_beside=beside)
+        found.append(known[key])
+    return _charge_cores(job, found, machine, update_beside=beside) if machine.is_host else found
+
+
+def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_beside: bool) -> UnitCosts:
+    """Of one unit with these tiers; `update_beside`: the update has the cores that compute leaves."""
+    unit = job.units[index]
+    forward_s, backward_s = _compute_seconds(job, index, machine)
+    first, again, buffer_bytes = _fetches(job, unit, at, machine)
+    alone = job.partition.world_size == 1
+    grads = _grad_costs(job, unit, at, machine)
+    keeps = job.config.effective_durability is not Durability.SCRATCH and isinstance(job.config.commit_every, int)
+    committed = unit.optimizer_bytes if keeps and at[StateKind.OPTIMIZER] is not Tier.NVME else 0
+    return UnitCosts(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        buffer_bytes=buffer_bytes,
+        first=first,
+        again=again,
+        delivered=machine.is_host and alone and buffer_bytes > 0 and unit.trained_numel > 0,
+        **grads,
+        saved_out=_saved_costs(job, index, machine),
+        update=_update_costs(job, unit, at, machine, update_beside=update_beside),
+        commit_s=_per(committed, machine.write_bytes) / (int(job.config.commit_every) if keeps else 1),
+    )
+
+
+def _per(nbytes: float, rate: float) -> float:
+    """Seconds; what a machine has no lane for takes none."""
+    return nbytes / rate if rate else 0.0
+
+
+def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, float]:
+    if job.measured_s:
+        return job.measured_s[index]
+    work, batch = job.work[index], job.batch
+    whole = job.units[index].params_bytes * job.partition.param_shards
+    # Few tokens: the weights must still be read once.
+    floor_s = _per(whole, machine.device_bytes) if work.matmul_numel else 0.0
+    forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
+    passes = (2 if job.units[index].trained_numel else 1) + (batch.recompute and work.attention_width > 0)
+    return forward_s, passes * forward_s
+
+
+def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> tuple[Fetch, Fetch, int]:
+    """What brings the unit after an update and what does later, and the bytes of its buffer."""
+    params, partition, trained = at[StateKind.PARAMS], job.partition, unit.trained_numel > 0
+    whole = unit.params_bytes * partition.param_shards
+    shards = partition.optimizer_shards
+    on_device = at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host and trained
+    in_place = params is Tier.DEVICE or (machine.is_host and params is Tier.CPU)
+    gather_s = _per(whole * (shards - 1) / shards, machine.network_bytes)
+    crosses = not machine.is_host
+    if partition.param_shards > 1:
+        reads = unit.params_bytes if params is Tier.NVME and not on_device else 0
+        uploads = unit.params_bytes if crosses and params is not Tier.DEVICE and not on_device else 0
+        every = Fetch(_per(reads, machine.read_bytes), _per(uploads, machine.upload_bytes), gather_s)
+        return every, every, whole
+    later = Fetch(_per(whole * (params is Tier.NVME), machine.read_bytes), _per(whole * crosses, machine.upload_bytes))
+    if partition.replicates_params and trained:
+        # The states' shard of the new values, gathered, and kept where parameters rest.
+        own = whole / shards
+        first = Fetch(
+            _per(own * (at[StateKind.OPTIMIZER] is Tier.NVME and not machine.is_host), machine.read_bytes),
+            _per(own * (crosses and not on_device), machine.upload_bytes),
+            gather_s,
+            _per(whole * (crosses and not in_place), machine.download_bytes),
+            _per(whole * (params is Tier.NVME), machine.write_bytes),
+        )
+        return (first, NO_FETCH, 0) if in_place else (first, later, whole)
+    if on_device:
+        return NO_FETCH, NO_FETCH, 0
+    if in_place:
+        if machine.is_host or not trained:
+            return NO_FETCH, NO_FETCH, 0
+        reads = whole if at[StateKind.OPTIMIZER] is Tier.NVME else 0
+        return Fetch(_per(reads, machine.read_bytes), _per(whole, machine.upload_bytes)), NO_FETCH, 0
+    return later, later, whole
+
+
+def _grad_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> dict[str, float]:
+    tier, partition = at[StateKind.GRADS], job.partition
+    world, shards = partition.world_size, partition.grad_shards
+    crossing = unit.trained_numel * (4 if job.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
+    # An all-reduce where every rank keeps all, else a reduce-scatter.
+    crossing *= 2 if partition.optimizer_shards == 1 else 1
+    if world == 1:
+        out = (unit.params_bytes - unit.frozen_bytes) if job.batch.micro_batches == 1 else unit.grads_bytes
+    else:
+        out = unit.trained_numel * 4 // shards
+    leaves = not machine.is_host and tier is not Tier.DEVICE
+    on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
+    return {
+        "reduce_s": 0.0 if partition.defers_reduction else _per(crossing, machine.network_bytes),
+        "late_reduce_s": _per(crossing, machine.network_bytes) if partition.defers_reduction else 0.0,
+        "grad_download_s": _per(out * leaves, machine.download_bytes),
+        "grad_write_s": _per(out * on_disk, machine.write_bytes),
+        "grad_read_s": _per(out * on_disk, machine.read_bytes),
+        # From staging to where they rest: read and written.
+        "land_s": _per(2 * out * (leaves and not on_disk), machine.host_bytes),
+    }
+
+
+def _saved_costs(job: Job, index: int, machine: Machine) -> Fetch:
+    """Activations of a micro-batch that leave the device and come back."""
+    work, batch = job.work[index], job.batch
+    keeps_inputs = batch.recompute and work.attention_width > 0
+    nbytes = batch.tokens * job.value_bytes * (work.boundary_values if keeps_inputs else work.inside_values)
+    fractions = job.config.activation_fractions
+    on_disk = nbytes * fractions.get(Tier.NVME, 0.0)
+    away = 0.0 if machine.is_host else on_disk + nbytes * fractions.get(Tier.CPU, 0.0)
+    return Fetch(
+        read_s=_per(on_disk, machine.read_bytes),
+        upload_s=_per(away, machine.upload_bytes),
+        keep_download_s=_per(away, machine.download_bytes),
+        keep_write_s=_per(on_disk, machine.write_bytes),
+    )
+
+
+def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, update_beside: bool) -> UpdateCosts:
+    if unit.trained_numel == 0:
+        return UpdateCosts()
+    params, grads, optimizer = (at[kind] for kind in (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER))
+    numel = unit.trained_numel / job.partition.optimizer_shards
+    grad_bytes = unit.grads_bytes + unit.passing_grads_bytes
+    touched = 2 * unit.optimizer_bytes + grad_bytes
+    reads = unit.grads_bytes if grads is Tier.NVME else 0
+    if optimizer is Tier.DEVICE and not machine.is_host:
+        return UpdateCosts(
+            device_read_s=_per(reads, machine.read_bytes),
+            device_upload_s=_per(grad_bytes * (grads is not Tier.DEVICE), machine.upload_bytes),
+            device_s=_per(touched, machine.device_bytes),
+        )
+    on_disk = optimizer is Tier.NVME
+    values = numel * job.value_bytes
+    # Where only parameters rest on NVMe their values there are a copy that the update writes.
+    copies = 0.0 if on_disk or params is not Tier.NVME or job.partition.replicates_params else values
+    delivers = values if on_disk and params is not Tier.NVME else 0.0
+    reads += unit.optimizer_bytes * on_disk
+    writes = unit.optimizer_bytes * on_disk + copies
+    on_gpu = grads is Tier.DEVICE and not machine.is_host
+    rate = machine.host_bytes_beside if update_beside else machine.host_bytes
+    cores_s = (reads + writes) * machine.drive_core_s / machine.num_cores
+    is_staged = on_disk or reads > 0 or on_gpu
+    return UpdateCosts(
+        # In memory nothing is read ahead or written behind.
+        pieces=max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1,
+        read_s=_per(reads, machine.read_bytes),
+        download_s=_per(grad_bytes * on_gpu, machine.download_bytes),
+        host_s=_per(touched + delivers + copies, rate) + cores_s,
+        write_s=_per(writes, machine.write_bytes),
+        is_staged=is_staged,
+    )
+
+
+def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, update_beside: bool) -> list[UnitCosts]:
+    """On a CPU what runs beside compute takes its cores: spread evenly over the passes that it runs beside."""
+    n = job.batch.micro_batches
+    forward_s = sum(each.forward_s for each in costs)
+    backward_s = sum(each.backward_s for each in costs)
+    # Processor time of transfers, counted in that of the update where they are its own.
+    moved_s = 0.0
+    for each in costs:
+        saved = each.saved_out
+        reads = (0 if each.delivered and update_beside else each.first.read_s) + (n - 1) * each.grad_read_s
+        reads += n * saved.read_s
+        writes = n * (each.grad_write_s + saved.keep_write_s) + each.commit_s
+        moved_s += reads * machine.read_bytes + writes * machine.write_bytes
+    moved_s *= machine.drive_core_s / machine.num_cores
+    shared_s = 0.0
+    if update_beside:
+        threads = max(machine.num_cores // 2, 1)
+        shared_s = sum(each.update.host_s for each in costs) * threads / machine.num_cores
+    passes_s = n * (forward_s + backward_s)
+    every = 1 + moved_s / passes_s if passes_s else 1.0
+    # The update runs beside the first forward of a step, or beside its last backward.
+    in_backward = job.overlap == UpdateOverlap.BACKWARD.value
+    beside_s = (backward_s if in_backward else forward_s) * n
+    factor = every + (shared_s / beside_s if beside_s else 0.0)
+    forward_factor, backward_factor = (every, factor) if in_backward else (factor, every)
+    return [
+        replace(each, forward_s=each.forward_s * forward_factor, backward_s=each.backward_s * backward_factor)
+        for each in costs
+    ]

@@ -1,0 +1,125 @@
+"""What a simulated step means: the bottleneck, the break-even, and what one more of something would buy.
+
+Owns the questions; each is answered by simulating again with one thing changed. Pure. The calls: `Plan.of` for what
+`zo.plan` returns; `forecast` for what `zero-offload plan` prints, `next_memory` for what more of it would buy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from zero_offload.plan.costs import Job
+from zero_offload.plan.hardware import Lane, Machine
+from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
+from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.types import GIB, Tier
+
+SPEED_UP = 1.1
+"""The bottleneck is the lane that shortens the step most when it is so much faster."""
+MEETS = 1.05
+"""A step meets the one without offload when it takes no longer than so many times as long."""
+TOKENS_MAX = 1 << 24
+_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    lane: Lane
+    title: str
+    saved_s: float
+    """What the step gains if the lane is `SPEED_UP` times as fast."""
+
+
+def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
+    """By simulating every lane sped up. Of equals the first, so a step that waits for nothing is bound by compute."""
+    faster = {lane: simulate(job, placement, machine.faster(lane, SPEED_UP)).step_s for lane in machine.lanes()}
+    lane = min(faster, key=lambda each: faster[each])
+    return Bottleneck(lane, machine.title(lane), step_s - faster[lane])
+
+
+def without_offload(job: Job, machine: Machine) -> float:
+    """Seconds of the same step with everything in the device's memory, if it were large enough, and nothing kept."""
+    everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
+    plain = replace(job, config=replace(job.config, durability="scratch", activations="device"), overlap="none")
+    placement = Placement(tuple(everything for _ in job.units), Budget(0, 0, 0, machine.is_host))
+    return simulate(plain, placement, machine).step_s
+
+
+def break_even_tokens(job: Job, placement: Placement, machine: Machine) -> int | None:
+    """Tokens of a rank's step from which on it meets the one without offload; None if 2^24 are not enough.
+
+    By bisection, to about 1%: more tokens are more compute for the same transfers of states.
+    """
+
+    def meets(tokens: int) -> bool:
+        each = max(tokens // job.batch.micro_batches, 1)
+        larger = replace(job, batch=replace(job.batch, tokens=each))
+        return simulate(larger, placement, machine).step_s <= MEETS * without_offload(larger, machine)
+
+    low, high = 0.0, math.log2(TOKENS_MAX)
+    if not meets(TOKENS_MAX):
+        return None
+    if meets(1):
+        return 1
+    for _ in range(_ROUNDS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if meets(round(2**middle)) else (middle, high)
+    return round(2**high)
+
+
+def next_memory(
+    step_s: float, with_more: Callable[[int], Prediction | None], gib_max: int
+) -> tuple[int, Prediction | None]:
+    """The first of 1, 2, 4, ... more GiB that shortens the step by a thousandth or more, and the step then."""
+    more = 1
+    while more < gib_max:
+        found = with_more(more * GIB)
+        if found is not None and found.step_s < step_s * 0.999:
+            return more, found
+        more *= 2
+    found = with_more(gib_max * GIB)
+    return gib_max, found if found is not None and found.step_s < step_s * 0.999 else None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """All that is told of a step before it runs."""
+
+    prediction: Prediction
+    bottleneck: Bottleneck
+    no_offload_s: float
+    break_even_tokens: int | None
+
+
+def forecast(job: Job, placement: Placement, machine: Machine) -> Forecast:
+    prediction = simulate(job, placement, machine)
+    return Forecast(
+        prediction,
+        find_bottleneck(job, placement, machine, prediction.step_s),
+        without_offload(job, machine),
+        break_even_tokens(job, placement, machine),
+    )
+
+
+@dataclass(frozen=True)
+class Plan(MemoryPlan):
+    """Bytes per tier, and how long a step takes: what `zo.plan` returns."""
+
+    predicted_step_s: float
+    bottleneck: str
+    """The lane that shortens the step most when it is a tenth faster."""
+    rates: str
+    """Where the machine's rates come from."""
+
+    @classmethod
+    def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
+        step_s = simulate(job, placement, machine).step_s
+        bottleneck = find_bottleneck(job, placement, machine, step_s)
+        values = (memory.rest_bytes, memory.staging_bytes, memory.wear, memory.budget)
+        return cls(*values, step_s, bottleneck.title, machine.source)
+
+    def table(self) -> str:
+        seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck} ({self.rates})"
+        return f"{super().table()}\n{seconds}"

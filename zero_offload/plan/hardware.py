@@ -1,0 +1,299 @@
+"""What machines can do in a second: GPUs, hosts and drives by name, and one rank's share of them.
+
+Owns the table of public specifications and the shares of them that programs achieve. Never looks at the machine at
+hand. Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
+
+GPUs: data sheets and architecture papers of NVIDIA and AMD: memory, its bandwidth, dense bf16 arithmetic with fp32
+sums, the link to the host (per direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s) and to each other (NVLink or Infinity
+Fabric per direction; the same PCIe where there is neither). Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC
+7003: 205 GB/s a socket) or of twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600.
+Networks: InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
+
+Achieved shares: what large products of matrices, streams and copies reach of a specification. They are rules of thumb,
+not measurements: a figure from a GPU does not exist in this project yet.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from zero_offload.errors import ConfigError
+from zero_offload.types import GIB
+
+GB = 10**9
+COMPUTE_SHARE = 0.5
+"""Of dense arithmetic, by a whole transformer with attention, norms and launches."""
+STREAM_SHARE = 0.8
+"""Of a memory's bandwidth."""
+LINK_SHARE = 0.8
+"""Of a link's, by large copies from pinned memory or large collectives."""
+DRIVE_BYTES = 2 * 10**12
+"""Of a drive that is named by its speed alone."""
+
+
+class Lane(StrEnum):
+    """What works side by side, and in itself does one thing after the other."""
+
+    COMPUTE = "compute"
+    UPLOAD = "host to device"
+    DOWNLOAD = "device to host"
+    READ = "drive reads"
+    WRITE = "drive writes"
+    HOST = "update on the host"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Specifications, in units of data sheets."""
+
+    memory_gib: float
+    tflops: float
+    memory_gb_s: float
+    link_gb_s: float
+    """To the host, per direction."""
+    peer_gb_s: float
+    """To the other GPUs of the machine, per direction: the same link where there is no other."""
+    host: str = "desktop"
+
+
+@dataclass(frozen=True)
+class Host:
+    memory_gb_s: float
+    cores: int
+    network_gb_s: float
+    """Of the machine, per direction, for each GPU where `network_per_gpu`."""
+    network_per_gpu: bool = False
+
+
+HOSTS: Mapping[str, Host] = {
+    "desktop": Host(90, 16, 12.5),
+    "ddr4-server": Host(2 * 205, 128, 25, network_per_gpu=True),
+    "ddr5-server": Host(2 * 461, 192, 50, network_per_gpu=True),
+}
+
+GPUS: Mapping[str, Gpu] = {
+    "rtx3090": Gpu(24, 71, 936, 32, 32),
+    "rtx4090": Gpu(24, 165, 1008, 32, 32),
+    "rtx5090": Gpu(32, 209, 1792, 64, 64),
+    "l40s": Gpu(48, 362, 864, 32, 32, "ddr4-server"),
+    "a100-40": Gpu(40, 312, 1555, 32, 300, "ddr4-server"),
+    "a100-80": Gpu(80, 312, 2039, 32, 300, "ddr4-server"),
+    "h100": Gpu(80, 989, 3350, 64, 450, "ddr5-server"),
+    "h200": Gpu(141, 989, 4800, 64, 450, "ddr5-server"),
+    "b200": Gpu(180, 2250, 8000, 64, 900, "ddr5-server"),
+    "mi300x": Gpu(192, 1307, 5300, 64, 448, "ddr5-server"),
+}
+_ALIASES = {"a100": "a100-80"}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank can do in a second with nobody beside it but the other ranks; 0 is a lane that is not there."""
+
+    name: str
+    is_host: bool
+    """The CPU computes: the host's memory is the device's, and an update beside forward shares its cores."""
+    flops: float
+    """Achieved, in the compute dtype."""
+    device_bytes: float
+    """Streamed through the compute device's memory: for what it updates itself."""
+    upload_bytes: float
+    download_bytes: float
+    host_bytes: float
+    """Streamed through the host's memory by an update on all cores of the rank."""
+    host_bytes_beside: float
+    """The same by the cores that an update beside forward has."""
+    read_bytes: float
+    write_bytes: float
+    drive_takes_turns: bool
+    """Reads and writes share the drives' time; otherwise each has its rate whatever the other does."""
+    network_bytes: float
+    """Sent and received by a rank at once, whatever it sends to whom."""
+    num_cores: int
+    drive_core_s: float = 0.0
+    """Processor seconds for each byte that drives move."""
+    source: str = ""
+    """Where the figures come from, for whoever reads a prediction."""
+
+    def faster(self, lane: Lane, factor: float) -> Machine:
+        """The same with one lane sped up. A drive that takes turns is one lane."""
+        names = list(_RATES[lane])
+        if self.drive_takes_turns and lane in (Lane.READ, Lane.WRITE):
+            names = [*_RATES[Lane.READ], *_RATES[Lane.WRITE]]
+        return replace(self, **{name: getattr(self, name) * factor for name in names})
+
+    def lanes(self) -> tuple[Lane, ...]:
+        """Those that are there; of a drive that takes turns the reads stand for both."""
+        there = [lane for lane in Lane if getattr(self, _RATES[lane][0]) > 0]
+        return tuple(lane for lane in there if not (self.drive_takes_turns and lane is Lane.WRITE))
+
+    def title(self, lane: Lane) -> str:
+        return "drives" if self.drive_takes_turns and lane in (Lane.READ, Lane.WRITE) else lane.value
+
+
+_RATES: Mapping[Lane, tuple[str, ...]] = {
+    Lane.COMPUTE: ("flops", "device_bytes"),
+    Lane.UPLOAD: ("upload_bytes",),
+    Lane.DOWNLOAD: ("download_bytes",),
+    Lane.READ: ("read_bytes",),
+    Lane.WRITE: ("write_bytes",),
+    Lane.HOST: ("host_bytes", "host_bytes_beside"),
+    Lane.NETWORK: ("network_bytes",),
+}
+
+
+@dataclass(frozen=True)
+class Drives:
+    """Drives of one machine, together."""
+
+    count: int
+    read_bytes: float
+    write_bytes: float
+    takes_turns: bool = True
+
+    def times(self, count: int) -> Drives:
+        """The same with another number of equal drives."""
+        factor = count / self.count
+        return replace(self, count=count, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
+
+
+NO_DRIVES = Drives(0, 0.0, 0.0)
+ONE_DRIVE = Drives(1, 5e9, 4e9)
+"""What a directory is taken for of which nothing is known: less than data sheets of drives on PCIe 4.0 x4 promise."""
+
+_DRIVES = re.compile(r"(?:(\d+)\s*x\s*)?(\d+(?:\.\d+)?)\s*GB/s(?:\s*/\s*(\d+(?:\.\d+)?)\s*GB/s)?", re.IGNORECASE)
+
+
+_NEARLY = re.compile(r"(?:\d+\s*x\s*)?\d+(?:\.\d+)?\s*[KMGT]i?B.*", re.IGNORECASE)
+
+
+def parse_drives(texts: list[str]) -> Drives | None:
+    """What `2x7GB/s` or `7GB/s/5GB/s` (reads / writes) describe, all together; None where they are directories.
+
+    ConfigError for a mixture and for what moves nothing.
+    """
+    matches = [_DRIVES.fullmatch(text.strip()) for text in texts]
+    found = [match for match in matches if match is not None]
+    if mistyped := [text for text, match in zip(texts, matches, strict=True) if not match and _NEARLY.fullmatch(text)]:
+        raise ConfigError(
+            f"--nvme {' '.join(mistyped)} is no speed of drives; write 2x7GB/s, or 7GB/s/5GB/s for reads and writes; "
+            f"./{mistyped[0]} if it is a directory"
+        )
+    if not found:
+        return None
+    if len(found) < len(texts):
+        raise ConfigError(f"--nvme {' '.join(texts)} mixes drives and directories; give either, such as 2x7GB/s")
+    counts = [int(match[1] or 1) for match in found]
+    reads = [float(match[2]) * GB for match in found]
+    writes = [float(match[3] or match[2]) * GB for match in found]
+    if not (min(counts) and min(reads) and min(writes)):
+        raise ConfigError(f"--nvme {' '.join(texts)}: drives are one or more, and faster than 0; write 2x7GB/s")
+    # Stripes are dealt by speed, so all drives are at work to the end.
+    read_bytes, write_bytes = (
+        sum(count * rate for count, rate in zip(counts, rates, strict=True)) for rates in (reads, writes)
+    )
+    return Drives(sum(counts), read_bytes, write_bytes)
+
+
+def find_gpu(name: str) -> tuple[str, Gpu]:
+    """A preset and its name; ConfigError offers the nearest."""
+    key = _ALIASES.get(name.lower(), name.lower())
+    if key not in GPUS:
+        near = difflib.get_close_matches(key, GPUS, n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        raise ConfigError(f"--gpu {name!r} is not known; {hint}there are {', '.join(GPUS)}")
+    return key, GPUS[key]
+
+
+def gpu_of_device(device_name: str) -> str | None:
+    """The preset of a device as torch names it, such as "NVIDIA GeForce RTX 4090"; None for others."""
+    words = re.sub(r"[^a-z0-9]", "", device_name.lower())
+    if "a100" in words:
+        return "a100-80" if "80gb" in words else "a100-40"
+    return next((name for name in GPUS if name in words), None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Who shares a machine: how many ranks there are, on how many machines."""
+
+    ranks: int = 1
+    nodes: int = 1
+
+    @property
+    def ranks_per_node(self) -> int:
+        return -(-self.ranks // self.nodes)
+
+
+ONE_RANK_ALONE = Cluster()
+
+
+def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster) -> Machine:
+    """One rank's share of a machine with these GPUs, one for each rank; host, drives and ports are divided."""
+    name, gpu = find_gpu(gpu_name)
+    host, here = HOSTS[gpu.host], cluster.ranks_per_node
+    dram = host.memory_gb_s * GB * STREAM_SHARE / here
+    # All GPUs of a machine copy from the same memory.
+    link = min(gpu.link_gb_s * GB * LINK_SHARE, dram)
+    network = gpu.peer_gb_s * LINK_SHARE if here > 1 else float("inf")
+    if cluster.nodes > 1:
+        port = host.network_gb_s if host.network_per_gpu else host.network_gb_s / here
+        # A ring over all ranks leaves each machine through all of its ports at once.
+        network = min(network, port * here * LINK_SHARE)
+    return Machine(
+        name=name,
+        is_host=False,
+        flops=gpu.tflops * 1e12 * COMPUTE_SHARE,
+        device_bytes=gpu.memory_gb_s * GB * STREAM_SHARE,
+        upload_bytes=link,
+        download_bytes=link,
+        host_bytes=dram,
+        host_bytes_beside=dram,
+        read_bytes=drives.read_bytes / here,
+        write_bytes=drives.write_bytes / here,
+        drive_takes_turns=drives.takes_turns,
+        network_bytes=network * GB if cluster.ranks > 1 else 0.0,
+        num_cores=max(host.cores // here, 1),
+        source=f"specifications of {name} and its {gpu.host}, at the shares that programs achieve",
+    )
+
+
+def gpu_memory_bytes(gpu_name: str) -> int:
+    return int(find_gpu(gpu_name)[1].memory_gib * GIB)
+
+
+CORE_FLOPS = 20e9
+"""Of a CPU's core, in fp32."""
+CORE_BYTES = 8e9
+"""Streamed by an update on one core of a machine of which nothing is known; two cores are taken to saturate memory."""
+
+
+def default_machine(
+    device_name: str, num_cores: int, drives: Drives = ONE_DRIVE, cluster: Cluster = ONE_RANK_ALONE
+) -> Machine:
+    """What a rank is taken to be able to do where nothing was measured, the same on every rank that agrees on these."""
+    if device_name.startswith("cpu"):
+        return Machine(
+            name="cpu",
+            is_host=True,
+            flops=CORE_FLOPS * num_cores,
+            device_bytes=CORE_BYTES * min(num_cores, 2),
+            upload_bytes=0.0,
+            download_bytes=0.0,
+            host_bytes=CORE_BYTES * min(num_cores, 2),
+            host_bytes_beside=CORE_BYTES * min(max(num_cores // 2, 1), 2),
+            read_bytes=drives.read_bytes / cluster.ranks_per_node,
+            write_bytes=drives.write_bytes / cluster.ranks_per_node,
+            drive_takes_turns=drives.takes_turns,
+            network_bytes=HOSTS["desktop"].network_gb_s * GB * LINK_SHARE if cluster.ranks > 1 else 0.0,
+            num_cores=num_cores,
+            source=f"defaults for a CPU with {num_cores} cores, not measured",
+        )
+    preset = gpu_of_device(device_name)
+    found = share_of_rank(preset or "rtx4090", drives, cluster)
+    return found if preset else replace(found, source=f"{found.source}: {device_name} is not known here")

@@ -1,0 +1,288 @@
+"""Which tiers make a step fastest: what "auto" chooses, by simulation.
+
+Owns the candidates and the order in which they are tried. A candidate gives each automatic kind its shares of the
+tiers, in a few steps; shares are dealt to units in an order that spreads every one of them over the depth, and a larger
+share keeps what a smaller one had. All candidates that fit are ranked by a bound that takes no simulation, and
+simulated in that order until the bound says that none is left which could be faster. Pure, and the same for the same
+input: no clock.
+
+More memory only adds candidates. The calls: `Outlook.of`, then `fastest`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+
+from zero_offload.config import OffloadConfig
+from zero_offload.plan.costs import Job, UnitCosts, unit_costs
+from zero_offload.plan.hardware import Cluster, Lane, Machine, default_machine
+from zero_offload.plan.memory import (
+    PLACED_KINDS,
+    Budget,
+    Placement,
+    UnitBytes,
+    UnitNumel,
+    estimate_memory,
+    rest_bytes,
+)
+from zero_offload.plan.partition import Partition
+from zero_offload.plan.shapes import UnitWork, plain_block
+from zero_offload.plan.simulate import simulate
+from zero_offload.types import StateKind, Tier, UpdateOverlap
+
+SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
+"""Into how many parts the bytes of a kind are cut; most bytes are the optimizer's."""
+SIMULATIONS_MAX = 16
+CANDIDATES_MAX = 1024
+"""Looked at: some need buffers that were not reserved, and do not fit after all."""
+TRAILS = 0.05
+"""A bound may be above a step by as much: what of an update is written beside backward."""
+CORES_USUAL = 8
+
+UnitTiers = dict[StateKind, Tier]
+Numbers = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.int64]
+_TIERS = tuple(Tier)
+_NAMELESS = UnitNumel("", 0)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a placement is judged by."""
+
+    job: Job
+    machine: Machine
+    simulations_max: int = SIMULATIONS_MAX
+    """0: the bound alone decides, where only a placement that fits is wanted."""
+    searches: dict[object, Search] = field(default_factory=dict, compare=False, repr=False)
+    """Those made for it, by what was given: asked again with more memory they know what they have simulated."""
+
+    @classmethod
+    def of(
+        cls,
+        units: Sequence[UnitBytes],
+        config: OffloadConfig,
+        partition: Partition,
+        device_name: str,
+        num_cores: int = CORES_USUAL,
+        work: Sequence[UnitWork] = (),
+    ) -> Outlook:
+        """By what is known of such a device, without a measurement; without `work` all parameters multiply."""
+        known = work or [plain_block(_numel(unit, partition)) for unit in units]
+        job = Job.of(known, config, partition, units=units)
+        return cls(job, default_machine(device_name, num_cores, cluster=Cluster(partition.world_size)))
+
+
+def _numel(unit: UnitBytes, partition: Partition) -> UnitNumel:
+    whole = unit.params_bytes * partition.param_shards
+    frozen = unit.trained_numel * unit.frozen_bytes // max(unit.params_bytes - unit.frozen_bytes, 1)
+    return UnitNumel(unit.name, unit.trained_numel, frozen if unit.trained_numel else whole // 2)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a search may use."""
+
+    free_bytes: Mapping[Tier, int]
+    """Of memory, beside what is taken already."""
+    last: Tier
+    """Where what has no room goes."""
+    budget: Budget
+
+
+def fastest(outlook: Outlook, given: Sequence[Mapping[StateKind, Tier]], room: Room) -> list[UnitTiers]:
+    """Tiers of every unit: those given, and for the other kinds the fastest that fit.
+
+    Where nothing fits, all that is not given is on the last tier.
+    """
+    tiers = (*room.free_bytes, room.last)
+    key = (tiers, room.budget.shared_memory, tuple(tuple(at.items()) for at in given))
+    if key not in outlook.searches:
+        outlook.searches[key] = Search(outlook, given, tiers, room.budget)
+    return outlook.searches[key].best(room)
+
+
+def spread_order(count: int) -> list[int]:
+    """Indices in an order of which every beginning is spread over the whole: by their reversed binary digits."""
+    digits = max(count - 1, 1).bit_length()
+    return sorted(range(count), key=lambda index: int(f"{index:0{digits}b}"[::-1], 2))
+
+
+class Search:
+    """All candidates for one model on one machine, whatever the room; what was simulated once is known."""
+
+    def __init__(
+        self, outlook: Outlook, given: Sequence[Mapping[StateKind, Tier]], tiers: Sequence[Tier], budget: Budget
+    ) -> None:
+        self._outlook = outlook
+        self._given = given
+        self._budget = budget
+        self._memory = tuple(dict.fromkeys(tier for tier in tiers if tier is not Tier.NVME))
+        self._tiers = tuple(dict.fromkeys(tiers))
+        self._axes = [self._shares(kind) for kind in PLACED_KINDS]
+        self._steps_s: dict[bytes, float] = {}
+        self._order, self._bounds, self._bytes = self._rank()
+
+    def best(self, room: Room) -> list[UnitTiers]:
+        on_last: list[UnitTiers] = [{kind: at.get(kind, room.last) for kind in PLACED_KINDS} for at in self._given]
+        if not self._fits(on_last, room.budget):
+            return on_last
+        best: tuple[float, Indices] | None = None
+        num_simulated = 0
+        for bound_s, choice in itertools.islice(self._fitting(room), CANDIDATES_MAX):
+            tiers = self.tiers_of(choice)
+            if best is not None and (bound_s * (1 - TRAILS) >= best[0] or num_simulated >= self._simulations_max):
+                break
+            if not self._fits(tiers, room.budget):
+                continue
+            if self._simulations_max == 0:
+                return tiers
+            num_simulated += 1
+            step_s = self._step_s(choice, tiers)
+            if best is None or step_s < best[0]:
+                best = step_s, choice
+        return on_last if best is None else self.tiers_of(best[1])
+
+    @property
+    def _simulations_max(self) -> int:
+        return self._outlook.simulations_max
+
+    def _step_s(self, choice: Indices, tiers: list[UnitTiers]) -> float:
+        key = choice.tobytes()
+        if key not in self._steps_s:
+            placement = Placement(tuple(tiers), self._budget)
+            self._steps_s[key] = simulate(self._outlook.job, placement, self._outlook.machine).step_s
+        return self._steps_s[key]
+
+    def _fits(self, tiers: list[UnitTiers], budget: Budget) -> bool:
+        job = self._outlook.job
+        return estimate_memory(job.units, Placement(tuple(tiers), budget), job.config, job.partition).fits
+
+    def tiers_of(self, choice: Indices) -> list[UnitTiers]:
+        return [self._at(unit, int(each)) for unit, each in enumerate(choice)]
+
+    def _at(self, unit: int, choice: int) -> UnitTiers:
+        return dict(zip(PLACED_KINDS, _CHOICES[choice], strict=True)) | dict(self._given[unit])
+
+    def _fitting(self, room: Room) -> Iterator[tuple[float, Indices]]:
+        """Candidates that fit into memory, each once, those with the lowest bound first."""
+        # What has no room goes to the last tier, whether or not it fits there.
+        limits = np.array([np.inf if tier is room.last else room.free_bytes[tier] for tier in self._memory])
+        fits = np.flatnonzero((self._bytes[self._order] <= limits).all(axis=1))
+        seen: set[bytes] = set()
+        for index in self._order[fits]:
+            choice = self._choice(int(index))
+            if (key := choice.tobytes()) not in seen:
+                seen.add(key)
+                yield float(self._bounds[index]), choice
+
+    def _choice(self, index: int) -> Indices:
+        """Of every unit, the number of its choice under the candidate of this index."""
+        params, grads, optimizer = np.unravel_index(index, tuple(len(axis) for axis in self._axes))
+        rows = (self._axes[0][params], self._axes[1][grads], self._axes[2][optimizer])
+        return cast(Indices, (rows[0] * len(_TIERS) + rows[1]) * len(_TIERS) + rows[2])
+
+    def _rank(self) -> tuple[Indices, Numbers, Numbers]:
+        """The order of all candidates, their bounds, and their bytes on tiers of memory.
+
+        Of equal bounds the one that moves least comes first, then the one on faster tiers.
+        """
+        rows = self._rows()
+        table = np.array([[*seconds, *nbytes] for of_unit in rows for seconds, nbytes in of_unit])
+        table = table.reshape(len(rows), len(_CHOICES), -1)  # (units, choices, columns)
+        unit = np.arange(len(rows))
+        sums, ranks = [], []
+        for params, grads in itertools.product(self._axes[0], self._axes[1]):
+            chosen = (params * len(_TIERS) + grads) * len(_TIERS) + self._axes[2]
+            sums.append(table[unit, chosen].sum(1))
+            ranks.append((params + grads + self._axes[2]).sum(1))
+        totals = np.concatenate(sums)
+        seconds = totals[:, : -len(self._memory)]
+        bounds = _bound(seconds, self._outlook)
+        order = np.lexsort((np.concatenate(ranks), seconds[:, : len(Lane)].sum(1).round(9), bounds.round(9)))
+        return order, bounds, totals[:, -len(self._memory) :]
+
+    def _rows(self) -> list[list[tuple[list[float], list[float]]]]:
+        """Of each unit and choice: seconds by column, and bytes by tier of memory, of the kinds to be placed."""
+        job, machine = self._outlook.job, self._outlook.machine
+        known: dict[object, list[tuple[list[float], list[float]]]] = {}
+        found = []
+        for unit in range(len(self._given)):
+            sizes = (replace(job.units[unit], name=""), replace(job.work[unit], numel=_NAMELESS))
+            key = (sizes, *self._given[unit].values())
+            if key not in known:
+                costs = [
+                    unit_costs(job, unit, self._at(unit, choice), machine, update_beside=False)
+                    for choice in range(len(_CHOICES))
+                ]
+                known[key] = [
+                    (_columns(cost, self._outlook), [self._bytes_of(unit, choice, tier) for tier in self._memory])
+                    for choice, cost in enumerate(costs)
+                ]
+            found.append(known[key])
+        return found
+
+    def _bytes_of(self, unit: int, choice: int, tier: Tier) -> float:
+        job, at = self._outlook.job, self._at(unit, choice)
+        return sum(
+            rest_bytes(job.units[unit], kind, at, job.partition, self._budget.shared_memory)
+            for kind in PLACED_KINDS
+            if kind not in self._given[unit] and at[kind] is tier
+        )
+
+    def _shares(self, kind: StateKind) -> Indices:
+        """(candidates, units): the index of a tier for each unit; one row where the kind is given."""
+        if kind in self._given[0]:
+            return np.array([[_TIERS.index(at[kind]) for at in self._given]])
+        weights = [weight(unit, kind) for unit in self._outlook.job.units]
+        total, behind, reached = sum(weights), np.zeros(len(weights)), 0
+        for index in spread_order(len(weights)):
+            reached += weights[index]
+            behind[index] = reached / total if total else 0.0
+        steps = SHARE_STEPS[kind]
+        rows = []
+        for cut in itertools.product(range(steps + 1), repeat=len(self._tiers) - 1):
+            if sum(cut) <= steps:
+                ends = np.cumsum(cut) / steps
+                place = (behind[:, None] > ends[None, :] + 1e-9).sum(1)
+                rows.append(np.array([_TIERS.index(tier) for tier in self._tiers])[place])
+        return np.array(rows)
+
+
+_CHOICES = tuple(itertools.product(_TIERS, repeat=len(PLACED_KINDS)))
+"""Tiers of parameters, gradients and optimizer states."""
+
+
+def weight(unit: UnitBytes, kind: StateKind) -> int:
+    sizes = {
+        StateKind.PARAMS: unit.params_bytes,
+        StateKind.GRADS: unit.grads_bytes + unit.passing_grads_bytes,
+        StateKind.OPTIMIZER: unit.optimizer_bytes,
+    }
+    return sizes[kind]
+
+
+def _columns(cost: UnitCosts, outlook: Outlook) -> list[float]:
+    """Seconds of each lane, then those of the update that can run beside the first forward only."""
+    lanes = cost.lane_seconds(outlook.job.batch.micro_batches)
+    if outlook.machine.drive_takes_turns:
+        lanes[Lane.READ] += lanes[Lane.WRITE]
+        lanes[Lane.WRITE] = 0.0
+    update = cost.update
+    drives = update.read_s + update.write_s if outlook.machine.drive_takes_turns else max(update.read_s, update.write_s)
+    return [*(lanes[lane] for lane in Lane), drives, update.host_s, cost.forward_s]
+
+
+def _bound(seconds: Numbers, outlook: Outlook) -> Numbers:
+    """No step is shorter than the busiest lane, nor than what comes one after the other."""
+    lanes, drives, host, forward = seconds[:, : len(Lane)], seconds[:, -3], seconds[:, -2], seconds[:, -1]
+    compute = seconds[:, list(Lane).index(Lane.COMPUTE)]
+    in_turn = compute - forward + np.maximum(forward, np.maximum(drives, host))
+    in_turn *= outlook.job.overlap != UpdateOverlap.BACKWARD.value
+    return cast(Numbers, np.maximum(lanes.max(1), in_turn))

@@ -1,0 +1,235 @@
+"""Shapes of well-known models, from a few numbers each: parameters, arithmetic and activations of every unit.
+
+Owns the table. Numbers are those of the public configurations: the `config.json` of each model's repository on Hugging
+Face, for gpt3-175b Brown et al. (2020), table 2.1, for mt-nlg-530b Smith et al. (2022), for gpt-1t Narayanan et al.
+(2021), table 1. Never a module, never a weight. Calls: `find_shape` by name, then `Shape.units`.
+
+Left out of counts: position tables of rotary models (none are trained) and the extra layer that DeepSeek-V3 predicts a
+second token with. Activations are what a block keeps for backward with attention that keeps no scores.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from zero_offload.errors import ConfigError
+from zero_offload.plan.memory import UnitNumel
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One unit of a model: what it holds, and what a token costs in it."""
+
+    numel: UnitNumel
+    matmul_numel: float
+    """Parameters that a token is multiplied with: of experts the active ones, of a table of embeddings none."""
+    attention_width: int = 0
+    """Values of all heads together that a token attends with."""
+    boundary_values: int = 0
+    """Values of a token that enter the unit: what recompute keeps."""
+    inside_values: int = 0
+    """Values of a token that the unit keeps for backward without recompute."""
+    also_reads: int | None = None
+    """The index of another unit that it multiplies with: a tied head has the embedding's table."""
+
+    def forward_flops(self, sequence: int) -> float:
+        """Of one token among `sequence`, each of which attends to those before it."""
+        return 2.0 * self.matmul_numel + 2.0 * self.attention_width * sequence
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The feed-forward part of a layer with a mixture of experts."""
+
+    count: int
+    active: int
+    intermediate: int
+    shared: int = 0
+    """Experts that see every token, beside those."""
+    dense_layers: int = 0
+    """First layers that have an ordinary feed-forward part instead."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention through vectors of low rank, as in DeepSeek-V2 and after."""
+
+    query_rank: int
+    value_rank: int
+    plain_width: int
+    """Of a head, without positions."""
+    rotary_width: int
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only transformer."""
+
+    layers: int
+    width: int
+    heads: int
+    intermediate: int
+    vocab: int
+    kv_heads: int = 0
+    """0 is one for each head."""
+    head_width: int = 0
+    """0 is width / heads."""
+    matrices: int = 3
+    """Of the feed-forward part: 3 with a gate, 2 without."""
+    tied: bool = False
+    qkv_bias: bool = False
+    positions: int = 0
+    """Trained positions: a GPT-2, which also has a bias in every linear layer and in every norm."""
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def units(self) -> tuple[UnitWork, ...]:
+        """In order of use: the embedding, the blocks, the norm and the head."""
+        table = self.vocab * self.width
+        norm = self.width * (2 if self.positions else 1)
+        first = UnitWork(UnitNumel("embedding", table + self.positions * self.width), 0.0, 0, 0, self.width)
+        head_numel = norm + (0 if self.tied else table)
+        tied_to = 0 if self.tied else None
+        head = UnitWork(UnitNumel("head", head_numel), float(table), 0, self.width, 2 * self.width, tied_to)
+        return (first, *(self._block(index) for index in range(self.layers)), head)
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.numel.trained for unit in self.units())
+
+    @property
+    def _attention_width(self) -> int:
+        if self.latent is not None:
+            return self.heads * (self.latent.plain_width + self.latent.rotary_width // 2)
+        return self.heads * (self.head_width or self.width // self.heads)
+
+    def _block(self, index: int) -> UnitWork:
+        attention, attention_values = self._attention()
+        feed_forward, multiplied, values = self._feed_forward(index)
+        norms = 2 * self.width * (2 if self.positions else 1)
+        numel = attention + feed_forward + norms
+        inside = 4 * self.width + attention_values + values
+        return UnitWork(
+            UnitNumel(f"blocks.{index}", numel),
+            float(attention + multiplied),
+            self._attention_width,
+            self.width,
+            inside,
+        )
+
+    def _attention(self) -> tuple[int, int]:
+        """Parameters, and values of a token that backward needs."""
+        if self.latent is not None:
+            return self._latent_attention(self.latent)
+        head_width = self.head_width or self.width // self.heads
+        q, kv = self.heads * head_width, (self.kv_heads or self.heads) * head_width
+        biases = (q + 2 * kv) * (self.qkv_bias or self.positions > 0) + self.width * (self.positions > 0)
+        return self.width * (q + 2 * kv) + q * self.width + biases, 2 * q + 2 * kv
+
+    def _latent_attention(self, latent: Latent) -> tuple[int, int]:
+        query_width = self.heads * (latent.plain_width + latent.rotary_width)
+        both = self.heads * 2 * latent.plain_width  # keys and values
+        numel = (
+            self.width * latent.query_rank
+            + latent.query_rank * query_width
+            + self.width * (latent.value_rank + latent.rotary_width)
+            + latent.value_rank * both
+            + self.heads * latent.plain_width * self.width
+            + latent.query_rank
+            + latent.value_rank  # their norms
+        )
+        return numel, query_width + both + latent.query_rank + latent.value_rank + self.heads * latent.plain_width
+
+    def _feed_forward(self, index: int) -> tuple[int, int, int]:
+        """Parameters, those that a token meets, and its values that backward needs."""
+        experts = self.experts
+        if experts is None or index < experts.dense_layers:
+            biases = (self.intermediate + self.width) * (self.positions > 0)
+            numel = self.matrices * self.width * self.intermediate + biases
+            return numel, numel, self.matrices * self.intermediate
+        one = self.matrices * self.width * experts.intermediate
+        router = self.width * experts.count
+        active = experts.active + experts.shared
+        return (
+            one * (experts.count + experts.shared) + router,
+            one * active + router,
+            active * (self.matrices * experts.intermediate + self.width),
+        )
+
+
+def _gpt2(layers: int, width: int, heads: int, positions: int = 1024) -> Shape:
+    return Shape(layers, width, heads, 4 * width, 50257, matrices=2, tied=True, positions=positions)
+
+
+def _llama3(layers: int, width: int, heads: int, intermediate: int, kv_heads: int = 8) -> Shape:
+    return Shape(layers, width, heads, intermediate, 128256, kv_heads=kv_heads)
+
+
+def _qwen(layers: int, width: int, heads: int, kv_heads: int, intermediate: int) -> Shape:
+    return Shape(layers, width, heads, intermediate, 152064, kv_heads=kv_heads, qkv_bias=True)
+
+
+_DEEPSEEK_V3 = Shape(
+    layers=61,
+    width=7168,
+    heads=128,
+    intermediate=18432,
+    vocab=129280,
+    experts=Experts(count=256, active=8, intermediate=2048, shared=1, dense_layers=3),
+    latent=Latent(query_rank=1536, value_rank=512, plain_width=128, rotary_width=64),
+)
+
+SHAPES: dict[str, Shape] = {
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "gpt3-175b": _gpt2(96, 12288, 96, positions=2048),
+    "llama-1b": replace(_llama3(16, 2048, 32, 8192), tied=True),
+    "llama-3b": replace(_llama3(28, 3072, 24, 8192), tied=True),
+    "llama-8b": _llama3(32, 4096, 32, 14336),
+    "llama-70b": _llama3(80, 8192, 64, 28672),
+    "llama-405b": _llama3(126, 16384, 128, 53248),
+    "llama-7b": Shape(32, 4096, 32, 11008, 32000),
+    "llama-13b": Shape(40, 5120, 40, 13824, 32000),
+    "qwen-0.5b": replace(_qwen(24, 896, 14, 2, 4864), vocab=151936, tied=True),
+    "qwen-1.5b": replace(_qwen(28, 1536, 12, 2, 8960), vocab=151936, tied=True),
+    "qwen-3b": replace(_qwen(36, 2048, 16, 2, 11008), vocab=151936, tied=True),
+    "qwen-7b": _qwen(28, 3584, 28, 4, 18944),
+    "qwen-14b": _qwen(48, 5120, 40, 8, 13824),
+    "qwen-32b": _qwen(64, 5120, 40, 8, 27648),
+    "qwen-72b": _qwen(80, 8192, 64, 8, 29568),
+    "mistral-7b": Shape(32, 4096, 32, 14336, 32000, kv_heads=8),
+    "mixtral-8x7b": Shape(32, 4096, 32, 14336, 32000, kv_heads=8, experts=Experts(8, 2, 14336)),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "mt-nlg-530b": _gpt2(105, 20480, 128, positions=2048),
+    "gpt-1t": replace(_gpt2(128, 25600, 160, positions=2048), vocab=51200),
+}
+"""llama-1b and -3b are Llama 3.2, -8b, -70b and -405b Llama 3.1, -7b and -13b the first Llama; qwen is Qwen2.5."""
+
+
+def find_shape(name: str, others: Sequence[str] = ()) -> Shape:
+    """The shape of this name; ConfigError offers the nearest of all names, `others` being those of other tables."""
+    if name in SHAPES:
+        return SHAPES[name]
+    names = [*others, *SHAPES]
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    raise ConfigError(
+        f"--model {name!r} is no model known here; {hint}there are {', '.join(names)}; or a size such as 8B"
+    )
+
+
+def equal_blocks(numel: int, count: int) -> tuple[UnitWork, ...]:
+    """A model of which only the size is known: so many equal blocks."""
+    return tuple(plain_block(UnitNumel(f"block {index}", numel // count)) for index in range(count))
+
+
+def plain_block(numel: UnitNumel) -> UnitWork:
+    """A unit of which only the size is known: every parameter multiplies, in a block of 12 width^2 parameters."""
+    total = numel.trained + numel.frozen
+    width = max(math.isqrt(total // 12), 1)
+    return UnitWork(numel, float(total), width, width, 16 * width)
