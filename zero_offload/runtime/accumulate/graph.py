@@ -13,19 +13,24 @@ one backward adds it up, and each node runs once.
 [Note: cuts]
 Autograd does not stop at an end that leads to another end: it would run both. So what a unit's module is given becomes,
 in place, an input of the graph: a node that leads nowhere. Views cannot be cut in place, and what passes a unit unseen
-is not: such ends stop autograd too, as long as none leads to another.
+is not; such ends stop autograd as long as none leads to another. Where one does, hooks take what flows into these ends
+out of autograd's hands, which then runs what is behind them with no gradient, to no effect. The same is done where
+torch's reentrant checkpoint, which refuses to be run for the gradients at given ends, is in a part.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils import checkpoint
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.inputs import tensors_in
@@ -43,14 +48,17 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.mark_dirty(tensor)
         return tensor
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise ZeroOffloadError(
-            "a backward inside of zo.accumulate: loss_fn returns the loss, and zo.accumulate runs its backward"
-        )
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None]:
+        if grad is not None:
+            raise ZeroOffloadError(
+                "a backward inside of zo.accumulate: loss_fn returns the loss, and zo.accumulate runs its backward"
+            )
+        return None, None
 
 
 _cut: Callable[[Tensor, Tensor], Tensor] = _Cut.apply
@@ -68,6 +76,8 @@ class Part:
     """Where its backward begins."""
     ends: tuple[Edge, ...] = ()
     """Where it stops."""
+    taken: frozenset[Edge] = frozenset()
+    """Ends where hooks take the gradients."""
     completes: dict[int, list[Edge]] = field(default_factory=dict)
     """Gradients of leaves that no earlier part adds to, by what must arrive together."""
 
@@ -120,14 +130,15 @@ class MicroGraph:
         last_uses: dict[Edge, int] = {}
         for index in reversed(range(len(self.parts))):
             part = self.parts[index]
-            part.ends = self._find_ends(part)
+            inside = self._nodes_of(part)
+            part.ends = self._find_ends(part, inside)
             for end in part.ends:
                 if isinstance(end[0], _Leaf):
                     last_uses[end] = index
                 else:
                     origin = self._cuts.get(end[0], end)
                     self._part_of(origin).roots[origin] = None
-            self._check(part)
+            part.taken = self._find_taken(part, inside)
         groups: dict[int, list[Edge]] = {}
         for leaf in last_uses:
             groups.setdefault(together(leaf_of(leaf)), []).append(leaf)
@@ -142,33 +153,30 @@ class MicroGraph:
     def _stops(self, node: Node) -> bool:
         return isinstance(node, _Leaf) or node in self._cuts
 
-    def _find_ends(self, part: Part) -> tuple[Edge, ...]:
+    def _find_ends(self, part: Part, inside: Mapping[Node, None]) -> tuple[Edge, ...]:
         ends = dict.fromkeys(root for root in part.roots if self._stops(root[0]))
-        nodes = [node for node, _ in part.roots if not self._stops(node)]
-        seen = set(nodes)
-        while nodes:
-            for edge in _next_edges(nodes.pop()):
-                node = edge[0]
-                if self._stops(node) or node._sequence_nr() < part.first:
-                    ends[edge] = None
-                elif node not in seen:
-                    seen.add(node)
-                    nodes.append(node)
-        return tuple(ends)
+        return tuple(ends | {edge: None for node in inside for edge in _next_edges(node) if edge[0] not in inside})
 
-    def _check(self, part: Part) -> None:
-        """No end leads to another one."""
-        nodes = [node for node, _ in part.ends if not self._stops(node)]
-        if not nodes:
-            return
-        ends, seen = {node for node, _ in part.ends}, set(nodes)
-        while nodes:
-            for node, _ in _next_edges(nodes.pop()):
-                if node in ends:
-                    raise _entangled(part, [node.name() for node, _ in part.ends if not self._stops(node)])
-                if not self._stops(node) and node not in seen:
-                    seen.add(node)
-                    nodes.append(node)
+    def _nodes_of(self, part: Part) -> dict[Node, None]:
+        """That run in this part."""
+        begin = [node for node, _ in part.roots if not self._stops(node)]
+        return _reachable(begin, lambda node: not self._stops(node) and node._sequence_nr() >= part.first)
+
+    def _find_taken(self, part: Part, inside: Iterable[Node]) -> frozenset[Edge]:
+        """Where autograd would go on, or refuse to stop. Raises where what would run then may not."""
+        leaks = [end for end in part.ends if not self._stops(end[0])]
+        nodes = {node for node, _ in part.ends}
+        behind = _reachable((node for node, _ in leaks), lambda node: not self._stops(node)) if len(nodes) > 1 else {}
+        if whole := any(map(_is_reentrant, inside)):
+            running = set(behind)
+        else:
+            running = set[Node]()
+            for node in sorted(behind, key=lambda node: node._sequence_nr()):  # what it leads to comes first
+                if any(each in nodes or each in running for each, _ in _next_edges(node)):
+                    running.add(node)
+        if own := sorted({node.name() for node in running if isinstance(node, BackwardCFunction)}):
+            raise _tangled(part, own)
+        return frozenset(part.ends if whole else leaks if running else ())
 
     # Backward
 
@@ -176,16 +184,45 @@ class MicroGraph:
         """Run the next part; returns leaves whose gradients are complete, with those."""
         part = self.left.pop(0)
         begins = {edge: grad for edge in (*part.roots, *part.ends) if (grad := self._take(edge)) is not None}
-        if begins:
-            outputs, inputs = [GradientEdge(*edge) for edge in begins], [GradientEdge(*edge) for edge in part.ends]
-            grads = torch.autograd.grad(outputs, inputs, list(begins.values()), allow_unused=True)
-            self._waiting |= {edge: grad for edge, grad in zip(part.ends, grads, strict=True) if grad is not None}
+        if begins and not part.taken:
+            self._waiting |= _backward(begins, part.ends)
+        elif begins:
+            self._waiting |= self._take_hooked(part, begins)
         complete = []
         for leaf in (leaf for leaves in part.completes.values() for leaf in leaves):
             if (grad := self._waiting.pop(leaf, None)) is not None:
                 is_shared = any(other is grad for other in self._waiting.values())
                 complete.append((leaf_of(leaf), grad.clone() if is_shared else grad))
         return complete
+
+    def _take_hooked(self, part: Part, begins: dict[Edge, Tensor]) -> dict[Edge, Tensor]:
+        """Add up what flows into ends as autograd would, and let it see nothing of that."""
+        sums = {end: begins.pop(end) for end in part.taken if end in begins}
+
+        def take(edges: Sequence[Any], grads: Sequence[Tensor | None], _: Any) -> tuple[Tensor | None, ...]:
+            left = list(grads)
+            for index, (edge, grad) in enumerate(zip(edges, grads, strict=True)):
+                if edge in part.taken and grad is not None:
+                    sums[edge] = sums[edge] + grad if edge in sums else grad
+                    left[index] = None
+            return tuple(left)
+
+        nodes = self._nodes_of(part)
+        takers = [node for node in nodes if not part.taken.isdisjoint(node.next_functions)]
+        hooks = [node.register_hook(partial(take, node.next_functions)) for node in takers]
+        # What is behind the ends runs again, in its own part, and reads what it has saved again.
+        keeps = any(not self._stops(node) for node, _ in part.taken)
+        found: dict[Edge, Tensor] = {}
+        try:
+            if begins and any(map(_is_reentrant, nodes)):
+                outputs = [GradientEdge(*edge) for edge in begins]
+                torch.autograd.backward(outputs, list(begins.values()), retain_graph=keeps)
+            elif begins:
+                found = _backward(begins, part.ends, keep=keeps)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return {end: grad for end, grad in found.items() if end not in part.taken} | sums
 
     def _take(self, edge: Edge) -> Tensor | None:
         """The gradient that waits at an edge, or at where it was cut."""
@@ -198,14 +235,38 @@ def leaf_of(edge: Edge) -> Tensor:
     return leaf
 
 
+def _is_reentrant(node: Node) -> bool:
+    """Whether it is torch's checkpoint, which runs a backward of its own."""
+    return isinstance(node, checkpoint.CheckpointFunction._backward_cls)
+
+
 def _next_edges(node: Node) -> list[Edge]:
     return [(each, number) for each, number in node.next_functions if each is not None]
 
 
-def _entangled(part: Part, names: Collection[str]) -> ZeroOffloadError:
+def _reachable(begin: Iterable[Node], passes: Callable[[Node], bool]) -> dict[Node, None]:
+    """These nodes, and those behind them as far as they pass."""
+    found = dict.fromkeys(begin)
+    nodes = list(found)
+    while nodes:
+        for node, _ in _next_edges(nodes.pop()):
+            if node not in found and passes(node):
+                found[node] = None
+                nodes.append(node)
+    return found
+
+
+def _backward(begins: Mapping[Edge, Tensor], ends: Iterable[Edge], *, keep: bool = False) -> dict[Edge, Tensor]:
+    """Gradients at `ends`; `keep`: what nodes have saved stays."""
+    outputs, inputs = [GradientEdge(*edge) for edge in begins], [GradientEdge(*edge) for edge in ends]
+    grads = torch.autograd.grad(outputs, inputs, list(begins.values()), retain_graph=keep, allow_unused=True)
+    return {edge: grad for edge, grad in zip(ends, grads, strict=True) if grad is not None}
+
+
+def _tangled(part: Part, names: Sequence[str]) -> ZeroOffloadError:
     where = ", ".join(unit.name for unit in part.units) or "the first unit"
     return ZeroOffloadError(
-        f"zo.accumulate cannot run backward unit by unit: behind {where} forward uses results of earlier units "
-        f"({', '.join(sorted(set(names)))}) of which one is made from another, and that are views or were given to no "
-        "unit's module. Use a copy (.clone()) of a view, or a loop of loss_fn(model, batch).backward()"
+        f"zo.accumulate cannot run backward unit by unit: behind {where} forward uses two results of earlier units, of "
+        f"which one is made from the other by {', '.join(names)}, and that are views or were given to no unit's "
+        "module. Use a copy (.clone()) of a view, or a loop of loss_fn(model, batch).backward()"
     )

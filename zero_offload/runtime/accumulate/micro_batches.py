@@ -76,6 +76,7 @@ class MicroBatches:
             self._relay.run()
             self._release()
         except BaseException:
+            session.resume([])  # what hooks have entered ended with its thread
             session.abandon()
             raise
         finally:
