@@ -131,6 +131,22 @@ class Tangled(ResidualOutside):
         return torch.tanh(x)
 
 
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert grad.any(), "it ran for nothing"
+        return grad * 2
+
+
+class TangledByAFunction(Tangled):
+    def between(self, x: Tensor) -> Tensor:
+        return _Twice.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class Decoder(nn.Module):
     """A block that takes an encoder's output twice."""
 
@@ -153,6 +169,26 @@ class TwoStacks(TinyLM):
     def run_blocks(self, x: Tensor) -> Tensor:
         memory, y = super().run_blocks(x), x * 2
         for block in self.decoder:
+            y = block(y, memory=memory)
+        return y
+
+
+class Hooked(TwoStacks):
+    """Hooks that scale gradients: of what several blocks take, before they take it and after, and of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for param in (self.embedding.weight, self.decoder[1].key.weight):
+            param.register_hook(lambda grad: grad * 0.5)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        memory, y = TinyLM.run_blocks(self, x), x * 2
+        memory.register_hook(lambda grad: grad * 0.5)
+        y = self.decoder[0](y, memory=memory)
+        memory.register_hook(lambda grad: grad * 3)
+        y.register_hook(lambda grad: grad * 0.25)
+        y.retain_grad()
+        for block in self.decoder[1:]:
             y = block(y, memory=memory)
         return y
 
@@ -258,7 +294,7 @@ def marked(make: Make = TinyLM) -> nn.Module:
 
 MODELS: list[Make] = [
     *(TinyLM, ResidualOutside, UnseenResidual, Skips, Transposed, InPlace, SharedAndRepeated, TwoStacks, ManyOutputs),
-    *(Tangled, Adapted, Branching, Checkpointed, Reentrant, CheckpointedTogether, marked),
+    *(Hooked, Tangled, Adapted, Branching, TangledByAFunction, Checkpointed, CheckpointedTogether, marked),
 ]
 
 
@@ -324,30 +360,30 @@ def test_leaves_of_the_program(nvme: Path) -> None:
     zo.close(model)
 
 
-class _Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * 2
-
-
-class TangledByAFunction(Tangled):
-    def between(self, x: Tensor) -> Tensor:
-        return _Twice.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def test_what_cannot_be_parted_raises_before_backward(nvme: Path) -> None:
-    """A function of the program's own would run twice."""
-    model = zo.offload(build(TangledByAFunction), away(nvme))
-    with pytest.raises(ZeroOffloadError, match=r"unit by unit.*_TwiceBackward.*loop of loss_fn"):
+    model = zo.offload(build(Reentrant), away(nvme))
+    with pytest.raises(ZeroOffloadError, match=r"use_reentrant=True.*zo\.checkpoint.*loop of loss_fn"):
         zo.accumulate(model, batches_of(3), third)
     assert all(grad is None for grad in grads_of(model).values())
-    plain = build(TangledByAFunction)
+    plain = build(Reentrant)
     assert loop(model, batches_of(3), third) == loop(plain, batches_of(3), third)
     assert_same_grads(model, plain)
+    zo.close(model)
+
+
+class RetainsLate(TwoStacks):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        y = self.decoder[0](x, memory=(memory := x * 2))
+        memory.retain_grad()
+        self.kept = memory
+        return self.decoder[1](y, memory=memory)  # type: ignore[no-any-return]
+
+
+def test_what_is_retained_must_be_whole(nvme: Path) -> None:
+    model = zo.offload(build(RetainsLate), away(nvme))
+    with pytest.raises(ZeroOffloadError, match=r"in parts.*retain_grad"):
+        zo.accumulate(model, batches_of(3), third)
+    assert all(grad is None for grad in grads_of(model).values())
     zo.close(model)
 
 

@@ -13,18 +13,19 @@ one backward adds it up, and each node runs once.
 [Note: cuts]
 Autograd does not stop at an end that leads to another end: it would run both. So what a unit's module is given becomes,
 in place, an input of the graph: a node that leads nowhere. Views cannot be cut in place, and what passes a unit unseen
-is not; such ends stop autograd as long as none leads to another. Where one does, hooks take what flows into these ends
-out of autograd's hands, which then runs what is behind them with no gradient, to no effect. The same is done where
-torch's reentrant checkpoint, which refuses to be run for the gradients at given ends, is in a part.
+is not. What flows into such ends is taken out of autograd's hands by hooks, so that it sees no gradient there: where
+one leads to another, nodes between them run to no effect, and again in their own part.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,9 +39,12 @@ from zero_offload.runtime.units.unit import Unit
 
 Edge = tuple[Node, int]
 """A node, and which of its inputs."""
+Hooks = dict[int, Any]
+"""Those that the program has registered on one tensor, now or later."""
 _autograd: Any = torch.autograd
 _functions: Any = torch._C._functions
 _Leaf = _functions.AccumulateGrad
+_Reentrant: Any = checkpoint.CheckpointFunction._backward_cls
 
 
 class _Cut(torch.autograd.Function):
@@ -76,8 +80,12 @@ class Part:
     """Where its backward begins."""
     ends: tuple[Edge, ...] = ()
     """Where it stops."""
+    partial: list[Edge] = field(default_factory=list)
+    """Ends that an earlier part has, too: what is added up there is not complete."""
     taken: frozenset[Edge] = frozenset()
-    """Ends where hooks take the gradients."""
+    """Ends that lead on: hooks take the gradients there."""
+    beyond: list[Node] = field(default_factory=list)
+    """Nodes of earlier parts that autograd runs, without a gradient."""
     completes: dict[int, list[Edge]] = field(default_factory=dict)
     """Gradients of leaves that no earlier part adds to, by what must arrive together."""
 
@@ -95,6 +103,10 @@ class MicroGraph:
         self._cuts: dict[Node, Edge] = {}
         """What each was cut off from."""
         self._cut_of: dict[Edge, Edge] = {}
+        self._given: dict[Edge, weakref.ref[Tensor]] = {}
+        """To modules."""
+        self._hooks: dict[Edge, Hooks] = {}
+        """Of what was given to modules, which they may outlive."""
         self._waiting: dict[Edge, Tensor] = {}
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
 
@@ -103,18 +115,18 @@ class MicroGraph:
     def cut(self, inputs: Iterable[Any]) -> None:
         """A unit's module is about to be given these."""
         for tensor in tensors_in(inputs):
-            if type(tensor) is not Tensor or tensor.grad_fn is None or tensor.grad_fn in self._cuts:
+            if tensor.grad_fn is None or tensor.grad_fn in self._cuts:
                 continue
-            if tensor._is_view() or not tensor.requires_grad:
-                continue
-            edge = get_gradient_edge(tensor)
-            tensor.detach_()
-            # It is not changed: nodes that have saved it find it as they left it.
-            with _autograd._unsafe_preserve_version_counter(tensor):
-                _cut(self._anchor, tensor)
-            assert tensor.grad_fn is not None
-            self._cuts[tensor.grad_fn] = (edge.node, edge.output_nr)
-            self._cut_of[edge.node, edge.output_nr] = (tensor.grad_fn, 0)
+            edge = _edge_of(tensor)
+            if type(tensor) is Tensor and not tensor._is_view() and not tensor.retains_grad:
+                tensor.detach_()
+                # It is not changed: nodes that have saved it find it as they left it.
+                with _autograd._unsafe_preserve_version_counter(tensor):
+                    _cut(self._anchor, tensor)
+                cut = _edge_of(tensor)
+                self._cuts[cut[0]], self._cut_of[edge] = edge, cut
+            given = _edge_of(tensor)
+            self._given[given], self._hooks[given] = weakref.ref(tensor), _hooks_on(tensor)
 
     def begin_part(self, units: tuple[Unit, ...], visit: int) -> None:
         self.parts.append(Part(units, visit, _autograd._get_sequence_nr()))
@@ -123,28 +135,42 @@ class MicroGraph:
 
     def plan(self, loss: Tensor, together: Callable[[Tensor], int]) -> None:
         """Find every part's roots and ends; `together` says which leaves' gradients must arrive with each other."""
-        edge = get_gradient_edge(loss)
-        root = (edge.node, edge.output_nr)
+        root = _edge_of(loss)
         self._waiting[root] = torch.ones_like(loss)
         self._part_of(root).roots[root] = None
         last_uses: dict[Edge, int] = {}
+        """Of leaves and cuts, the earliest part that has them."""
         for index in reversed(range(len(self.parts))):
             part = self.parts[index]
             inside = self._nodes_of(part)
             part.ends = self._find_ends(part, inside)
-            for end in part.ends:
-                if isinstance(end[0], _Leaf):
-                    last_uses[end] = index
-                else:
-                    origin = self._cuts.get(end[0], end)
-                    self._part_of(origin).roots[origin] = None
-            part.taken = self._find_taken(part, inside)
+            if any(isinstance(node, _Reentrant) for node in inside):
+                raise _refuses_parts(part)
+            part.taken = frozenset(end for end in part.ends if not self._stops(end[0]))
+            part.beyond = self._find_beyond(part) if part.taken and len(part.ends) > 1 else []
+            for end in filter(lambda end: self._stops(end[0]), part.ends):
+                if end in last_uses:
+                    self.parts[last_uses[end]].partial.append(end)
+                    self._check_retained(end)
+                last_uses[end] = index
+            for end in filter(lambda end: not isinstance(end[0], _Leaf), part.ends):
+                origin = self._cuts.get(end[0], end)
+                self._part_of(origin).roots[origin] = None
         groups: dict[int, list[Edge]] = {}
-        for leaf in last_uses:
+        for leaf in filter(lambda end: isinstance(end[0], _Leaf), last_uses):
             groups.setdefault(together(leaf_of(leaf)), []).append(leaf)
         for group, leaves in groups.items():
             self.parts[min(last_uses[leaf] for leaf in leaves)].completes[group] = leaves
         self.left = [part for part in reversed(self.parts) if part.ends]
+
+    def _check_retained(self, end: Edge) -> None:
+        tensor = self._given[end]() if end in self._given else None
+        if tensor is not None and tensor.retains_grad:
+            raise ZeroOffloadError(
+                f"zo.accumulate adds up the gradient of a tensor of shape {tuple(tensor.shape)} in parts, so it cannot "
+                "retain it: call retain_grad() before the tensor is given to a unit's module, or run a loop of "
+                "loss_fn(model, batch).backward()"
+            )
 
     def _part_of(self, edge: Edge) -> Part:
         index = bisect_right(self.parts, edge[0]._sequence_nr(), key=lambda part: part.first)
@@ -162,21 +188,15 @@ class MicroGraph:
         begin = [node for node, _ in part.roots if not self._stops(node)]
         return _reachable(begin, lambda node: not self._stops(node) and node._sequence_nr() >= part.first)
 
-    def _find_taken(self, part: Part, inside: Iterable[Node]) -> frozenset[Edge]:
-        """Where autograd would go on, or refuse to stop. Raises where what would run then may not."""
-        leaks = [end for end in part.ends if not self._stops(end[0])]
+    def _find_beyond(self, part: Part) -> list[Node]:
+        """Nodes of earlier parts that autograd will run: those between one end and another."""
         nodes = {node for node, _ in part.ends}
-        behind = _reachable((node for node, _ in leaks), lambda node: not self._stops(node)) if len(nodes) > 1 else {}
-        if whole := any(map(_is_reentrant, inside)):
-            running = set(behind)
-        else:
-            running = set[Node]()
-            for node in sorted(behind, key=lambda node: node._sequence_nr()):  # what it leads to comes first
-                if any(each in nodes or each in running for each, _ in _next_edges(node)):
-                    running.add(node)
-        if own := sorted({node.name() for node in running if isinstance(node, BackwardCFunction)}):
-            raise _tangled(part, own)
-        return frozenset(part.ends if whole else leaks if running else ())
+        behind = _reachable((node for node, _ in part.taken), lambda node: not self._stops(node))
+        beyond: dict[Node, None] = {}
+        for node in sorted(behind, key=lambda node: node._sequence_nr()):  # what it leads to comes first
+            if any(each in nodes or each in beyond for each, _ in _next_edges(node)):
+                beyond[node] = None
+        return list(beyond)
 
     # Backward
 
@@ -184,10 +204,8 @@ class MicroGraph:
         """Run the next part; returns leaves whose gradients are complete, with those."""
         part = self.left.pop(0)
         begins = {edge: grad for edge in (*part.roots, *part.ends) if (grad := self._take(edge)) is not None}
-        if begins and not part.taken:
-            self._waiting |= _backward(begins, part.ends)
-        elif begins:
-            self._waiting |= self._take_hooked(part, begins)
+        with _silent(map(self._hooks_at, (*part.partial, *part.taken))):
+            self._waiting |= self._take_hooked(part, begins) if part.taken else _backward(begins, part.ends)
         complete = []
         for leaf in (leaf for leaves in part.completes.values() for leaf in leaves):
             if (grad := self._waiting.pop(leaf, None)) is not None:
@@ -207,22 +225,20 @@ class MicroGraph:
                     left[index] = None
             return tuple(left)
 
-        nodes = self._nodes_of(part)
-        takers = [node for node in nodes if not part.taken.isdisjoint(node.next_functions)]
+        takers = [node for node in self._nodes_of(part) if not part.taken.isdisjoint(node.next_functions)]
         hooks = [node.register_hook(partial(take, node.next_functions)) for node in takers]
-        # What is behind the ends runs again, in its own part, and reads what it has saved again.
-        keeps = any(not self._stops(node) for node, _ in part.taken)
-        found: dict[Edge, Tensor] = {}
         try:
-            if begins and any(map(_is_reentrant, nodes)):
-                outputs = [GradientEdge(*edge) for edge in begins]
-                torch.autograd.backward(outputs, list(begins.values()), retain_graph=keeps)
-            elif begins:
-                found = _backward(begins, part.ends, keep=keeps)
+            with _idle(node for node in part.beyond if isinstance(node, BackwardCFunction)):
+                # What is beyond runs again, and reads what it has saved again.
+                found = _backward(begins, part.ends, keep=bool(part.beyond))
         finally:
             for hook in hooks:
                 hook.remove()
         return {end: grad for end, grad in found.items() if end not in part.taken} | sums
+
+    def _hooks_at(self, end: Edge) -> Hooks:
+        hooks: Hooks | None = leaf_of(end)._backward_hooks if isinstance(end[0], _Leaf) else self._hooks.get(end)
+        return hooks or {}
 
     def _take(self, edge: Edge) -> Tensor | None:
         """The gradient that waits at an edge, or at where it was cut."""
@@ -235,13 +251,52 @@ def leaf_of(edge: Edge) -> Tensor:
     return leaf
 
 
-def _is_reentrant(node: Node) -> bool:
-    """Whether it is torch's checkpoint, which runs a backward of its own."""
-    return isinstance(node, checkpoint.CheckpointFunction._backward_cls)
+def _edge_of(tensor: Tensor) -> Edge:
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _hooks_on(tensor: Tensor) -> Hooks:
+    """The table that autograd looks into, which is made with the first hook."""
+    tensor.register_hook(lambda grad: None).remove()
+    hooks: Any = tensor._backward_hooks
+    return cast(Hooks, hooks)
 
 
 def _next_edges(node: Node) -> list[Edge]:
     return [(each, number) for each, number in node.next_functions if each is not None]
+
+
+@contextlib.contextmanager
+def _silent(found: Iterable[Hooks]) -> Iterator[None]:
+    """These do not run: they are for whole gradients."""
+    tables = [(table, dict(table)) for table in found]
+    for table, _ in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in tables:
+            table.update(hooks)
+
+
+class _Nothing:
+    """What a function of the program's own does where it has no gradient."""
+
+    backward, vjp = staticmethod(lambda ctx, *_: (None,) * len(ctx.needs_input_grad)), torch.autograd.Function.vjp
+
+
+@contextlib.contextmanager
+def _idle(nodes: Iterable[Any]) -> Iterator[None]:
+    """Autograd would give these functions zeros, and they would compute with them."""
+    idle = list(nodes)
+    for node in idle:
+        node._forward_cls = _Nothing
+    try:
+        yield
+    finally:
+        for node in idle:
+            del node._forward_cls  # the instance's; the class has its own
 
 
 def _reachable(begin: Iterable[Node], passes: Callable[[Node], bool]) -> dict[Node, None]:
@@ -258,15 +313,16 @@ def _reachable(begin: Iterable[Node], passes: Callable[[Node], bool]) -> dict[No
 
 def _backward(begins: Mapping[Edge, Tensor], ends: Iterable[Edge], *, keep: bool = False) -> dict[Edge, Tensor]:
     """Gradients at `ends`; `keep`: what nodes have saved stays."""
+    if not begins:
+        return {}
     outputs, inputs = [GradientEdge(*edge) for edge in begins], [GradientEdge(*edge) for edge in ends]
     grads = torch.autograd.grad(outputs, inputs, list(begins.values()), retain_graph=keep, allow_unused=True)
     return {edge: grad for edge, grad in zip(ends, grads, strict=True) if grad is not None}
 
 
-def _tangled(part: Part, names: Sequence[str]) -> ZeroOffloadError:
+def _refuses_parts(part: Part) -> ZeroOffloadError:
     where = ", ".join(unit.name for unit in part.units) or "the first unit"
     return ZeroOffloadError(
-        f"zo.accumulate cannot run backward unit by unit: behind {where} forward uses two results of earlier units, of "
-        f"which one is made from the other by {', '.join(names)}, and that are views or were given to no unit's "
-        "module. Use a copy (.clone()) of a view, or a loop of loss_fn(model, batch).backward()"
+        f"zo.accumulate runs backward unit by unit, which torch.utils.checkpoint(use_reentrant=True), used behind "
+        f"{where}, refuses. Use use_reentrant=False or zo.checkpoint, or run a loop of loss_fn(model, batch).backward()"
     )
