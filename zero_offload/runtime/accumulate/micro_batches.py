@@ -58,6 +58,7 @@ class MicroBatches:
         self._losses: list[Tensor] = [torch.empty(0) for _ in losses]
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
         self._relay = Relay(works, Surroundings(pieces.device), self._begin_station, self._begin_turn)
+        """Until all forwards are over."""
         self._held: list[Unit] = []
         self._visit = 0
         self._lines: dict[int, deque[int]] = {}
@@ -82,6 +83,7 @@ class MicroBatches:
         finally:
             session.round = None
             session.resume([])
+            del self._relay  # which knows this object: a cycle would keep the model
         self._pieces.residency.meet("the end of a forward")
         if begin:
             spans.add(Lane.FORWARD, Lane.FORWARD.value, begin)
