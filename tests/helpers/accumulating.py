@@ -85,7 +85,12 @@ def assert_at_rest(model: nn.Module) -> None:
     owner = runtime_of(model)
     assert owner is not None
     assert [unit.name for unit in owner.parts.units if unit.in_use] == []
-    assert [thread.name for thread in threading.enumerate() if "micro-batch" in thread.name] == []
+    assert threads() == []
+
+
+def threads() -> list[str]:
+    """Those of micro-batches."""
+    return [thread.name for thread in threading.enumerate() if "micro-batch" in thread.name]
 
 
 def uses_of(model: nn.Module) -> list[int]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
-from tests.helpers.accumulating import assert_at_rest, assert_same_grads, away, batches_of, loop, third
+from tests.helpers.accumulating import assert_at_rest, assert_same_grads, away, batches_of, loop, third, threads
 from tests.helpers.models import TinyLM, build
+from tests.helpers.ranks import wait_until
 from tests.models.test_exceptions import Explosion, Fused
 from zero_offload.device import HostDevice
 from zero_offload.runtime.accumulate.relay import Relay
@@ -152,9 +153,9 @@ def test_ctrl_c_anywhere(count: int, nvme: Path, traced: Callable[[Any], None]) 
             num_struck += 1
         finally:
             traced(None)
+        wait_until(lambda: threads() == [], 10)  # struck at the wrong line, they notice by themselves
         zo.clip_grad_norm_(model, 1.0)  # what a backward has left is dropped
         model.zero_grad()
-        assert_at_rest(model)
     assert num_struck > count / 2
     goes_on(model)
     zo.close(model)

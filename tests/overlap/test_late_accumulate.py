@@ -83,7 +83,7 @@ def test_every_micro_batch_finds_the_unit_there(nvme: Path, monkeypatch: pytest.
     for count in (1, 5):
         device = LateDevice()
         monkeypatch.setattr(offload_module, "compute_device", lambda device=device: device)
-        config = zo.OffloadConfig(params="cpu", precision="fp32", device_memory="8MiB")
+        config = zo.OffloadConfig(params="cpu", precision="fp32", device_memory="14MiB")
         model = zo.offload(build(lambda: TinyLM(WIDE, 4)), config)
         optimizer = zo.AdamW(param_groups(model), lr=1e-2)
         for step in range(3):

@@ -58,7 +58,9 @@ class Round(Protocol):
     """Forwards that take turns, unit by unit, each on a thread of its own: those of `zo.accumulate`."""
 
     def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
-        """One of them comes to a module with these units; returns when it is its turn to use them."""
+        """One of them comes to a module with these units; returns when it is its turn to use them.
+
+        Takes itself back if the round was left by an exception."""
 
     def hold(self, unit: Unit) -> None:
         """A unit is here: it stays until all of them have passed it."""
@@ -135,7 +137,7 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
-        if self.round is not None and units:
+        if self.round is not None:
             self.round.enter(units, inputs)
         thread = threading.get_ident()
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self._stack):

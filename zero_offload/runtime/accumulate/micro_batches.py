@@ -57,7 +57,7 @@ class MicroBatches:
         self._stacks: list[list[Scope]] = [[] for _ in losses]
         self._losses: list[Tensor] = [torch.empty(0) for _ in losses]
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
-        self._relay = Relay(works, Surroundings(pieces.device), self._begin_station, self._begin_turn)
+        self._relay: Relay | None = Relay(works, Surroundings(pieces.device), self._begin_station, self._begin_turn)
         """Until all forwards are over."""
         self._held: list[Unit] = []
         self._visit = 0
@@ -70,11 +70,13 @@ class MicroBatches:
         """Run all forwards; the losses, without their graphs."""
         session, spans = self._session, self._pieces.residency.spans
         begin = now() if spans.on else 0
+        relay = self._relay
+        assert relay is not None
         session.abandon()
         session.begin()
-        session.round = self
         try:
-            self._relay.run()
+            session.round = self
+            relay.run()
             self._release()
         except BaseException:
             session.resume([])  # what hooks have entered ended with its thread
@@ -83,7 +85,7 @@ class MicroBatches:
         finally:
             session.round = None
             session.resume([])
-            del self._relay  # which knows this object: a cycle would keep the model
+            self._relay = None  # it knows this object: a cycle would keep the model
         self._pieces.residency.meet("the end of a forward")
         if begin:
             spans.add(Lane.FORWARD, Lane.FORWARD.value, begin)
@@ -95,9 +97,13 @@ class MicroBatches:
 
     def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
         """A micro-batch comes to a module: the others catch up before it goes on to new units."""
-        number = self._relay.turn.number
-        if threading.get_ident() != self._relay.turn.thread.ident:
-            return  # a thread of the program's own: the session refuses it
+        relay = self._relay
+        if relay is None or not relay.is_running:
+            self._session.round = None  # Ctrl-C has struck before `forward` could see to it
+            return
+        if not units or threading.get_ident() != relay.turn.thread.ident:
+            return  # a thread of the program's own is refused by the session
+        number = relay.turn.number
         graph, hooks = self._graphs[number], saving_hooks()
         region = hooks[0] if hooks is not None and recomputed_later(hooks) else None
         within = region is not None and region == graph.region
@@ -107,7 +113,7 @@ class MicroBatches:
         if torch.is_grad_enabled():
             graph.cut(inputs)
         try:
-            self._relay.wait(tuple(unit.index for unit in units))
+            relay.wait(tuple(unit.index for unit in units))
         finally:
             self._session.resume(self._stacks[number])
         graph.begin_part(units, self._visit)

@@ -9,12 +9,15 @@ there before anybody goes on. `run` leaves no thread behind, whatever ends it.
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import torch
 
 from zero_offload.runtime.accumulate.surroundings import Surroundings
+from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.saved.recompute import Generators, generators, set_generators
 
 Station = tuple[int, ...]
@@ -22,6 +25,8 @@ Station = tuple[int, ...]
 _START: Station = ()
 
 _SEEDS = 2**62
+_LOOK_S = 0.5
+"""How often a forward that waits looks whether somebody is there to give it a turn."""
 
 
 class _Stopped(BaseException):
@@ -62,12 +67,14 @@ class Relay:
         self._begin_turn = begin_turn
         self._back = threading.Semaphore(0)
         self._stopping = False
+        self._caller: FrameType | None = None
         self.turn = self._runners[0]
         """Who runs, or ran last."""
 
     def run(self) -> None:
         """Until all forwards have returned. Raises what one of them raised."""
         station = _START
+        self._caller = sys._getframe()
         try:
             for runner in self._runners:
                 self._start(runner)
@@ -85,15 +92,26 @@ class Relay:
             self._forks.end([runner.generators for runner in self._runners])
         finally:
             self._join()
+            self._caller = None  # a frame keeps what it worked on
+
+    @property
+    def is_running(self) -> bool:
+        return self._caller is not None and runs(self._caller)
 
     def wait(self, station: Station) -> None:
         """Called by the forward that has the turn: give it back, until it may go to `station`."""
         runner = self.turn
         runner.wants = station
         self._back.release()
-        runner.go.acquire()
-        if self._stopping:
+        if not self._has_turn(runner):
             raise _Stopped
+
+    def _has_turn(self, runner: Runner) -> bool:
+        """Wait for it; False when none comes."""
+        while not runner.go.acquire(timeout=_LOOK_S):
+            if not self.is_running:
+                return False  # Ctrl-C has struck before `run` could see to it
+        return not self._stopping
 
     def _start(self, runner: Runner) -> None:
         context = contextvars.copy_context()
@@ -102,9 +120,8 @@ class Relay:
         runner.thread.start()
 
     def _forward(self, runner: Runner) -> None:
-        runner.go.acquire()
         try:
-            if not self._stopping:
+            if self._has_turn(runner):
                 with self._surroundings.entered():
                     runner.work()
         except _Stopped:

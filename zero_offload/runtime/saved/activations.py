@@ -160,6 +160,7 @@ class Activations:
         self._give_back()
         self._dealer = Dealer(self._fractions)
         self._kept.clear()
+        self._in_parts = False
 
     def pack(self, tensor: Tensor) -> Away | None:
         """Launch the way out; None when the tensor stays."""
