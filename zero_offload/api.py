@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from zero_offload.optim.groups import check_groups, group_records, restore_group
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
+from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
 from zero_offload.shards.registry import Owner, owner_of
@@ -78,7 +78,7 @@ def accumulate(
     of the loop. Where no parameter leaves the device this is the loop.
     """
     owner, batches = _need_runtime(model, "zo.accumulate"), list(micro_batches)
-    if in_backward() or "zero_offload-micro-batch" in threading.current_thread().name:
+    if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
     if len(batches) < 2 or not owner.session.any_leaves:

@@ -24,9 +24,15 @@ Station = tuple[int, ...]
 """What a forward needs to go on: indices of units."""
 _START: Station = ()
 
+_NAME = "zero_offload-micro-batch"
 _SEEDS = 2**62
 _LOOK_S = 0.5
 """How often a forward that waits looks whether somebody is there to give it a turn."""
+
+
+def takes_turns() -> bool:
+    """Whether this thread runs a forward of a relay."""
+    return threading.current_thread().name.startswith(_NAME)
 
 
 class _Stopped(BaseException):
@@ -115,7 +121,7 @@ class Relay:
 
     def _start(self, runner: Runner) -> None:
         context = contextvars.copy_context()
-        name = f"zero_offload-micro-batch-{runner.number}"
+        name = f"{_NAME}-{runner.number}"
         runner.thread = threading.Thread(target=context.run, args=(self._forward, runner), name=name, daemon=True)
         runner.thread.start()
 
