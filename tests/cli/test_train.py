@@ -370,7 +370,16 @@ def test_micro_batches_by_unit_change_no_loss_and_read_less(text: Path, tmp_path
     for recompute in ("none", "block"):
         arguments = [*SIZES[:-4], "--steps", 3, "--data", text, "--accumulate", 4, "--recompute", recompute]
         arguments += ["--precision", "fp32", "--seq", 16]
-        arguments += ["--params-tier", "nvme", "--optimizer-tier", "cpu", "--device-memory", "8MiB", "--commit-every", 100]
+        arguments += [
+            "--params-tier",
+            "nvme",
+            "--optimizer-tier",
+            "cpu",
+            "--device-memory",
+            "8MiB",
+            "--commit-every",
+            100,
+        ]
         place = tmp_path / recompute
         assert _here(capsys, *arguments, "--nvme", place / "nvme", "--out", place / "out").code == 0
         rows[recompute] = _rows(place / "out")
