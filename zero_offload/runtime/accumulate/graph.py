@@ -35,6 +35,7 @@ from torch.utils import checkpoint
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.inputs import tensors_in
+from zero_offload.runtime.saved.tensors import TensorStore
 from zero_offload.runtime.units.unit import Unit
 
 Edge = tuple[Node, int]
@@ -93,8 +94,10 @@ class Part:
 class MicroGraph:
     """What the forward of one micro-batch made."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, store: TensorStore | None) -> None:
+        """`store` takes gradients of leaves that wait for an earlier part to add to them."""
         self.number = number
+        self._store = store
         self.region: object = None
         """What the forward is inside of that will be run again in backward."""
         self.parts = [Part((), 0, 0)]
@@ -108,6 +111,7 @@ class MicroGraph:
         self._hooks: dict[Edge, Hooks] = {}
         """Of what was given to modules, which they may outlive."""
         self._waiting: dict[Edge, Tensor] = {}
+        self._stored: dict[Edge, Any] = {}
         self._anchor = torch.empty(0, device="cpu", requires_grad=True)
 
     # Forward
@@ -211,6 +215,14 @@ class MicroGraph:
             if (grad := self._waiting.pop(leaf, None)) is not None:
                 is_shared = any(other is grad for other in self._waiting.values())
                 complete.append((leaf_of(leaf), grad.clone() if is_shared else grad))
+        for leaf in filter(lambda end: isinstance(end[0], _Leaf), part.partial):
+            if (
+                self._store is not None
+                and leaf in self._waiting
+                and (stored := self._store.pack(self._waiting[leaf])) is not None
+            ):
+                self._stored[leaf] = stored
+                del self._waiting[leaf]
         return complete
 
     def _take_hooked(self, part: Part, begins: dict[Edge, Tensor]) -> dict[Edge, Tensor]:
@@ -242,6 +254,8 @@ class MicroGraph:
 
     def _take(self, edge: Edge) -> Tensor | None:
         """The gradient that waits at an edge, or at where it was cut."""
+        if self._store is not None and edge in self._stored:
+            return self._store.unpack(self._stored.pop(edge))
         return self._waiting.pop(edge if edge in self._waiting else self._cut_of.get(edge, edge), None)
 
 

@@ -53,7 +53,7 @@ class MicroBatches:
         """Each of `losses` runs a micro-batch's forwards."""
         self._pieces = pieces
         self._session = pieces.session
-        self._graphs = [MicroGraph(number) for number in range(len(losses))]
+        self._graphs = [MicroGraph(number, pieces.activations) for number in range(len(losses))]
         self._stacks: list[list[Scope]] = [[] for _ in losses]
         self._losses: list[Tensor] = [torch.empty(0) for _ in losses]
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
