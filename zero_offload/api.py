@@ -81,14 +81,18 @@ def accumulate(
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
-    if len(batches) < 2 or not owner.session.any_leaves:
-        return [_backward_of(forward()) for forward in forwards]
-    parts = owner.parts
-    pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
-    micro = MicroBatches(pieces, forwards)
-    found = micro.forward()
-    micro.backward()
-    return found
+    # Sums that `no_sync` has left are reduced with the next backward, as a whole.
+    num_alone = 1 if owner.grads.has_waiting else 0
+    if len(batches) - num_alone < 2 or not owner.session.any_leaves:
+        num_alone = len(batches)
+    losses = [_backward_of(forward()) for forward in forwards[:num_alone]]
+    if num_alone < len(batches):
+        parts = owner.parts
+        pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
+        by_unit = MicroBatches(pieces, forwards[num_alone:])
+        losses += by_unit.forward()
+        by_unit.backward()
+    return losses
 
 
 def _loss_of(loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, batch: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers import ranks
@@ -165,9 +165,9 @@ def pools() -> Iterator[RankPools]:
 
 RANKS: dict[str, Any] = {
     "stage": list(STAGES),
-    "params": ["nvme", "cpu", "device"],
+    "params": ["nvme", "cpu"],
     "grads": ["cpu", "nvme"],
-    "precision": ["bf16", "fp32", "fp16"],
+    "precision": ["bf16", "fp32"],
     "no_sync": [False, True],
     "max_norm": [0.5, None],
     "num_frozen": [0, 1],
@@ -177,8 +177,13 @@ RANKS: dict[str, Any] = {
 @pytest.mark.parametrize("row", pairwise(RANKS), ids=label)
 def test_ranks_train_as_in_the_loop(row: Row, nvme: Path, pools: RankPools) -> None:
     settings = {name: row[name] for name in ("stage", "params", "grads", "precision")}
-    settings |= {"device_memory": "8MiB"} if row["params"] != "device" else {}
-    case = Case({**settings, "durability": "scratch"}, 3, 4, row["max_norm"], num_frozen=row["num_frozen"])
+    case = Case(
+        {**settings, "durability": "scratch", "device_memory": "8MiB"},
+        3,
+        4,
+        row["max_norm"],
+        num_frozen=row["num_frozen"],
+    )
     case = replace(case, no_sync=row["no_sync"])
     expected, found = (
         pools.of(2).succeed(
@@ -187,3 +192,35 @@ def test_ranks_train_as_in_the_loop(row: Row, nvme: Path, pools: RankPools) -> N
         for by_unit in (False, True)
     )
     assert found == expected
+
+
+class Shortened(TinyLM):
+    """Leaves out the last block with batches of odd length."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: len(self.blocks) - x.shape[1] % 2]:
+            x = block(x)
+        return x
+
+
+def after_deferred(rank: int, world_size: int, nvme: Path, by_unit: bool) -> dict[str, Tensor]:
+    """A backward that was not reduced, then micro-batches of which the first does not use all of that."""
+    config = zo.OffloadConfig(
+        params="nvme", precision="bf16", nvme=nvme / str(by_unit), durability="scratch", device_memory="8MiB"
+    )
+    model = zo.offload(build(Shortened), config)
+    optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+    lengths = [9, 8, 9, 9, 8]
+    batches = [tokens_of(10 * rank + i, length=length) for i, length in enumerate(lengths)]
+    with zo.no_sync(model):
+        loop(model, batches[:1], third)
+    (zo.accumulate if by_unit else loop)(model, batches[1:], third)
+    optimizer.step()
+    found = ranks.read_params(model)
+    zo.close(model)
+    return found
+
+
+def test_what_no_sync_has_left_is_reduced_as_in_the_loop(nvme: Path, pools: RankPools) -> None:
+    expected, found = (pools.of(2).succeed(after_deferred, nvme, by_unit) for by_unit in (False, True))
+    assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())

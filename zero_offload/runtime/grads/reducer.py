@@ -118,6 +118,11 @@ class GradReducer:
         if not self.defers:
             self.reduce_waiting()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether the next backward reduces what earlier ones have left on each rank."""
+        return self._deferred and not self.defers
+
     def arrive_together(self, param: nn.Parameter) -> int:
         """A number that is the same for parameters whose gradients must not arrive among those of another backward: a
         reduction is of a whole section."""
