@@ -9,6 +9,7 @@ Everything else is a plain PyTorch loop; README.md shows it.
 from zero_offload import nn as nn
 from zero_offload.api import (
     Resumed,
+    accumulate,
     checkpoint,
     clip_grad_norm_,
     clip_grad_value_,
@@ -67,6 +68,7 @@ __all__ = [
     "Stats",
     "StorageError",
     "ZeroOffloadError",
+    "accumulate",
     "checkpoint",
     "clip_grad_norm_",
     "clip_grad_value_",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from zero_offload.backward_updates import check_holds_grads
 from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.config import OffloadConfig
-from zero_offload.errors import ConfigError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.grad_scaler import GradScaler
@@ -27,7 +28,10 @@ from zero_offload.optim.groups import check_groups, group_records, restore_group
 from zero_offload.plan.costs import TOKENS_UNKNOWN
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.model_spec import UnitChoice
+from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
+from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
+from zero_offload.runtime.session import in_backward
 from zero_offload.shards.registry import Owner, owner_of
 from zero_offload.telemetry.stats import Stats
 
@@ -60,6 +64,53 @@ def _need_runtime(model: nn.Module, call: str) -> OffloadedModel:
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
     return owner
+
+
+def accumulate(
+    model: nn.Module, micro_batches: Iterable[Any], loss_fn: Callable[[nn.Module, Any], torch.Tensor]
+) -> list[torch.Tensor]:
+    """Forward and backward of several micro-batches, each unit for all of them before the next one; their losses.
+
+    The gradients are, bit for bit, those of `for batch in micro_batches: loss_fn(model, batch).backward()`, but a unit
+    that rests elsewhere comes to the device twice, however many micro-batches there are. What forwards keep for
+    backward is kept for all of them at once: mark blocks by `zo.checkpoint`, and it is their inputs, which rest where
+    `activations=` says. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the loop; it runs
+    on a thread per micro-batch, one at a time, and runs no backward itself. Random numbers: the first micro-batch goes
+    on with the generators, the others with forks of them, so dropout can be repeated from the same seed but is not that
+    of the loop. Where no parameter leaves the device this is the loop.
+    """
+    owner, batches = _need_runtime(model, "zo.accumulate"), list(micro_batches)
+    if in_backward() or takes_turns():
+        raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
+    forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
+    # Sums that `no_sync` has left are reduced with the next backward, as a whole.
+    num_alone = 1 if owner.grads.has_waiting else 0
+    if len(batches) - num_alone < 2 or not owner.session.any_leaves:
+        num_alone = len(batches)
+    losses = [_backward_of(forward()) for forward in forwards[:num_alone]]
+    if num_alone < len(batches):
+        parts = owner.parts
+        pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
+        by_unit = MicroBatches(pieces, forwards[num_alone:])
+        losses += by_unit.forward()
+        by_unit.backward()
+    return losses
+
+
+def _loss_of(loss_fn: Callable[[nn.Module, Any], torch.Tensor], model: nn.Module, batch: Any) -> torch.Tensor:
+    loss = loss_fn(model, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        without = " without a graph" * (isinstance(loss, torch.Tensor) and not loss.requires_grad)
+        raise ConfigError(f"zo.accumulate needs one scalar loss with its graph; loss_fn returned {what}{without}")
+    return loss
+
+
+def _backward_of(loss: torch.Tensor) -> torch.Tensor:
+    torch.autograd.backward(loss)
+    return loss.detach()
 
 
 def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -299,6 +301,13 @@ def describe_device() -> str:
         return "cpu (no CUDA device)"
     free, total = torch.cuda.mem_get_info()
     return f"{torch.cuda.get_device_name()} ({format_bytes(free)} of {format_bytes(total)} free)"
+
+
+def this_stream() -> Callable[[], AbstractContextManager[Any]]:
+    """Makes contexts in which another thread computes on the device and the stream that this one does now."""
+    if not torch.cuda.is_initialized():
+        return contextlib.nullcontext
+    return partial(torch.cuda.stream, torch.cuda.current_stream())
 
 
 def device_rng_states() -> list[torch.Tensor]:

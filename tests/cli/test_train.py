@@ -364,6 +364,31 @@ def test_recompute_and_activations_on_disk_change_no_loss(
     assert moved[0] == moved[1] == 0 < moved[3] < moved[2]
 
 
+def test_micro_batches_by_unit_change_no_loss_and_read_less(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Blocks that are run again in backward are fetched once for all micro-batches."""
+    rows = {}
+    for recompute in ("none", "block"):
+        arguments = [*SIZES[:-4], "--steps", 3, "--data", text, "--accumulate", 4, "--recompute", recompute]
+        arguments += ["--precision", "fp32", "--seq", 16]
+        arguments += [
+            "--params-tier",
+            "nvme",
+            "--optimizer-tier",
+            "cpu",
+            "--device-memory",
+            "8MiB",
+            "--commit-every",
+            100,
+        ]
+        place = tmp_path / recompute
+        assert _here(capsys, *arguments, "--nvme", place / "nvme", "--out", place / "out").code == 0
+        rows[recompute] = _rows(place / "out")
+    figures = [[(row["loss"], row["grad_norm"]) for row in rows[each]] for each in rows]
+    assert figures[0] == figures[1]
+    read = {each: rows[each][-1]["read_bytes"]["nvme"] for each in rows}
+    assert 0 < 2 * read["block"] < read["none"]
+
+
 def test_states_rest_as_asked_and_belong_to_the_run(text: Path, tmp_path: Path, capsys: Capture) -> None:
     """The flag is a part of the precision that a run.toml may name."""
     settings = tmp_path / "run.toml"

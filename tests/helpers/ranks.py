@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -59,6 +59,8 @@ class Case:
     """Ranks of the program by their place in a device mesh."""
     no_sync: bool = False
     """Reduce gradients with the last micro-batch only."""
+    by_unit: bool = False
+    """Run micro-batches by `zo.accumulate`."""
 
 
 @dataclass
@@ -207,13 +209,18 @@ def start(case: Case) -> tuple[nn.Module, zo.AdamW]:
 def steps(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.AdamW, span: range, out: Outcome) -> None:
     """Train; each step is committed. With fp16 compute the scaler is as old as the call."""
     scaler = new_scaler(str(case.settings.get("precision")))
+
+    def loss_fn(model: nn.Module, number: int) -> Tensor:
+        loss = model(rows_of(number, *ranks)) / case.micro_batches
+        out.losses.append(loss.item())
+        return scaler.scale(loss)
+
     for step in span:
-        for micro in range(case.micro_batches):
-            waits = case.no_sync and micro < case.micro_batches - 1
-            with zo.no_sync(model) if waits else nullcontext():
-                loss = model(rows_of(step * case.micro_batches + micro, *ranks)) / case.micro_batches
-                scaler.scale(loss).backward()
-            out.losses.append(loss.item())
+        numbers = range(step * case.micro_batches, (step + 1) * case.micro_batches)
+        num_waiting = case.micro_batches - 1 if case.no_sync else 0
+        with zo.no_sync(model):
+            _accumulate(case, model, numbers[:num_waiting], loss_fn)
+        _accumulate(case, model, numbers[num_waiting:], loss_fn)
         if case.max_norm is not None:
             scaler.unscale_(optimizer)
             norm = zo.clip_grad_norm_(model, case.max_norm).item()
@@ -222,6 +229,14 @@ def steps(case: Case, ranks: tuple[int, int], model: nn.Module, optimizer: zo.Ad
         scaler.update()
         optimizer.zero_grad()
         zo.commit(model, optimizer, extra={"next": step + 1})
+
+
+def _accumulate(case: Case, model: nn.Module, numbers: range, loss_fn: Callable[[nn.Module, int], Tensor]) -> None:
+    if case.by_unit:
+        zo.accumulate(model, numbers, loss_fn)
+        return
+    for number in numbers:
+        loss_fn(model, number).backward()
 
 
 def read_params(model: nn.Module) -> dict[str, Tensor]:

@@ -57,7 +57,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
 FAMILIES = (0, 5, 6)  # files of these layers may import each other: words, the tying object, faces
-RUNTIME = ("ranks", "units", "saved", "loans", "victims", "residency", "grads", "session", "hooks")
+RUNTIME = (
+    "ranks",
+    "units",
+    "saved",
+    "loans",
+    "victims",
+    "residency",
+    "grads",
+    "inputs",
+    "session",
+    "accumulate",
+    "hooks",
+)
 """The order inside of `runtime`, which is the largest part: each imports only from what stands before it."""
 WORDS_ONLY = ("nn",)
 """Ordinary torch code, which must work without the rest: it knows the words of layer 0 and nothing else."""

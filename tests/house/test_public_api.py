@@ -32,6 +32,7 @@ PUBLIC_NAMES = {
     "Stats",
     "StorageError",
     "ZeroOffloadError",
+    "accumulate",
     "checkpoint",
     "clip_grad_norm_",
     "clip_grad_value_",

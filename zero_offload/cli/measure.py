@@ -184,8 +184,8 @@ def update_rates(dtype_name: str) -> Table:
     from zero_offload.abi import Rule
     from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
     from zero_offload.memory.arena import Arena
-    from zero_offload.updates import update_threads
     from zero_offload.probe import count_cores
+    from zero_offload.updates import update_threads
 
     dtype, numel = getattr(torch, dtype_name), _UPDATE_NUMEL
     residual_size, master_size = 2 * (dtype is torch.bfloat16), 4 * (dtype is torch.float16)

@@ -239,12 +239,7 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, trace: StepTrace
 
 def _train_step(job: _Job, step: int) -> Row:
     """Forward, backward and update on this step's micro-batches; numbers are means over ranks."""
-    loss_sum = 0.0
-    for micro in range(job.config.accumulate):
-        batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
-        loss = next_token_loss(job.model(batch.inputs.to(job.device)), batch.targets.to(job.device))
-        job.scaler.scale(loss / job.config.accumulate).backward()
-        loss_sum += loss.item()
+    losses = _micro_batches(job, step)
     lr = job.scheduler.get_last_lr()[0]
     job.scaler.unscale_(job.optimizer)
     grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
@@ -254,11 +249,29 @@ def _train_step(job: _Job, step: int) -> Row:
         job.scheduler.step()
     job.optimizer.zero_grad()
     return {
-        "loss": job.ranks.mean(loss_sum / job.config.accumulate),
+        "loss": job.ranks.mean(sum(losses) / len(losses)),
         "lr": lr,
         "grad_norm": float(grad_norm),
         "loss_scale": job.scaler.get_scale(),
     }
+
+
+def _micro_batches(job: _Job, step: int) -> list[float]:
+    """Forward and backward of this step's micro-batches; their losses."""
+    losses = [torch.empty(0)] * job.config.accumulate
+
+    def loss_of(model: torch.nn.Module, micro: int) -> torch.Tensor:
+        batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
+        loss = next_token_loss(model(batch.inputs.to(job.device)), batch.targets.to(job.device))
+        losses[micro] = loss.detach()
+        return job.scaler.scale(loss / job.config.accumulate)
+
+    if job.config.gpt().recompute is Recompute.BLOCK:
+        zo.accumulate(job.model, range(job.config.accumulate), loss_of)
+    else:  # one micro-batch's activations at a time
+        for micro in range(job.config.accumulate):
+            loss_of(job.model, micro).backward()
+    return [loss.item() for loss in losses]
 
 
 def _measured(job: _Job, step_s: float) -> Row:

@@ -16,20 +16,21 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
@@ -53,49 +54,16 @@ class Scope:
     """When its units were here; 0 where nobody records."""
 
 
-class InputsWatch:
-    """A tensor hook of a forward's inputs: runs `then` in every backward, when that forward's own is over.
+class Round(Protocol):
+    """Forwards that take turns, unit by unit, each on a thread of its own: those of `zo.accumulate`."""
 
-    It is over as soon as one input's gradient is complete, since autograd runs nodes in the reverse order of their
-    making: the forward's are younger than all of its inputs. Others may have far to go, such as an encoder's output
-    that every block of a decoder takes.
+    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
+        """One of them comes to a module with these units; returns when it is its turn to use them.
 
-    torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in: every forward
-    would stay in memory until Python's garbage collector has found it, one module at a time.
-    """
+        Takes itself back if the round was left by an exception."""
 
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-        self._backward = -1
-
-    def __call__(self, grad: Tensor) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:
-            self._backward = backward
-            self._then()
-
-
-_PLAIN = (int, float, str, type(None))
-
-
-def _tensors_in(inputs: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among the inputs, in containers, and in the attributes of other objects, such as dataclasses."""
-    for value in inputs:
-        # What nearly all inputs are, without torch's walk over trees, which takes longer than a hook may.
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors_in(value)
-        elif isinstance(value, dict):
-            yield from _tensors_in(value.values())
-        elif not isinstance(value, _PLAIN):
-            yield from _tensors_of(value)
-
-
-def _tensors_of(thing: Any) -> Iterator[Tensor]:
-    for leaf in tree_leaves(thing):
-        values = [leaf] if isinstance(leaf, Tensor) else tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
-        yield from (value for value in values if isinstance(value, Tensor))
+    def hold(self, unit: Unit) -> None:
+        """A unit is here: it stays until all of them have passed it."""
 
 
 def in_backward() -> bool:
@@ -117,13 +85,15 @@ class Session:
         """That run now, the outermost first."""
         self._thread = 0
         """Runs the forwards on the stack."""
+        self.round: Round | None = None
+        """The forwards that take turns, while they do; whoever makes them begins and ends the cycle."""
         self._backward_runs = False
         self._pid = os.getpid()
         self.lacks_weights = False
         """Values were left out, and none have been loaded in their place."""
         self.half_loaded = ""
         """The checkpoint of which only a part was loaded, if there is one."""
-        self._any_leaves = not all(unit.resident for unit in units)
+        self.any_leaves = not all(unit.resident for unit in units)
         """Whether it matters that a use ends, and who holds views of parameters."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
@@ -172,17 +142,20 @@ class Session:
             for unit in units:
                 self._recompute(unit)
             return
+        if self.round is not None:
+            self.round.enter(units, inputs)
         thread = threading.get_ident()
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
-            self._abandon()
+            self.abandon()
         if not self.forwards:
             if torch._C._is_tracing():
                 raise ZeroOffloadError(
                     "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
                     "zo.offload, or use torch.compile"
                 )
-            self._begin()
+            if self.round is None:
+                self.begin()
             self._thread = thread
         elif thread != self._thread:
             raise ZeroOffloadError(
@@ -191,14 +164,15 @@ class Session:
             )
         self.forwards.append(Scope(units, module_call()))
         self.forwards[-1].saving = self._saved.hooks(self._use_in_backward)
-        if self._spans.on and len(self.forwards) == 1:
+        if self._spans.on and len(self.forwards) == 1 and self.round is None:
             self.forwards[-1].begin_ns = now()  # the whole, with its waits
         for unit in units:
             self._use(unit)
         if self._spans.on:
             self.forwards[-1].begin_ns = self.forwards[-1].begin_ns or now()
-        if units and (self._any_leaves or self.updates is not None):
-            self._watch_inputs(units, inputs)
+        if units and (self.any_leaves or self.updates is not None) and self.round is None:
+            # Learn when the backward through this forward is over.
+            watch_inputs(inputs, partial(self.leave_backward, units))
 
     def exit(self, output: Any = None) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
@@ -209,26 +183,26 @@ class Session:
         scope = self.forwards.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
-        replaced = self._keep_views(output) if self._any_leaves else None
+        replaced = self._keep_views(output) if self.any_leaves else None
         changed: list[str] = []
         for unit in (*scope.units, *scope.touched):
-            unit.forward_uses = max(unit.forward_uses - 1, 0)
-            if unit.forward_uses == 0:
-                changed += unit.changed()
-            else:
+            changed += end_use(unit)
+            if unit.forward_uses and self.round is None:
                 unit.passing = not any(unit in each.units for each in self.forwards)
-            unit.close()
-        if not self.forwards:
+        whole = not self.forwards and self.round is None
+        if whole:
             self._residency.meet("the end of a forward")
-        if scope.begin_ns and (scope.units or not self.forwards):
-            self._spans.add(Lane.FORWARD, _name_of(scope, whole=not self.forwards), scope.begin_ns)
+        if scope.begin_ns and (scope.units or whole):
+            self._spans.add(Lane.FORWARD, _name_of(scope, whole=whole), scope.begin_ns)
         if changed:
-            raise _changed_in_forward(changed)
+            raise changed_in_forward(changed)
         return replaced
 
     def _keep_views(self, output: Any) -> Any:
         """Views of parameters among the results outlive this forward: they keep their unit, or become copies."""
-        views = [x for x in _tensors_in([output]) if not isinstance(x, nn.Parameter) and self._leaves(x)]
+        found = [x for x in tensors_in([output]) if not isinstance(x, nn.Parameter)]
+        # Those of a buffer that may go.
+        views = [x for x in found if (unit := self._saved.unit_of(x)) is not None and not unit.resident]
         if not views:
             return None
         if not self.forwards:
@@ -239,12 +213,8 @@ class Session:
             self.forwards[-1].touched.append(unit)
         return None
 
-    def _leaves(self, tensor: Tensor) -> bool:
-        """Whether the tensor is a view of a buffer that may go."""
-        unit = self._saved.unit_of(tensor)
-        return unit is not None and not unit.resident
-
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
+        """Forwards were left without their hooks: nothing of them runs any more."""
         drop_stale()
         while self.forwards:
             saving = self.forwards.pop().saving
@@ -277,8 +247,14 @@ class Session:
             self._residency.acquire(unit)
             unit.open()
             unit.watch()
+            if self.round is not None:
+                self.round.hold(unit)
 
-    def _begin(self) -> None:
+    def resume(self, stack: list[Scope]) -> None:
+        """In a round: the forwards on `stack` go on, on this thread."""
+        self.forwards, self._thread = stack, threading.get_ident()
+
+    def begin(self) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
         self.check_usable()
         if self._backward_runs or any(unit.runs for unit in self._units):
@@ -309,15 +285,8 @@ class Session:
 
     # Backward
 
-    def _watch_inputs(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
-        """Learn when the backward through this forward is over: when the gradient of an input is complete."""
-        watch = InputsWatch(partial(self._leave_backward, units))
-        for tensor in _tensors_in(inputs):
-            # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
-            if tensor.grad_fn is not None:
-                tensor.register_hook(watch)
-
-    def _leave_backward(self, units: tuple[Unit, ...]) -> None:
+    def leave_backward(self, units: tuple[Unit, ...]) -> None:
+        """The backward through a forward with these units is over."""
         if self._spans.on:
             self._spans.backward.pause()
         for unit in units:
@@ -355,14 +324,18 @@ class Session:
     def note_backward(self) -> None:
         """Called on every sign of a backward: makes sure that its end is noticed."""
         if not self._backward_runs:
-            self._backward_runs = True
-            if self._spans.on:
-                self._spans.backward.begin()
-            if self._trimmer is not None:
-                self._trimmer.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _end_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Whoever calls this calls `end_backward` too, unless the backward breaks off."""
+        self._backward_runs = True
+        if self._spans.on:
+            self._spans.backward.begin()
+        if self._trimmer is not None:
+            self._trimmer.begin()
+
+    def end_backward(self) -> None:
         self._backward_runs = False
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0
@@ -375,12 +348,20 @@ class Session:
             self._spans.backward.end()
 
 
+def end_use(unit: Unit) -> list[str]:
+    """One forward has used the unit; names of parameters that forwards have changed."""
+    unit.forward_uses = max(unit.forward_uses - 1, 0)
+    changed = unit.changed() if unit.forward_uses == 0 else []
+    unit.close()
+    return changed
+
+
 def _name_of(scope: Scope, *, whole: bool) -> str:
     """Of a forward, for a trace."""
     return ", ".join([Lane.FORWARD.value] * whole + [unit.name for unit in scope.units])
 
 
-def _changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
+def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
     return ZeroOffloadError(
         f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
         "lost when the parameter leaves memory. Change it between steps, in "

@@ -16,7 +16,7 @@ from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from zero_offload.api import runtime_of
 from zero_offload.offloaded_model import OffloadedModel
-from zero_offload.runtime.session import InputsWatch
+from zero_offload.runtime.inputs import InputsWatch
 from zero_offload.runtime.units.guard import GuardedParameter
 from zero_offload.shards.state import UnitState
 

@@ -120,6 +120,23 @@ class GradReducer:
         if not self.defers:
             self.reduce_waiting()
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether the next backward reduces what earlier ones have left on each rank."""
+        return self._deferred and not self.defers
+
+    def arrive_together(self, param: nn.Parameter) -> int:
+        """A number that is the same for parameters whose gradients must not arrive among those of another backward: a
+        reduction is of a whole section."""
+        reduces = self._collectives.world_size > 1 and not self.defers
+        return id(self.ledger.place(param)[0] if reduces else param)
+
+    def finish_section(self, param: nn.Parameter) -> None:
+        """One backward's gradients of a section that arrives together are here."""
+        grads = self.ledger.place(param)[0]
+        if grads.arrived and grads.partial is not None:
+            self._complete(grads)
+
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
         # What one rank has not, another may have.

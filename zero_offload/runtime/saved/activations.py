@@ -41,13 +41,16 @@ _LOOK_BACK = 64
 
 _Key = tuple[int, int]
 """Address and version of a storage."""
+Part = tuple[int, int]
+"""Of a forward whose backward does not run against the order of packing: see `part`."""
 
 
 class Stored:
     """One storage's memory, away; dies with the last node that saved a view of it."""
 
-    def __init__(self, nbytes: int, arrival: Arrival, number: int) -> None:
+    def __init__(self, nbytes: int, arrival: Arrival, number: int, part: Part) -> None:
         self.number = number
+        self.part = part
         self.nbytes = nbytes
         self.num_saved = 0
         self.arrival = arrival
@@ -83,7 +86,7 @@ class _Remains(weakref.ref[Stored]):
     frees a graph would be lost in `__del__`.
     """
 
-    __slots__ = ("key", "number", "origin", "_tier", "_pieces", "_arrival")
+    __slots__ = ("key", "number", "part", "origin", "_tier", "_pieces", "_arrival")
 
     def __new__(cls, stored: Stored, told: Callable[[Any], None], *_: Any) -> Self:
         return super().__new__(cls, stored, told)
@@ -99,6 +102,7 @@ class _Remains(weakref.ref[Stored]):
     ) -> None:
         self.key = key
         self.number = stored.number
+        self.part = stored.part
         self.origin = weakref.ref(origin)
         self._tier = tier
         self._pieces = pieces
@@ -147,12 +151,16 @@ class Activations:
         """Storages that this forward has left where they are."""
         self._num_stored = 0
         self._backward = -1
+        self.part: Part = (0, 0)
+        """Set by who makes a backward of several: what it packs now. Parts are read from the last one down."""
+        self._in_parts = False
 
     def begin(self) -> None:
         """An outermost forward: alike forwards place their tensors alike."""
         self._give_back()
         self._dealer = Dealer(self._fractions)
         self._kept.clear()
+        self._in_parts = False
 
     def pack(self, tensor: Tensor) -> Away | None:
         """Launch the way out; None when the tensor stays."""
@@ -188,7 +196,7 @@ class Activations:
         self._give_back()
         self._num_stored += 1
         pieces = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
-        stored = Stored(storage.nbytes(), tier.arrival(pieces), self._num_stored)
+        stored = Stored(storage.nbytes(), tier.arrival(pieces), self._num_stored, self.part)
         self._count(stored)
         remains = _Remains(stored, self._dead.append, storage, key, tier, pieces)
         self._by_key[key] = self._by_number[stored.number] = remains
@@ -237,12 +245,24 @@ class Activations:
 
     def _note_backward(self) -> None:
         backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward):
+        if backward not in (-1, self._backward) and not self._in_parts:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def _end_backward(self) -> None:
+    def begin_parts(self) -> None:
+        """A backward of several parts, which for autograd are backwards of their own, until `end_backward`."""
+        self._give_back()
+        self._in_parts = True
+        ordered = sorted(self._by_number.values(), key=lambda remains: (remains.part, remains.number))
+        self._by_number = dict(enumerate(ordered, start=1))
+        for number, remains in self._by_number.items():
+            remains.number = number
+            if (stored := remains()) is not None:
+                stored.number = number
+
+    def end_backward(self) -> None:
         """Memory of what was not read by all who saved it goes: the graph may stay for long."""
+        self._in_parts = False
         self._give_back()
         for remains in list(self._by_number.values()):
             stored = remains()

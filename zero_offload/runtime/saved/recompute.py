@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from types import FrameType
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class _Form(NamedTuple):
         return f"{tuple(self.shape)} {self.dtype} on {self.device}"
 
 
-class _Autocast(NamedTuple):
+class Autocast(NamedTuple):
     """What torch.autocast is called with."""
 
     device_type: str
@@ -71,7 +72,7 @@ class _Autocast(NamedTuple):
     cache_enabled: bool
 
     @classmethod
-    def of(cls, device_type: str) -> _Autocast:
+    def of(cls, device_type: str) -> Autocast:
         dtype, enabled = torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type)
         return cls(device_type, dtype, enabled, torch.is_autocast_cache_enabled())
 
@@ -82,6 +83,8 @@ class _Entered(NamedTuple):
     caller: FrameType
     region: Region | None
     hooks: saved_tensors_hooks | None
+    thread: int
+    """Forwards of micro-batches run on threads of their own, and take turns."""
 
 
 class Recompute:
@@ -102,7 +105,7 @@ class Recompute:
         region, self.again = self.again, None
         hooks = None
         if region is not None:
-            region.set_generators()
+            region.restart_generators()
             hooks = saved_tensors_hooks(region.refill, KEPT_AS_IT_IS[1])
         elif torch.is_grad_enabled() and module.training:
             region = Region(module, self, (args, kwargs), f"{self._label}{_name_of(module)}")
@@ -111,13 +114,15 @@ class Recompute:
         if region is not None and hooks is not None:
             region.caller = caller
             hooks.__enter__()
-        self._entered.append(_Entered(caller, region, hooks))
+        self._entered.append(_Entered(caller, region, hooks, threading.get_ident()))
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """That forward ended, with a result or an exception."""
-        if not self._entered:
+        thread = threading.get_ident()
+        latest = next((i for i in reversed(range(len(self._entered))) if self._entered[i].thread == thread), None)
+        if latest is None:
             return
-        _, region, hooks = self._entered.pop()
+        _, region, hooks, _ = self._entered.pop(latest)
         if region is not None and hooks is not None:
             region.caller = None  # a frame keeps what it worked on
             hooks.__exit__(None, None, None)
@@ -132,8 +137,8 @@ class Region:
         self._label = label
         self._outer = saving_hooks()
         self._boundary = Boundary(arguments, self._outer, recompute.group, label)
-        self._generators = _generators()
-        self._autocasts = [_Autocast.of(kind) for kind in sorted(self._boundary.device_types)]
+        self._generators = generators()
+        self._autocasts = [Autocast.of(kind) for kind in sorted(self._boundary.device_types)]
         self.caller: FrameType | None = None
         """Runs as long as the forward does, the first or again."""
         # Weak: a slot lives as long as the node that has it, and keeps the region.
@@ -175,7 +180,7 @@ class Region:
             torch.autograd.Variable._execution_engine.queue_callback(self._empty)
         self._backward, self._num_refilled = backward, 0
         args, kwargs = self._boundary.restore()
-        before = _generators()
+        before = generators()
         self._recompute.again = self
         try:
             with contextlib.ExitStack() as contexts:
@@ -188,12 +193,12 @@ class Region:
                 raise
         finally:
             self._recompute.again = None
-            _set_generators(before)
+            set_generators(before)
         if self._num_refilled < len(self._forms):
             raise self._differs(f"saved {len(self._forms)} tensors in forward and {self._num_refilled} when run again")
 
-    def set_generators(self) -> None:
-        _set_generators(self._generators)
+    def restart_generators(self) -> None:
+        set_generators(self._generators)
 
     def refill(self, tensor: Tensor) -> Tensor:
         """Autograd saves a tensor of the forward that is run again."""
@@ -229,11 +234,15 @@ def drop_stale() -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def _generators() -> tuple[Tensor, list[Tensor]]:
+Generators = tuple[Tensor, list[Tensor]]
+"""States of torch's generators: the CPU's, and those of the devices in use."""
+
+
+def generators() -> Generators:
     return torch.get_rng_state(), device_rng_states()
 
 
-def _set_generators(states: tuple[Tensor, list[Tensor]]) -> None:
+def set_generators(states: Generators) -> None:
     torch.set_rng_state(states[0])
     set_device_rng_states(states[1])
 

@@ -123,7 +123,7 @@ def saving_hooks() -> SavingHooks | None:
 _RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved.recompute")
 
 
-def _recomputed_later(hooks: SavingHooks | None) -> bool:
+def recomputed_later(hooks: SavingHooks | None) -> bool:
     """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
     return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
 
@@ -153,7 +153,7 @@ class SavedTensors:
     def hooks(self, use: Use) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
         hooks = saving_hooks()
-        if not self._needed or not torch.is_grad_enabled() or self._is_ours(hooks) or _recomputed_later(hooks):
+        if not self._needed or not torch.is_grad_enabled() or self._is_ours(hooks) or recomputed_later(hooks):
             return None
         entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()
@@ -168,7 +168,7 @@ class SavedTensors:
     def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""
         hooks = saving_hooks()
-        if not self._is_ours(hooks) and not _recomputed_later(hooks):
+        if not self._is_ours(hooks) and not recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             unpack = partial(self._unpack, use)
             torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), unpack)

@@ -1,0 +1,226 @@
+"""`zo.accumulate` trains to the bits of the loop: every tier, precision, stage; and moves a unit twice per step."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers import ranks
+from tests.helpers.accumulating import LossFn, assert_at_rest, away, batches_of, loop, third
+from tests.helpers.activations import make_small
+from tests.helpers.models import NARROW, WIDE, AttentionBlock, Block, TinyLM, build, tokens_of
+from tests.helpers.pairwise import Row, label, pairwise
+from tests.helpers.ranks import Case, RankPools
+from tests.helpers.reference import new_scaler, param_groups
+from tests.helpers.twins import Script, run_offloaded
+from zero_offload.api import runtime_of
+from zero_offload.plan.partition import STAGES
+
+TIERS = {"cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
+BLOCKS = {"feed": Block, "attention": AttentionBlock}
+MATRIX: dict[str, Any] = {
+    "params": ["nvme", "mixed"],
+    "grads": ["device", "cpu", "nvme"],
+    "optimizer": ["cpu", "nvme"],
+    "precision": ["fp32", "bf16"],
+    "block": list(BLOCKS),
+    "recompute": ["none", "all"],
+    "activations": ["device", "nvme"],
+    "device_memory": ["8MiB", None],
+}
+
+
+def script_of(accumulates: bool, recompute: str = "none") -> Script:
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        if recompute == "all":
+            zo.checkpoint(model.blocks)
+        for step in range(3):
+            run = zo.accumulate if accumulates else loop
+            yield from (loss.item() for loss in run(model, batches_of(2 + step, 10 * step), third))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return script
+
+
+def make_model(block: str) -> nn.Module:
+    return TinyLM(NARROW, 3, BLOCKS[block])
+
+
+@functools.cache
+def looped(block: str, precision: str) -> Any:
+    """In memory, which `test_placements.py` compares with plain tensors: there bf16 gradients are added up in fp32."""
+    return run_offloaded(script_of(False), functools.partial(make_model, block), zo.OffloadConfig(precision=precision))
+
+
+@pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)
+def test_every_pair_of_settings_trains_as_the_loop(row: Row, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+    config = zo.OffloadConfig(
+        **{kind: TIERS.get(row[kind], row[kind]) for kind in ("params", "grads", "optimizer", "activations")},
+        precision=row["precision"],
+        device_memory=row["device_memory"],
+        nvme=nvme,
+    )
+    make = functools.partial(make_model, row["block"])
+    assert run_offloaded(script_of(True, row["recompute"]), make, config) == looped(row["block"], row["precision"])
+
+
+def test_with_a_loss_scaler_and_clipping(nvme: Path) -> None:
+    outcomes = []
+    for run in (loop, zo.accumulate):
+        model = zo.offload(build(TinyLM), away(nvme / run.__name__, precision="fp16", grads="cpu"))
+        optimizer, scaler = zo.AdamW(param_groups(model), lr=1e-2), new_scaler("fp16")
+        loss_fn: LossFn = lambda model, batch, scaler=scaler: scaler.scale(model(batch) / 3)  # noqa: E731
+        outcome: list[Any] = []
+        for step in range(4):
+            outcome += run(model, batches_of(3, 3 * step), loss_fn)
+            scaler.unscale_(optimizer)
+            outcome.append(zo.clip_grad_norm_(model, 0.5).nan_to_num(-1))
+            scaler.step(optimizer)
+            scaler.update()
+            outcome.append(scaler.get_scale())
+        outcomes.append([*outcome, zo.stats(model).skipped_steps])
+        zo.close(model)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_bytes_fetched_are_those_of_one_micro_batch(nvme: Path) -> None:
+    """Of parameters alone: states rest in memory."""
+    found = {}
+    for count in (1, 5):
+        model = zo.offload(build(lambda: TinyLM(WIDE, 4)), away(nvme / str(count), device_memory="9MiB"))
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        for step in range(3):
+            zo.accumulate(model, [tokens_of(5 * step + i) for i in range(count)], third)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[count] = zo.stats(model).read_bytes["nvme"]
+        zo.close(model)
+    assert found[1] == found[5] > 0
+
+
+def test_a_loop_fetches_once_more_per_micro_batch(nvme: Path) -> None:
+    """What the test above would see if units did not stay for all."""
+    model = zo.offload(build(lambda: TinyLM(WIDE, 4)), away(nvme, device_memory="9MiB"))
+    optimizer, found = zo.AdamW(param_groups(model), lr=1e-2), []
+    for run in (zo.accumulate, zo.accumulate, loop):
+        run(model, [tokens_of(i) for i in range(4)], third)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(zo.stats(model).read_bytes["nvme"])
+    assert found[2] > 2.5 * found[1]
+    zo.close(model)
+
+
+def test_where_nothing_leaves_it_is_the_loop() -> None:
+    """One micro-batch's graph at a time."""
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        assert not [each for each in alive if each() is not None]
+        loss: torch.Tensor = model(batch)
+        alive.append(weakref.ref(loss))
+        return loss
+
+    zo.accumulate(model, batches_of(3), loss_fn)
+    zo.close(model)
+
+
+def test_a_dropped_model_is_gone_at_once(nvme: Path) -> None:
+    model = zo.offload(build(TinyLM), away(nvme))
+    owner = weakref.ref(runtime_of(model))  # type: ignore[arg-type]
+    gc.collect()
+    gc.disable()
+    try:
+        zo.accumulate(model, batches_of(3), third)
+        assert_at_rest(model)
+        zo.close(model)
+        del model
+        assert owner() is None
+    finally:
+        gc.enable()
+
+
+# Several ranks
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+RANKS: dict[str, Any] = {
+    "stage": list(STAGES),
+    "params": ["nvme", "cpu"],
+    "grads": ["cpu", "nvme"],
+    "precision": ["bf16", "fp32"],
+    "no_sync": [False, True],
+    "max_norm": [0.5, None],
+    "num_frozen": [0, 1],
+}
+
+
+@pytest.mark.parametrize("row", pairwise(RANKS), ids=label)
+def test_ranks_train_as_in_the_loop(row: Row, nvme: Path, pools: RankPools) -> None:
+    settings = {name: row[name] for name in ("stage", "params", "grads", "precision")}
+    case = Case(
+        {**settings, "durability": "scratch", "device_memory": "8MiB"},
+        3,
+        4,
+        row["max_norm"],
+        num_frozen=row["num_frozen"],
+    )
+    case = replace(case, no_sync=row["no_sync"])
+    expected, found = (
+        pools.of(2).succeed(
+            ranks.train, replace(case, by_unit=by_unit, settings=case.settings | {"nvme": nvme / str(by_unit)})
+        )
+        for by_unit in (False, True)
+    )
+    assert found == expected
+
+
+class Shortened(TinyLM):
+    """Leaves out the last block with batches of odd length."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks[: len(self.blocks) - x.shape[1] % 2]:
+            x = block(x)
+        return x
+
+
+def after_deferred(rank: int, world_size: int, nvme: Path, by_unit: bool) -> dict[str, Tensor]:
+    """A backward that was not reduced, then micro-batches of which the first does not use all of that."""
+    config = zo.OffloadConfig(
+        params="nvme", precision="bf16", nvme=nvme / str(by_unit), durability="scratch", device_memory="8MiB"
+    )
+    model = zo.offload(build(Shortened), config)
+    optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+    lengths = [9, 8, 9, 9, 8]
+    batches = [tokens_of(10 * rank + i, length=length) for i, length in enumerate(lengths)]
+    with zo.no_sync(model):
+        loop(model, batches[:1], third)
+    (zo.accumulate if by_unit else loop)(model, batches[1:], third)
+    optimizer.step()
+    found = ranks.read_params(model)
+    zo.close(model)
+    return found
+
+
+def test_what_no_sync_has_left_is_reduced_as_in_the_loop(nvme: Path, pools: RankPools) -> None:
+    expected, found = (pools.of(2).succeed(after_deferred, nvme, by_unit) for by_unit in (False, True))
+    assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())

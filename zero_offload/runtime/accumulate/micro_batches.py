@@ -1,0 +1,212 @@
+"""Micro-batches of one step, each unit for all of them before the next one: `zo.accumulate`.
+
+Owns the order: of forwards by `Relay`, of backwards by what `MicroGraph` has found. Moves no bytes: `Session` asks for
+units as in any forward and backward, and this says how long they stay. The calls: `forward`, then `backward`, once.
+
+Backward takes the units as forward came to them, the last one first, and at each one the micro-batches in the order of
+a loop; a micro-batch waits where it would add to a parameter's gradient before an earlier one has.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_offload.device import Device
+from zero_offload.errors import ConfigError
+from zero_offload.runtime.accumulate.graph import MicroGraph
+from zero_offload.runtime.accumulate.relay import Relay, Runner
+from zero_offload.runtime.accumulate.surroundings import Surroundings
+from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.saved.activations import Activations
+from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
+from zero_offload.runtime.session import Scope, Session, changed_in_forward, end_use
+from zero_offload.runtime.units.unit import Unit
+from zero_offload.shards.registry import Owner, owner_of
+from zero_offload.telemetry.spans import Lane, now
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Of one offloaded model."""
+
+    owner: Owner
+    session: Session
+    residency: Residency
+    grads: GradReducer
+    activations: Activations | None
+    device: Device
+
+
+class MicroBatches:
+    """Those of one call; implements `runtime.session.Round`."""
+
+    def __init__(self, pieces: Pieces, losses: Sequence[Callable[[], Tensor]]) -> None:
+        """Each of `losses` runs a micro-batch's forwards."""
+        self._pieces = pieces
+        self._session = pieces.session
+        self._graphs = [MicroGraph(number, pieces.activations) for number in range(len(losses))]
+        self._stacks: list[list[Scope]] = [[] for _ in losses]
+        self._losses: list[Tensor] = [torch.empty(0) for _ in losses]
+        works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
+        self._relay: Relay | None = Relay(works, Surroundings(pieces.device), self._begin_station, self._begin_turn)
+        """Until all forwards are over."""
+        self._held: list[Unit] = []
+        self._visit = 0
+        self._lines: dict[int, deque[int]] = {}
+        """Per gradient that arrives as one: the micro-batches that have still to add to it, in order."""
+
+    # Forward
+
+    def forward(self) -> list[Tensor]:
+        """Run all forwards; the losses, without their graphs."""
+        session, spans = self._session, self._pieces.residency.spans
+        begin = now() if spans.on else 0
+        relay = self._relay
+        assert relay is not None
+        session.abandon()
+        session.begin()
+        try:
+            session.round = self
+            relay.run()
+            self._release()
+        except BaseException:
+            session.resume([])  # what hooks have entered ended with its thread
+            session.abandon()
+            raise
+        finally:
+            session.round = None
+            session.resume([])
+            self._relay = None  # it knows this object: a cycle would keep the model
+        self._pieces.residency.meet("the end of a forward")
+        if begin:
+            spans.add(Lane.FORWARD, Lane.FORWARD.value, begin)
+        return [loss.detach() for loss in self._losses]
+
+    def _compute(self, number: int, loss: Callable[[], Tensor]) -> None:
+        self._session.resume(self._stacks[number])
+        self._losses[number] = loss()
+
+    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
+        """A micro-batch comes to a module: the others catch up before it goes on to new units."""
+        relay = self._relay
+        if relay is None or not relay.is_running:
+            self._session.round = None  # Ctrl-C has struck before `forward` could see to it
+            return
+        if not units or threading.get_ident() != relay.turn.thread.ident:
+            return  # a thread of the program's own is refused by the session
+        number = relay.turn.number
+        graph, hooks = self._graphs[number], saving_hooks()
+        region = hooks[0] if hooks is not None and recomputed_later(hooks) else None
+        within = region is not None and region == graph.region
+        if within or graph.parts[-1].units == units:
+            return  # what is run again as a whole is one part
+        graph.region = region
+        if torch.is_grad_enabled():
+            graph.cut(inputs)
+        try:
+            relay.wait(tuple(unit.index for unit in units))
+        finally:
+            self._session.resume(self._stacks[number])
+        graph.begin_part(units, self._visit)
+
+    def hold(self, unit: Unit) -> None:
+        """It stays for those who come to it next."""
+        unit.forward_uses += 1
+        self._held.append(unit)
+
+    def _begin_station(self) -> None:
+        self._release()
+        self._visit += 1
+
+    def _begin_turn(self, runner: Runner) -> None:
+        if self._pieces.activations is not None:
+            self._pieces.activations.part = (self._visit, -runner.number)
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        changed = [name for unit in held for name in end_use(unit)]
+        if changed:
+            raise changed_in_forward(changed)
+
+    # Backward
+
+    def backward(self) -> None:
+        """Run all backwards; their gradients have arrived when this returns."""
+        for graph, loss in zip(self._graphs, self._losses, strict=True):
+            graph.plan(loss, self._together)
+            for part in graph.left:
+                for group in part.completes:
+                    self._lines.setdefault(group, deque()).append(graph.number)
+        self._losses.clear()
+        self._session.begin_backward()
+        activations = self._pieces.activations
+        if activations is not None:
+            activations.begin_parts()
+        try:
+            self._run_parts()
+        finally:
+            if activations is not None:
+                activations.end_backward()
+        self._session.end_backward()
+
+    def _together(self, leaf: Tensor) -> int:
+        """The same number for leaves whose gradients must arrive with each other."""
+        owner = owner_of(leaf) if isinstance(leaf, nn.Parameter) else None
+        if owner is self._pieces.owner and isinstance(leaf, nn.Parameter):
+            return self._pieces.grads.arrive_together(leaf)
+        if owner is not None:
+            raise ConfigError(
+                f"zo.accumulate trains one offloaded model, and {owner.access.describe(leaf)}, belongs to another one. "  # type: ignore[arg-type]
+                "Freeze that one, or use a loop of loss_fn(model, batch).backward()"
+            )
+        return id(leaf)
+
+    def _run_parts(self) -> None:
+        visit, units = -1, tuple[Unit, ...]()
+        while ready := [graph for graph in self._graphs if graph.left and self._may_run(graph)]:
+            graph = max(ready, key=lambda each: (each.left[0].visit, -each.number))
+            part = graph.left[0]
+            if part.visit != visit:
+                self._leave(units)
+                visit, units = part.visit, part.units
+            complete = graph.run()
+            for group in part.completes:
+                self._lines[group].popleft()
+            for leaf, grad in complete:
+                _accumulate(leaf, grad)
+            for leaf, _ in complete:
+                if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None:
+                    self._pieces.grads.finish_section(leaf)
+
+    def _may_run(self, graph: MicroGraph) -> bool:
+        return all(self._lines[group][0] == graph.number for group in graph.left[0].completes)
+
+    def _leave(self, units: tuple[Unit, ...]) -> None:
+        """All backwards through this forward are over; recomputes have counted as further ones."""
+        for unit in units:
+            unit.backward_uses = min(unit.backward_uses, 1)
+        self._session.leave_backward(units)
+
+
+def _accumulate(leaf: Tensor, grad: Tensor) -> None:
+    """What autograd does with a leaf's gradient."""
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # it may be a parameter at rest
+        if leaf.grad is not None:
+            leaf.grad.add_(grad)
+        elif type(grad) is Tensor and grad.layout is torch.strided and grad.stride() != leaf.stride():
+            like = torch.empty_strided(leaf.shape, leaf.stride(), dtype=grad.dtype, device=grad.device)
+            leaf.grad = like.copy_(grad)
+        else:
+            leaf.grad = grad
+        hooks: Any = leaf._post_accumulate_grad_hooks
+    for hook in list((hooks or {}).values()):
+        hook(leaf)

@@ -1,0 +1,203 @@
+"""Forwards that take turns: each on a thread of its own, and only the one that has the turn runs.
+
+Owns the threads, whose turn it is, and the generators of each forward. Never knows what is computed. The calls: `run`
+on the caller's thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives
+the turn back. A forward that waits says which station it wants to go to; all who want the one where the others are go
+there before anybody goes on. `run` leaves no thread behind, whatever ends it.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+import torch
+
+from zero_offload.runtime.accumulate.surroundings import Surroundings
+from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.recompute import Generators, generators, set_generators
+
+Station = tuple[int, ...]
+"""What a forward needs to go on: indices of units."""
+_START: Station = ()
+
+_NAME = "zero_offload-micro-batch"
+_SEEDS = 2**62
+_LOOK_S = 0.5
+"""How often a forward that waits looks whether somebody is there to give it a turn."""
+
+
+def takes_turns() -> bool:
+    """Whether this thread runs a forward of a relay."""
+    return threading.current_thread().name.startswith(_NAME)
+
+
+class _Stopped(BaseException):
+    """Raised in forwards that are not to go on, so that they leave what they have entered."""
+
+
+class Runner:
+    """One forward."""
+
+    def __init__(self, number: int, work: Callable[[], None], states: Generators) -> None:
+        self.number = number
+        self.work = work
+        self.generators = states
+        self.wants = _START
+        self.go = threading.Semaphore(0)
+        self.done = False
+        self.error: BaseException | None = None
+        self.thread: threading.Thread
+
+
+class Relay:
+    """The forwards of one call."""
+
+    def __init__(
+        self,
+        works: Sequence[Callable[[], None]],
+        surroundings: Surroundings,
+        begin_station: Callable[[], None],
+        begin_turn: Callable[[Runner], None],
+    ) -> None:
+        """`begin_station` is called when all have passed a station, `begin_turn` before each turn, both by `run`."""
+        self._forks = _Forks(len(works))
+        self._runners = [
+            Runner(number, *each) for number, each in enumerate(zip(works, self._forks.states, strict=True))
+        ]
+        self._surroundings = surroundings
+        self._begin_station = begin_station
+        self._begin_turn = begin_turn
+        self._back = threading.Semaphore(0)
+        self._stopping = False
+        self._caller: FrameType | None = None
+        self.turn = self._runners[0]
+        """Who runs, or ran last."""
+
+    def run(self) -> None:
+        """Until all forwards have returned. Raises what one of them raised."""
+        station = _START
+        self._caller = sys._getframe()
+        try:
+            for runner in self._runners:
+                self._start(runner)
+            while waiting := [runner for runner in self._runners if not runner.done]:
+                # Those who took another way come together again at the first unit that they share.
+                runner = min(waiting, key=lambda each: (each.wants != station, each.wants, each.number))
+                if runner.wants != station:
+                    station = runner.wants
+                    self._begin_station()
+                self._give_turn(runner)
+        except BaseException:
+            self._forks.restore()
+            raise
+        else:
+            self._forks.end([runner.generators for runner in self._runners])
+        finally:
+            self._join()
+            self._caller = None  # a frame keeps what it worked on
+
+    @property
+    def is_running(self) -> bool:
+        return self._caller is not None and runs(self._caller)
+
+    def wait(self, station: Station) -> None:
+        """Called by the forward that has the turn: give it back, until it may go to `station`."""
+        runner = self.turn
+        runner.wants = station
+        self._back.release()
+        if not self._has_turn(runner):
+            raise _Stopped
+
+    def _has_turn(self, runner: Runner) -> bool:
+        """Wait for it; False when none comes."""
+        while not runner.go.acquire(timeout=_LOOK_S):
+            if not self.is_running:
+                return False  # Ctrl-C has struck before `run` could see to it
+        return not self._stopping
+
+    def _start(self, runner: Runner) -> None:
+        context = contextvars.copy_context()
+        name = f"{_NAME}-{runner.number}"
+        runner.thread = threading.Thread(target=context.run, args=(self._forward, runner), name=name, daemon=True)
+        runner.thread.start()
+
+    def _forward(self, runner: Runner) -> None:
+        try:
+            if self._has_turn(runner):
+                with self._surroundings.entered():
+                    runner.work()
+        except _Stopped:
+            pass
+        except BaseException as error:  # it is the caller's
+            runner.error = error
+        finally:
+            runner.done = True
+            self._back.release()
+
+    def _give_turn(self, runner: Runner) -> None:
+        self.turn = runner
+        self._begin_turn(runner)
+        set_generators(runner.generators)
+        # Casts of weights that autocast has kept belong to another one's graph.
+        torch.clear_autocast_cache()
+        runner.go.release()
+        self._back.acquire()
+        runner.generators = generators()
+        error, runner.error = runner.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # whose traceback has this frame
+
+    def _join(self) -> None:
+        """Let all threads end, one after the other: each may have contexts to leave."""
+        self._stopping = True
+        interrupt: BaseException | None = None
+        left = [self.turn, *(runner for runner in self._runners if runner is not self.turn)]
+        while left:
+            try:
+                runner = self.turn = left[0]
+                runner.go.release()
+                if hasattr(runner, "thread") and runner.thread.ident is not None:
+                    runner.thread.join()
+                del left[0]
+            except BaseException as error:  # Ctrl-C, once more
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+class _Forks:
+    """Generators' states for each forward: the caller's for the first one, and seeds drawn from them for the others."""
+
+    def __init__(self, count: int) -> None:
+        self._before = generators()
+        seeds = torch.randint(_SEEDS, (count - 1,), dtype=torch.int64, device="cpu").tolist()
+        self._drawn = generators()
+        self.states = [self._before]
+        for seed in seeds:
+            torch.manual_seed(seed)
+            self.states.append(generators())
+        self.restore()
+
+    def restore(self) -> None:
+        set_generators(self._before)
+
+    def end(self, states: Sequence[Generators]) -> None:
+        """The caller's go on from where the first forward has left them, and are as before if none drew a number."""
+        if not _equal(states[0], self._before):
+            set_generators(states[0])
+        elif all(map(_equal, states, self.states)):
+            self.restore()
+        else:
+            set_generators(self._drawn)
+
+
+def _equal(states: Generators, others: Generators) -> bool:
+    pairs = zip((states[0], *states[1]), (others[0], *others[1]), strict=True)
+    return all(torch.equal(state, other) for state, other in pairs)
