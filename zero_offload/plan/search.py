@@ -99,7 +99,7 @@ class Room:
 def fastest(outlook: Outlook, given: Sequence[Mapping[StateKind, Tier]], room: Room) -> list[UnitTiers]:
     """Tiers of every unit: those given, and for the other kinds the fastest that fit.
 
-    Where nothing fits, all that is not given is on the last tier.
+    Where the last tier alone is too much, and no other tier holds all, what is not given is on the last.
     """
     tiers = (*room.free_bytes, room.last)
     key = (tiers, room.budget.shared_memory, tuple(tuple(at.items()) for at in given))
@@ -130,9 +130,11 @@ class Search:
         self._order, self._bounds, self._bytes = self._rank()
 
     def best(self, room: Room) -> list[UnitTiers]:
-        on_last: list[UnitTiers] = [{kind: at.get(kind, room.last) for kind in PLACED_KINDS} for at in self._given]
+        on_last = self._all_on(room.last)
         if not self._fits(on_last, room.budget):
-            return on_last
+            # Buffers between memory and a drive may take more than a small model.
+            whole = (self._all_on(tier) for tier in self._tiers)
+            return next((tiers for tiers in whole if self._fits(tiers, room.budget)), on_last)
         best: tuple[float, Indices] | None = None
         num_simulated = 0
         for bound_s, choice in itertools.islice(self._fitting(room), CANDIDATES_MAX):
@@ -148,6 +150,9 @@ class Search:
             if best is None or step_s < best[0]:
                 best = step_s, choice
         return on_last if best is None else self.tiers_of(best[1])
+
+    def _all_on(self, tier: Tier) -> list[UnitTiers]:
+        return [{kind: at.get(kind, tier) for kind in PLACED_KINDS} for at in self._given]
 
     @property
     def _simulations_max(self) -> int:
