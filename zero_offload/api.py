@@ -77,9 +77,10 @@ def accumulate(
     `activations=` says. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the loop; it runs
     on a thread per micro-batch, one at a time, and runs no backward itself. Random numbers: the first micro-batch goes
     on with the generators, the others with forks of them, so dropout can be repeated from the same seed but is not that
-    of the loop. Where no parameter leaves the device this is the loop.
+    of the loop. Where no parameter leaves the device this is the loop. Raises ConfigError with overlap="backward".
     """
     owner, batches = _need_runtime(model, "zo.accumulate"), list(micro_batches)
+    check_holds_grads(owner.parts.config, "zo.accumulate")
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]

@@ -212,7 +212,7 @@ class BackwardUpdates:
             for index in units:
                 self._arriving.pop(index, None)
                 for grads in self._sections[index]:
-                    self._grads.staging.land(grads)
+                    self._grads.keeper.land(grads)
             taken = {index: [p for grads in self._sections[index] for p in self._taken(grads)] for index in units}
             self._ledger.updated.update(param for params in taken.values() for param in params)
             finite = self._ledger.finite([self._sections[index] for index in units], self._hypers)

@@ -23,7 +23,7 @@ from tests.parity.test_partial_steps import CLIPPING, NUM_STEPS, OPTIMIZERS, ada
 from zero_offload.api import runtime_of
 from zero_offload.device import Handoff, HostDevice
 from zero_offload.runtime.grads import ledger
-from zero_offload.runtime.grads.reducer import _own
+from zero_offload.runtime.grads.keeper import _own
 from zero_offload.shards.device_grad_shard import DeviceGradShard
 
 offload_module = importlib.import_module("zero_offload.offload")

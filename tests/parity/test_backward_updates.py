@@ -312,6 +312,8 @@ def test_gradients_that_no_last_backward_followed_are_used_by_the_step() -> None
                 each(tokens_of(micro)).backward()
     with pytest.raises(ConfigError, match="zo.clip_grad_norm_ needs all gradients before the update"):
         zo.clip_grad_norm_(model, 1.0)
+    with pytest.raises(ConfigError, match="zo.accumulate needs all gradients before the update"):
+        zo.accumulate(model, [tokens_of(0), tokens_of(1)], lambda each, tokens: each(tokens))
     optimizer.step()
     its_optimizer.step()
     assert_same_values(model, other)

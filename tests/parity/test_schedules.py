@@ -22,8 +22,8 @@ from tests.helpers.plain_player import Plain, play_plain
 from tests.helpers.ranks import UNEVEN, RankPool, RankPools
 from tests.helpers.schedules import NUM_BLOCKS, PARTS, Operation, Pass, Script
 from zero_offload.plan.partition import STAGES
-from zero_offload.runtime.grads import reducer
-from zero_offload.runtime.grads.reducer import ADOPT_BYTES
+from zero_offload.runtime.grads import keeper
+from zero_offload.runtime.grads.keeper import ADOPT_BYTES
 
 FEW, MANY = 60, 3000
 FEW_ON_RANKS, MANY_ON_RANKS = 12, 300
@@ -135,7 +135,7 @@ def check_same(script: Script, found: list[Any], expected: list[Any]) -> None:
 
 
 def check(script: Script, choices: dict[str, Any], dim: int, adopt_bytes: int) -> None:
-    before, reducer.ADOPT_BYTES = reducer.ADOPT_BYTES, adopt_bytes
+    before, keeper.ADOPT_BYTES = keeper.ADOPT_BYTES, adopt_bytes
     with tempfile.TemporaryDirectory() as folder:
         config = zo.OffloadConfig(nvme=Path(folder, "nvme"), **choices)
         offloaded = Offloaded(dim, config, Path(folder))
@@ -143,7 +143,7 @@ def check(script: Script, choices: dict[str, Any], dim: int, adopt_bytes: int) -
             script = [*script, ("read_states",), *(("read", "master", part) for part in PARTS)]
             check_same(script, offloaded.play(script), Plain(dim, config).play(script))
         finally:
-            reducer.ADOPT_BYTES = before
+            keeper.ADOPT_BYTES = before
             offloaded.close()
 
 

@@ -1,10 +1,9 @@
-"""Gradients from backward to their shard: store or add, norm and finiteness in the same pass.
+"""Gradients from backward to their shard: each is kept as it comes, or reduced over ranks first.
 
-Owns their way. One rank: each gradient is written to its place as autograd delivers it (a large one is kept as it is),
-in the compute dtype at first, added in fp32 when a second one arrives. Several ranks: a section's gradients are
-gathered in a flat buffer and, when all are there, handed to `Reductions`, whose results come to `_reduced`. From a GPU
-they are downloaded first, unless they rest in its memory. What has arrived is in `ledger`. The calls: `arrive` per
-parameter, `finish_backward`; then `clip_norm`, `clip_value`; or `drop`.
+Owns their way. One rank: each goes to rest as autograd delivers it (`GradKeeper`), in the compute dtype at first, added
+in fp32 when a second one arrives. Several ranks: a section's gradients are gathered in a flat buffer and, when all are
+there, handed to `Reductions`, whose results come to `_reduced`. What has arrived is in `ledger`. The calls: `arrive`
+per parameter, `finish_backward`; then `clip_norm`, `clip_value`; or `drop`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from torch import nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.dtensors import local_grad
-from zero_offload.runtime.grads.ledger import REDUCED, GradLedger, SectionGrads
+from zero_offload.runtime.grads.keeper import GradKeeper, rests_on
+from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads
 from zero_offload.runtime.grads.partials import Partials
 from zero_offload.runtime.grads.reductions import Reductions
-from zero_offload.runtime.grads.staging import GradStaging
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Section, Unit
@@ -31,11 +28,7 @@ from zero_offload.shards.device_grad_shard import DeviceGradShard
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
-from zero_offload.types import MIB, Tier
-
-ADOPT_BYTES = 32 * MIB
-"""From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
-no hole in the heap when it goes."""
+from zero_offload.types import Tier
 
 
 class GradReducer:
@@ -51,9 +44,7 @@ class GradReducer:
         device: Device,
     ) -> None:
         self._device = device
-        sections = [section for unit in units for section in unit.sections]
-        layouts = [section.layout for section in sections if not _rests_on(device, section)]
-        self.staging = GradStaging(device, store.arena, layouts, self._land, self._rest)
+        self.keeper = GradKeeper(device, store, units, collectives.shard_index)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
@@ -61,8 +52,6 @@ class GradReducer:
         self._collectives = collectives
         self._store = store
         self._spans = store.counters.spans
-        self._open: list[SectionGrads] = []
-        """With pages, the longest unused first."""
         self.ledger = GradLedger(units, self._new_shard, collectives)
         self.passing = store.grad_ring is not None
         """Whether gradients are used by the backward that makes them, unless it defers."""
@@ -72,7 +61,7 @@ class GradReducer:
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
-        if _rests_on(self._device, section):
+        if rests_on(self._device, section):
             return DeviceGradShard(self._store, layout, self._device, index)
         return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
 
@@ -95,9 +84,9 @@ class GradReducer:
             )
         self._board.wait(grads.unit.index)
         if self._collectives.world_size == 1:
-            self._keep(grads, index, grad, adds=index in grads.holding)
+            self.keeper.keep(grads, index, grad, adds=index in grads.holding)
         elif self.defers:
-            self._keep(grads, index, grad, adds=index in grads.waiting)
+            self.keeper.keep(grads, index, grad, adds=index in grads.waiting)
             grads.waiting.add(index)
             self._deferred = True
         else:
@@ -116,7 +105,7 @@ class GradReducer:
             if grads.arrived:
                 self._complete(grads)
         self._reductions.finish()
-        self.staging.drain()
+        self.keeper.drain()
         if not self.defers:
             self.reduce_waiting()
 
@@ -154,7 +143,7 @@ class GradReducer:
                 self._partials.widen(grads)
                 self._complete(grads)
         self._reductions.finish()
-        self.staging.drain()
+        self.keeper.drain()
 
     def clip_norm(self, params: Collection[nn.Parameter], max_norm: float) -> float:
         """Let the next update multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm. Collective."""
@@ -169,63 +158,6 @@ class GradReducer:
                 # Other parameters of the section may have had a step, whose update reads it still.
                 self._board.wait(grads.unit.index)
         self.ledger.clamp(clip_value, params)
-
-    def _keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Bring one gradient to rest on this rank."""
-        shard = grads.local or grads.shard
-        if self._device.is_host:
-            self._keep_one(grads, index, grad.contiguous(), adds=adds)
-        elif shard.on_device:
-            self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, shard.dtype), adds=adds)
-        else:
-            self.staging.stage(grads, index, grad.reshape(-1), adds=adds)
-
-    def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
-        shard = grads.local or grads.shard
-        alone = grad.nbytes >= ADOPT_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
-        alone = alone and not self.passing  # the ring bounds what there is, and so has all of it
-        if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
-            self._store_one(grads, index, grad, adds=adds)
-            return
-        shard.adopt(index, grad.detach().view(-1))
-        shard.held = True
-        if grads.local is None:
-            grads.measure(index)
-
-    def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Write one gradient, host or where it rests, to its place there."""
-        shard = grads.local or grads.shard
-        self._keep_open(grads)
-        if adds:
-            shard.widen()
-        if grads.local is None:
-            self._put(grads, index, grad, adds=adds)
-        elif shard.on_device:
-            _keep_there(adds, shard, index, grad)
-        else:
-            _write(adds, shard.place(index), grad)
-        shard.held = True
-
-    def _put(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Write a shard's part of one gradient, or add it to what a step would make of the one there."""
-        shard, factor = grads.shard, grads.factors.pop(index, 1.0)
-        if adds and factor != 1.0:
-            shard.view(index).mul_(factor)
-        if shard.on_device:
-            _keep_there(adds, shard, index, grad)
-            grads.measure(index)
-        else:
-            grads.sums[index] = _write(adds, shard.place(index), grad)
-
-    def _keep_open(self, grads: SectionGrads) -> None:
-        """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
-        if grads.shard.tier is not Tier.NVME:
-            return
-        self._open = [each for each in self._open if each is not grads]
-        while len(self._open) >= GRADS_IN_FLIGHT:
-            _close(self._open.pop(0))
-        self._open.append(grads)
 
     def _open_partial(self, grads: SectionGrads) -> None:
         """This rank's sum of a section is there to be filled, and nobody else's to read."""
@@ -252,19 +184,11 @@ class GradReducer:
             return
         grads.arrived.clear()
         grads.whole = True
-        if self._device.is_host or (grads.local or grads.shard).on_device:
-            self._rest(grads)
-        else:
-            self.staging.seal(grads)
+        self.keeper.end(grads)
 
     def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
-        if self._device.is_host or grads.shard.on_device:
-            self._store_reduced(grads, shard)
-            self._rest(grads)
-        else:
-            self.staging.stage(grads, REDUCED, shard, adds=False)
-            self.staging.seal(grads)
+        self.keeper.keep_reduced(grads, shard)
         self._partials.drop(grads)
         grads.whole = True
 
@@ -286,40 +210,15 @@ class GradReducer:
         local.drop()
         local.close()
 
-    def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
-        grads.shard.widen()
-        for index, piece in enumerate(grads.layout.params):
-            begin, end = grads.layout.in_shard(piece, self._collectives.shard_index)
-            self._put(grads, index, reduced[begin:end], adds=index in grads.reduced)
-            grads.reduced.add(index)
-        grads.shard.held = True
-
-    def _land(self, grads: SectionGrads, index: int, grad: torch.Tensor, adds: bool) -> None:
-        """A download is complete: `grad` is in staging."""
-        if index == REDUCED:
-            self._store_reduced(grads, grad)
-        else:
-            self._store_one(grads, index, grad, adds=adds)
-
-    def _rest(self, grads: SectionGrads) -> None:
-        _close(grads)
-        self._open = [each for each in self._open if each is not grads]
-
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
         self._reductions.drop()
-        self.staging.drain()
+        self.keeper.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
-
-
-def _close(grads: SectionGrads) -> None:
-    grads.shard.close()
-    if grads.local is not None:
-        grads.local.close()
 
 
 def _describe(grads: SectionGrads) -> str:
@@ -328,34 +227,3 @@ def _describe(grads: SectionGrads) -> str:
     names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
     wide = ", in fp32" if grads.partial is not None and grads.partial.dtype != grads.layout.dtype else ""
     return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}{wide}"
-
-
-def _rests_on(device: Device, section: Section) -> bool:
-    """Whether a section's gradients rest in the device's own memory."""
-    return section.shard.placement.grads is Tier.DEVICE and not device.is_host
-
-
-def _own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
-    storage = grad.untyped_storage()
-    # Counted are the gradient and `storage`.
-    alone = grad.nbytes == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= 2
-    return grad.detach().reshape(-1).to(dtype, copy=not alone)
-
-
-def _keep_there(adds: bool, shard: GradShard, index: int, grad: torch.Tensor) -> None:
-    """Keep a gradient in the device's memory, or add it to the fp32 one there; nothing waits for it."""
-    if adds:
-        assert shard.dtype == torch.float32
-        shard.view(index).add_(grad)
-    else:
-        shard.adopt(index, grad)
-
-
-def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:
-    """Store `grad` at `place`, or add it to the fp32 values there; the sums are of what stands there then."""
-    threads = torch.get_num_threads()
-    if adds:
-        assert place.dtype == torch.float32
-        return accumulate_grad(place.data_ptr(), grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
-    return store_grad(place.data_ptr(), place.dtype, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)

@@ -1,0 +1,182 @@
+"""Gradients to where they rest on this rank: stored, or added in fp32, with their sums in the same pass.
+
+Owns the way there. In host memory a large gradient is kept as autograd made it, others are copied to their places; from
+a GPU they are downloaded first, unless they rest in its memory. Knows no other rank. The calls: `keep` for each of
+autograd's gradients, or `keep_reduced` for a section's sum over ranks; `end` when a section is complete; `land` where
+a section is wanted now; `drain` at the end of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from zero_offload.device import Device
+from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
+from zero_offload.plan.memory import GRADS_IN_FLIGHT
+from zero_offload.runtime.grads.ledger import REDUCED, SectionGrads
+from zero_offload.runtime.grads.staging import GradStaging
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards.store import ShardStore
+from zero_offload.types import MIB, Tier
+
+ADOPT_BYTES = 32 * MIB
+"""From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
+no hole in the heap when it goes."""
+
+
+class GradKeeper:
+    """Brings gradients to rest."""
+
+    def __init__(self, device: Device, store: ShardStore, units: Sequence[Unit], shard_index: int) -> None:
+        self._device = device
+        self._shard_index = shard_index
+        self._passes = store.grad_ring is not None
+        sections = [section for unit in units for section in unit.sections]
+        layouts = [section.layout for section in sections if not rests_on(device, section)]
+        self._staging = GradStaging(device, store.arena, layouts, self._land, self._rested)
+        self._open: list[SectionGrads] = []
+        """With pages, the longest unused first."""
+
+    def keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Bring one gradient of autograd's to rest on this rank: `adds` to the one there, or is the first."""
+        shard = grads.local or grads.shard
+        if self._device.is_host:
+            self._keep_one(grads, index, grad.contiguous(), adds=adds)
+        elif shard.on_device:
+            self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, shard.dtype), adds=adds)
+        else:
+            self._staging.stage(grads, index, grad.reshape(-1), adds=adds)
+
+    def keep_reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
+        """Bring a section's sum over ranks to rest: `shard`, (shard_numel,) fp32 on the device, this rank's part."""
+        if self._is_there(grads):
+            self._store_reduced(grads, shard)
+        else:
+            self._staging.stage(grads, REDUCED, shard, adds=False)
+        self.end(grads)
+
+    def end(self, grads: SectionGrads) -> None:
+        """All of a section has been kept."""
+        if self._is_there(grads):
+            self._rested(grads)
+        else:
+            self._staging.seal(grads)
+
+    def land(self, grads: SectionGrads) -> None:
+        """Wait until what was kept of this section is where it rests."""
+        self._staging.land(grads)
+
+    def drain(self) -> None:
+        """The same of everything."""
+        self._staging.drain()
+
+    def _is_there(self, grads: SectionGrads) -> bool:
+        """Whether gradients rest in the memory in which they are made."""
+        return self._device.is_host or (grads.local or grads.shard).on_device
+
+    def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
+        shard = grads.local or grads.shard
+        alone = grad.nbytes >= ADOPT_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
+        alone = alone and not self._passes  # the ring bounds what there is, and so has all of it
+        if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
+            self._store_one(grads, index, grad, adds=adds)
+            return
+        shard.adopt(index, grad.detach().view(-1))
+        shard.held = True
+        if grads.local is None:
+            grads.measure(index)
+
+    def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Write one gradient, host or where it rests, to its place there."""
+        shard = grads.local or grads.shard
+        self._keep_open(grads)
+        if adds:
+            shard.widen()
+        if grads.local is None:
+            self._put(grads, index, grad, adds=adds)
+        elif shard.on_device:
+            _keep_there(adds, shard, index, grad)
+        else:
+            _write(adds, shard.place(index), grad)
+        shard.held = True
+
+    def _put(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Write a shard's part of one gradient, or add it to what a step would make of the one there."""
+        shard, factor = grads.shard, grads.factors.pop(index, 1.0)
+        if adds and factor != 1.0:
+            shard.view(index).mul_(factor)
+        if shard.on_device:
+            _keep_there(adds, shard, index, grad)
+            grads.measure(index)
+        else:
+            grads.sums[index] = _write(adds, shard.place(index), grad)
+
+    def _keep_open(self, grads: SectionGrads) -> None:
+        """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
+        if grads.shard.tier is not Tier.NVME:
+            return
+        self._open = [each for each in self._open if each is not grads]
+        while len(self._open) >= GRADS_IN_FLIGHT:
+            _close(self._open.pop(0))
+        self._open.append(grads)
+
+    def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
+        grads.shard.widen()
+        for index, piece in enumerate(grads.layout.params):
+            begin, end = grads.layout.in_shard(piece, self._shard_index)
+            self._put(grads, index, reduced[begin:end], adds=index in grads.reduced)
+            grads.reduced.add(index)
+        grads.shard.held = True
+
+    def _land(self, grads: SectionGrads, index: int, grad: torch.Tensor, adds: bool) -> None:
+        """A download is complete: `grad` is in staging."""
+        if index == REDUCED:
+            self._store_reduced(grads, grad)
+        else:
+            self._store_one(grads, index, grad, adds=adds)
+
+    def _rested(self, grads: SectionGrads) -> None:
+        """All of a section is where it rests."""
+        _close(grads)
+        self._open = [each for each in self._open if each is not grads]
+
+
+def rests_on(device: Device, section: Section) -> bool:
+    """Whether a section's gradients rest in the device's own memory."""
+    return section.shard.placement.grads is Tier.DEVICE and not device.is_host
+
+
+def _close(grads: SectionGrads) -> None:
+    grads.shard.close()
+    if grads.local is not None:
+        grads.local.close()
+
+
+def _own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
+    storage = grad.untyped_storage()
+    # Counted are the gradient and `storage`.
+    alone = grad.nbytes == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return grad.detach().reshape(-1).to(dtype, copy=not alone)
+
+
+def _keep_there(adds: bool, shard: GradShard, index: int, grad: torch.Tensor) -> None:
+    """Keep a gradient in the device's memory, or add it to the fp32 one there; nothing waits for it."""
+    if adds:
+        assert shard.dtype == torch.float32
+        shard.view(index).add_(grad)
+    else:
+        shard.adopt(index, grad)
+
+
+def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:
+    """Store `grad` at `place`, or add it to the fp32 values there; the sums are of what stands there then."""
+    threads = torch.get_num_threads()
+    if adds:
+        assert place.dtype == torch.float32
+        return accumulate_grad(place.data_ptr(), grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
+    return store_grad(place.data_ptr(), place.dtype, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
