@@ -16,7 +16,7 @@ from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRADS_IN_FLIGHT
 
 STAGED_UNITS = 3
 """Units whose gradients are on their way from a device at once."""
-RING_UNITS = 3
+RING_UNITS = 5
 """Units whose gradients wait for their update where that runs in backward."""
 
 

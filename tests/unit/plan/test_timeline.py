@@ -113,11 +113,12 @@ def test_an_update_in_backward_runs_beside_the_units_before() -> None:
     cost = replace(IDLE, forward_s=2.0, backward_s=2.0, update=UpdateCosts(pieces=1, host_s=1.0))
     # Unit 1 is new at 3, while unit 0 is in backward, which ends at 4; unit 0 is new at 5, and waited for.
     assert step_of(cost, 2, overlaps=True, in_backward=True) == (8.0 + 1.0, {Cause.UPDATE: 1.0})
-    six = replace(cost, forward_s=1.0)
-    # A ring of three: the update's lane is behind by two units at most, and forward waits for its first unit.
-    taken_s, waits = step_of(replace(six, update=UpdateCosts(pieces=1, host_s=4.0)), 6, overlaps=True, in_backward=True)
-    assert taken_s == 2.0 + 6 * 4.0 + 6 * 1.0
-    assert Cause.GRADS in waits
+    slow = replace(cost, forward_s=1.0, update=UpdateCosts(pieces=1, host_s=4.0))
+    for count, is_full in ((8, False), (10, True)):
+        # Backward is twice as fast as the update until the ring is full. Forward waits for its first unit.
+        taken_s, waits = step_of(slow, count, overlaps=True, in_backward=True)
+        assert taken_s == 2.0 + count * 4.0 + count * 1.0
+        assert (Cause.GRADS in waits) == is_full
 
 
 def test_the_update_reads_computes_and_writes_at_once() -> None:
