@@ -28,6 +28,7 @@ from zero_offload.plan.memory import MemoryPlan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
+from zero_offload.runtime.grads.reducer import has_waiting
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
 from zero_offload.shards.registry import Owner, owner_of
@@ -82,7 +83,7 @@ def accumulate(
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
     # Sums that `no_sync` has left are reduced with the next backward, as a whole.
-    num_alone = 1 if owner.grads.has_waiting else 0
+    num_alone = 1 if has_waiting(owner.grads) else 0
     if len(batches) - num_alone < 2 or not owner.session.any_leaves:
         num_alone = len(batches)
     losses = [_backward_of(forward()) for forward in forwards[:num_alone]]

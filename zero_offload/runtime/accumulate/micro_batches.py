@@ -24,7 +24,7 @@ from zero_offload.errors import ConfigError
 from zero_offload.runtime.accumulate.graph import MicroGraph
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.reducer import GradReducer, arrive_together, finish_section
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
@@ -162,7 +162,7 @@ class MicroBatches:
         """The same number for leaves whose gradients must arrive with each other."""
         owner = owner_of(leaf) if isinstance(leaf, nn.Parameter) else None
         if owner is self._pieces.owner and isinstance(leaf, nn.Parameter):
-            return self._pieces.grads.arrive_together(leaf)
+            return arrive_together(self._pieces.grads, leaf)
         if owner is not None:
             raise ConfigError(
                 f"zo.accumulate trains one offloaded model, and {owner.access.describe(leaf)}, belongs to another one. "  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ class MicroBatches:
                 _accumulate(leaf, grad)
             for leaf, _ in complete:
                 if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None:
-                    self._pieces.grads.finish_section(leaf)
+                    finish_section(self._pieces.grads, leaf)
 
     def _may_run(self, graph: MicroGraph) -> bool:
         return all(self._lines[group][0] == graph.number for group in graph.left[0].completes)

@@ -118,23 +118,6 @@ class GradReducer:
         if not self.defers:
             self.reduce_waiting()
 
-    @property
-    def has_waiting(self) -> bool:
-        """Whether the next backward reduces what earlier ones have left on each rank."""
-        return self._deferred and not self.defers
-
-    def arrive_together(self, param: nn.Parameter) -> int:
-        """A number that is the same for parameters whose gradients must not arrive among those of another backward: a
-        reduction is of a whole section."""
-        reduces = self._collectives.world_size > 1 and not self.defers
-        return id(self.ledger.place(param)[0] if reduces else param)
-
-    def finish_section(self, param: nn.Parameter) -> None:
-        """One backward's gradients of a section that arrives together are here."""
-        grads = self.ledger.place(param)[0]
-        if grads.arrived and grads.partial is not None:
-            self._complete(grads)
-
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
         # What one rank has not, another may have.
@@ -309,6 +292,28 @@ class GradReducer:
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
+
+
+# For backwards that run beside each other
+
+
+def has_waiting(reducer: GradReducer) -> bool:
+    """Whether the next backward reduces what earlier ones have left on each rank."""
+    return reducer._deferred and not reducer.defers
+
+
+def arrive_together(reducer: GradReducer, param: nn.Parameter) -> int:
+    """A number that is the same for parameters whose gradients must not arrive among those of another backward: a
+    reduction is of a whole section."""
+    reduces = reducer._collectives.world_size > 1 and not reducer.defers
+    return id(reducer.ledger.place(param)[0] if reduces else param)
+
+
+def finish_section(reducer: GradReducer, param: nn.Parameter) -> None:
+    """One backward's gradients that arrive together with this parameter's are here."""
+    grads = reducer.ledger.place(param)[0]
+    if grads.arrived and grads.partial is not None:
+        reducer._complete(grads)
 
 
 def _close(grads: SectionGrads) -> None:
