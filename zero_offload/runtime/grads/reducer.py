@@ -121,7 +121,7 @@ class GradReducer:
         return id(self.ledger.place(param)[0] if reduces else param)
 
     def finish_section(self, param: nn.Parameter) -> None:
-        """One backward's gradients of a section that arrives together are here."""
+        """One backward's gradients that arrive together with this parameter's are here."""
         grads = self.ledger.place(param)[0]
         if grads.arrived and grads.partial is not None:
             self._complete(grads)
