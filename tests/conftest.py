@@ -16,6 +16,22 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where workers share the tests, those of several ranks come last, on one of them: ranks that share their cores
+    with other tests wait for each other most of the time."""
+    alone = [item for item in items if _starts_ranks(item)]
+    for item in alone:
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+    known = set(alone)
+    items[:] = [item for item in items if item not in known] + alone
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    code = getattr(getattr(item, "function", None), "__code__", None)
+    used = {*getattr(item, "fixturenames", ()), *(code.co_names if code else ())}
+    return not used.isdisjoint(("pool", "pools", "RankPool"))
+
+
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
     torch.set_num_threads(2)
