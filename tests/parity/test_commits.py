@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,34 @@ def test_a_generation_has_its_step_while_the_next_one_runs(
 def _reads_only(chunk: OpenChunk) -> None:
     for read in chunk.reads:
         read.wait()
+
+
+class Skipping(TinyLM):
+    """Leaves its second block out."""
+
+    def run_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[2](self.blocks[0](x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_no_update_has_written_yet_is_in_the_generation(placement: str, precision: str, nvme: Path) -> None:
+    """Units without a gradient, and all of them when the first step is skipped."""
+    settings = {**PLACEMENTS[placement], "precision": precision, "nvme": nvme}
+    for is_skipped in (True, False):
+        model = zo.offload(build(Skipping), zo.OffloadConfig(existing="discard", **settings))
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        (model(tokens_of(0)) * (float("nan") if is_skipped else 1.0)).backward()
+        with pytest.warns(match="NaN or infinite") if is_skipped else nullcontext():
+            optimizer.step()
+        expected = {name: master.clone() for name, master in read_masters(model).items()}
+        zo.close(model)
+        again = zo.offload(build(Skipping, seed=1), zo.OffloadConfig(existing="resume", **settings))
+        resumed = zo.resume(again, zo.AdamW(param_groups(again), lr=1e-2))
+        assert resumed is not None and resumed.step == 1
+        found = read_masters(again)
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        zo.close(again)
 
 
 @pytest.mark.parametrize("missing", ["chunk", "slot"])

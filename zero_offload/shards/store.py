@@ -108,10 +108,20 @@ class ShardStore:
         missing = [each for each in dict.fromkeys(states) if each not in shard.states]
         if missing and shard.layout.trainable:
             self.snapshots.wait_for_slots()
+            rested_in_memory = not shard.on_disk
             self.places.add_states(shard, missing)
+            if rested_in_memory and shard.on_disk:
+                self._fill_slot(shard)
             if shard.on_device:
                 self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
             self._size_staging()
+
+    def _fill_slot(self, shard: Shard) -> None:
+        """From now on a generation is what the slots hold: an update writes them, but the first may be long in coming."""
+        slot = shard.writable_slot()
+        for component, array in shard.memory.items():
+            self.disk.write_array(shard.slots[slot][component], array)
+        shard.current = slot
 
     def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
         """Have what a generation's manifest records, in its slot; see `Places.restore`."""
