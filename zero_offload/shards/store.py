@@ -117,7 +117,7 @@ class ShardStore:
             self._size_staging()
 
     def _fill_slot(self, shard: Shard) -> None:
-        """From now on a generation is what the slots hold: an update writes them, but the first may be long in coming."""
+        """From now on a generation is what the slots hold; an update writes them, but the first one may come late."""
         slot = shard.writable_slot()
         for component, array in shard.memory.items():
             self.disk.write_array(shard.slots[slot][component], array)
