@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 from zero_offload.plan.costs import UnitCosts
 from zero_offload.plan.hardware import Lane, Machine
-from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRADS_IN_FLIGHT
+from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRAD_RING_UNITS, GRADS_IN_FLIGHT
 
 STAGED_UNITS = 3
 """Units whose gradients are on their way from a device at once."""
-RING_UNITS = 5
-"""Units whose gradients wait for their update where that runs in backward."""
 
 
 class LaneClock:
@@ -135,7 +133,7 @@ class GradsOut:
         for ends, count in (
             (self._buffers, GRADS_IN_FLIGHT),
             (self._staged, STAGED_UNITS),
-            (self._ring, RING_UNITS),
+            (self._ring, GRAD_RING_UNITS),
         ):
             while len(ends) >= count:
                 waits.append(ends.popleft())
