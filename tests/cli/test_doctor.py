@@ -164,4 +164,4 @@ def test_python_dash_m() -> None:
         check=False,
     )
     assert result.returncode == 2
-    assert result.stderr.startswith("error: --model 'x' is no preset")
+    assert result.stderr.startswith("error: --model 'x' is no model known here")
