@@ -75,7 +75,7 @@ class OffloadedModel:
             parts.config.commit_every,
         )
         self.states = OptimizerStates(self.access, parts.store, self._commits)
-        self._updates = Updates(parts, self.grads.ledger, self.worker, self.states, self._commits)
+        self._updates = Updates(parts, self.grads.ledger, self.worker, self.states, self._commits, weakref.ref(self))
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
             self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)

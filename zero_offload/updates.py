@@ -6,8 +6,10 @@ Owns the passes over states and the number of their threads. Decides neither wha
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -30,8 +32,16 @@ class Updates:
     """Of one model; the control thread's."""
 
     def __init__(
-        self, parts: Parts, ledger: GradLedger, worker: Worker, states: OptimizerStates, commits: Commits
+        self,
+        parts: Parts,
+        ledger: GradLedger,
+        worker: Worker,
+        states: OptimizerStates,
+        commits: Commits,
+        model: weakref.ref[object],
     ) -> None:
+        """`model` is whose end closes the files."""
+        self._model = model
         self._parts = parts
         self._ledger = ledger
         self._worker = worker
@@ -87,7 +97,7 @@ class Updates:
         threads = update_threads(min(torch.get_num_threads(), self._num_cores), beside, parts.device.is_host)
         on_host = [section for section in sections if not section.shard.on_device]
         if beside and on_host:
-            self._worker.submit(lambda: self._pipeline.run(on_host, threads))
+            self._worker.submit(partial(_run_for, self._model(), self._pipeline, on_host, threads))
         elif not beside:
             with parts.store.counters.waiting(Cause.UPDATE):
                 self._pipeline.run(on_host, threads)
@@ -96,6 +106,11 @@ class Updates:
             on_device = [section for section in sections if section.shard.on_device]
             with parts.store.counters.waiting(Cause.UPDATE):
                 self._device_pass.run(on_device)
+
+
+def _run_for(model: object, pipeline: UpdatePipeline, sections: Sequence[SectionUpdate], num_threads: int) -> None:
+    """A model that is dropped meanwhile lives until its update is over: this holds it."""
+    pipeline.run(sections, num_threads)
 
 
 def overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:

@@ -184,7 +184,7 @@ def test_an_update_beside_forward_is_seen_there(nvme: Path, monkeypatch: pytest.
     monkeypatch.setattr(UpdatePipeline, "_compute", held)
     with zo.profile(model) as recorded:
         train(model, optimizer, 1)
-        handle = model.blocks[0].up.register_forward_hook(lambda *_: meeting.wait() and None)
+        handle = model.blocks[0].up.register_forward_hook(lambda *_: [meeting.wait()] and None)
         model(tokens_of(3)).backward()
         handle.remove()
         optimizer.step()
