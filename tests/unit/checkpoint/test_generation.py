@@ -216,10 +216,12 @@ def test_ranks_that_find_other_manifests_do_not_start(nvme: Path, monkeypatch: p
     alone = CommitGroup.agree
 
     def agree(self: CommitGroup, text: str) -> str:
-        said = json.loads(alone(self, text))
-        if isinstance(said, list) and said[1:] == [2, 0, False, False]:
+        answer = alone(self, text)
+        said = json.loads(answer) if answer.startswith("[") else []
+        if said[1:] == [2, 0, False, False]:
             said[-1] = True  # the first rank goes back, this one does not
-        return json.dumps(said)
+            return json.dumps(said)
+        return answer
 
     monkeypatch.setattr(CommitGroup, "agree", agree)
     with pytest.raises(zo.CheckpointError, match="in which they see the same manifests"):
