@@ -126,7 +126,7 @@ def _offload_with_little_address_space(spare_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("spare_bytes", "words"),
-    [(20 * MIB, ["20 MiB available", "would fit"]), (50 * MIB, ["mmap of ", "Cannot allocate memory", "ulimit -v"])],
+    [(20 * MIB, ["MiB available", "would fit"]), (50 * MIB, ["mmap of ", "Cannot allocate memory", "ulimit -v"])],
 )
 def test_too_little_address_space(spare_bytes: int, words: list[str]) -> None:
     """By the plan, or when memory is taken: before the first step."""
