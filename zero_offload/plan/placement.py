@@ -113,13 +113,14 @@ def _room(
     bound = estimate_memory(units, Placement(tuple(worst), budget), config, partition)
     placed_only = {(tier, kind): nbytes if kind in given[0] else 0 for (tier, kind), nbytes in bound.rest_bytes.items()}
     taken = replace(bound, rest_bytes=placed_only)
-    free_bytes = {}
+    free_bytes, limit_bytes = {}, {}
     for tier in memory:
         fraction = AUTO_FRACTION if config.budget_bytes(tier) is None else 1.0
-        free_bytes[tier] = int(budget.of(tier) * fraction) - taken.used_bytes(tier)
+        limit_bytes[tier] = int(budget.of(tier) * fraction)
+        free_bytes[tier] = limit_bytes[tier] - taken.used_bytes(tier)
         if budget.shared_memory:
             free_bytes[tier] -= taken.used_bytes(Tier.DEVICE)
-    return Room(free_bytes, last, budget)
+    return Room(free_bytes, limit_bytes, last, budget)
 
 
 _CHANGES: tuple[Mapping[str, str | None], ...] = (

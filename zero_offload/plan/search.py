@@ -91,6 +91,8 @@ class Room:
 
     free_bytes: Mapping[Tier, int]
     """Of memory, beside what is taken already."""
+    limit_bytes: Mapping[Tier, int]
+    """Of memory, in all."""
     last: Tier
     """Where what has no room goes."""
     budget: Budget
@@ -146,10 +148,28 @@ class Search:
             if self._simulations_max == 0:
                 return tiers
             num_simulated += 1
-            step_s = self._step_s(choice, tiers)
+            step_s = self._step_s(choice.tobytes(), tiers)
             if best is None or step_s < best[0]:
                 best = step_s, choice
-        return on_last if best is None else self.tiers_of(best[1])
+        return self._best_of_whole(room, on_last if best is None else self.tiers_of(best[1]), best and best[0])
+
+    def _best_of_whole(self, room: Room, found: list[UnitTiers], found_s: float | None) -> list[UnitTiers]:
+        """What was found, or all on one tier of memory: that may fit only because it needs no buffers of a drive."""
+        for tier in self._memory:
+            tiers = self._all_on(tier)
+            if self._fits(tiers, room.budget) and self._is_within(tiers, room):
+                step_s = self._step_s(tier.value.encode(), tiers)
+                if found_s is None or step_s < found_s:
+                    found, found_s = tiers, step_s
+        return found
+
+    def _is_within(self, tiers: list[UnitTiers], room: Room) -> bool:
+        job = self._outlook.job
+        plan = estimate_memory(job.units, Placement(tuple(tiers), room.budget), job.config, job.partition)
+        return all(
+            plan.used_bytes(tier) + plan.used_bytes(Tier.DEVICE) * room.budget.shared_memory <= limit
+            for tier, limit in room.limit_bytes.items()
+        )
 
     def _all_on(self, tier: Tier) -> list[UnitTiers]:
         return [{kind: at.get(kind, tier) for kind in PLACED_KINDS} for at in self._given]
@@ -158,8 +178,7 @@ class Search:
     def _simulations_max(self) -> int:
         return self._outlook.simulations_max
 
-    def _step_s(self, choice: Indices, tiers: list[UnitTiers]) -> float:
-        key = choice.tobytes()
+    def _step_s(self, key: bytes, tiers: list[UnitTiers]) -> float:
         if key not in self._steps_s:
             placement = Placement(tuple(tiers), self._budget)
             self._steps_s[key] = simulate(self._outlook.job, placement, self._outlook.machine).step_s

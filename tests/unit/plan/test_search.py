@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zero_offload.config import OffloadConfig
@@ -132,6 +132,7 @@ RATES = st.floats(1e8, 1e11)
     cpu=st.integers(120, 900),
     more=st.integers(0, 400),
 )
+@example(rates=(1e8, 1e8, 1e8), host=False, device=379, cpu=120, more=59)  # buffers of a drive fit with more only
 def test_more_memory_is_never_slower(
     rates: tuple[float, float, float], host: bool, device: int, cpu: int, more: int
 ) -> None:
