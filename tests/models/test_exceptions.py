@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,28 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
-from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.models import WIDE, Block, Fuse, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import assert_same, train
 
 
 class Explosion(Exception):
     pass
-
-
-class _Fuse(torch.autograd.Function):
-    """Identity; its backward raises what the fuse holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.error is not None:
-            raise ctx.error("in backward")
-        return grad, None
 
 
 class Fused(TinyLM):
@@ -49,7 +33,7 @@ class Fused(TinyLM):
             hidden = self.down(self.up(self.norm(x)))
             if self.forward_error is not None:
                 raise self.forward_error("in forward")
-            return x + _Fuse.apply(hidden, self.backward_error)
+            return x + Fuse.apply(hidden, self.backward_error)
 
     def __init__(self) -> None:
         super().__init__(WIDE, block=self.FusedBlock)
@@ -219,7 +203,7 @@ class FusedAtInput(TinyLM):
         backward_error: type[BaseException] | None = None
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(_Fuse.apply(x, self.backward_error))
+            return super().forward(Fuse.apply(x, self.backward_error))
 
     def __init__(self) -> None:
         super().__init__(WIDE, block=self.FusedBlock)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from tests.helpers import ranks
-from tests.helpers.models import NARROW, WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.models import NARROW, WIDE, Block, Fuse, TinyLM, build, tokens_of
 from tests.helpers.pairwise import Row, all_rows, in_pairs, label, pairwise
 from tests.helpers.ranks import Case, RankPool
 from tests.helpers.reference import Recipe, Trajectory, param_groups, read_masters, set_learning_rate, train_plain
@@ -426,21 +426,6 @@ def test_only_the_unit_of_an_infinite_gradient_is_left_out() -> None:
 
 
 # A backward that breaks off
-
-
-class Fuse(torch.autograd.Function):
-    """Identity; its backward raises `error`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.error is not None:
-            raise ctx.error("in backward")
-        return grad, None
 
 
 class Fused(TinyLM):

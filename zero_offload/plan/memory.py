@@ -41,6 +41,8 @@ UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
 GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
+STAGED_SECTIONS = 3
+"""Of the largest sections, whose gradients are on their way from a device at once."""
 GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward: the one that backward fills,
 a leftover that it completes at its end, one whose sums a GPU is still making, one whose update waits, and one that is

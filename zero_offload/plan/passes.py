@@ -12,10 +12,7 @@ from typing import NamedTuple
 
 from zero_offload.plan.costs import UnitCosts
 from zero_offload.plan.hardware import Lane, Machine
-from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRAD_RING_UNITS, GRADS_IN_FLIGHT
-
-STAGED_UNITS = 3
-"""Units whose gradients are on their way from a device at once."""
+from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRAD_RING_UNITS, GRADS_IN_FLIGHT, STAGED_SECTIONS
 
 
 class LaneClock:
@@ -132,7 +129,7 @@ class GradsOut:
         waits = [0.0]
         for ends, count in (
             (self._buffers, GRADS_IN_FLIGHT),
-            (self._staged, STAGED_UNITS),
+            (self._staged, STAGED_SECTIONS),
             (self._ring, GRAD_RING_UNITS),
         ):
             while len(ends) >= count:

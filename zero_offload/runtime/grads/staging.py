@@ -2,7 +2,7 @@
 
 The calls: `stage` for each gradient of a section, `seal` when the section is complete, `drain` at the end of backward.
 Downloads run beside backward; what is complete is handed to `land`, gradient by gradient in the order in which they
-were staged, then `rest` ends the section. There is room for the `SECTIONS_IN_FLIGHT` largest sections.
+were staged, then `rest` ends the section. There is room for the `STAGED_SECTIONS` largest sections.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import SpanPool
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.memory import STAGED_SECTIONS
 from zero_offload.runtime.grads.ledger import SectionGrads
 from zero_offload.types import SECTOR
-
-SECTIONS_IN_FLIGHT = 3
 
 Land = Callable[[SectionGrads, int, torch.Tensor, bool], None]
 """land(grads, index, gradient on the host, adds)."""
@@ -50,7 +49,7 @@ class GradStaging:
     ) -> None:
         """`sections` are all that may be staged."""
         self._device = device
-        self._pool = SpanPool(arena, sum(sorted(map(_staged_bytes, sections))[-SECTIONS_IN_FLIGHT:]))
+        self._pool = SpanPool(arena, sum(sorted(map(_staged_bytes, sections))[-STAGED_SECTIONS:]))
         # Weak: whoever lands the gradients holds this object, and a cycle would outlive a dropped model.
         self._land = weakref.WeakMethod(land)
         self._rest = weakref.WeakMethod(rest)
