@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,12 @@ def build_plain(case: Case) -> System:
 
 
 def build_forward_backward(case: Case) -> System:
-    """No optimizer at all: tells the memory that forward and backward need by themselves."""
+    """No optimizer at all: tells the memory that forward and backward need by themselves.
+
+    Gradients stay: they are there at the peak, too, wherever in backward that is.
+    """
     model = GPT(case.gpt).to(DTYPES[case.dtype])
-    return System(model, Tensor.backward, model.zero_grad)
+    return System(model, Tensor.backward, partial(model.zero_grad, set_to_none=False))
 
 
 def build_ours(case: Case, placement: Ours) -> System:
@@ -213,11 +217,13 @@ def build_fsdp2(case: Case) -> System:
 
 
 def deepspeed_config(case: Case, optimizer_tier: str) -> dict[str, Any]:
-    """ZeRO-3 with parameters in CPU memory; pipelined NVMe transfers of 4 MiB, as large as its kernels like them."""
+    """ZeRO-3 with parameters in CPU memory; NVMe transfers of 4 MiB, as large as its kernels like them.
+
+    Not pipelined: that needs 12 buffers, not 4, and took the same time with 1.8 times the memory (docs/LOG.md).
+    """
     optimizer: dict[str, Any] = {"device": optimizer_tier, "pin_memory": True}
     if optimizer_tier == "nvme":
-        pipelined = {"pipeline_read": True, "pipeline_write": True, "fast_init": False, "buffer_count": 4}
-        optimizer |= {"nvme_path": str(case.directory), **pipelined}
+        optimizer |= {"nvme_path": str(case.directory), "fast_init": False, "buffer_count": 4}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -293,13 +299,14 @@ def serve(name: str, case: Case) -> None:
         steps: list[dict[str, float]] = []
         # A step pays for the update of the one before; the first of a turn has none to pay for, so it does not count.
         for _ in range(1 + int(line)):
-            moved, start = disk_bytes(), time.perf_counter()
+            moved, worked, start = disk_bytes(), time.process_time(), time.perf_counter()
             loss = next_token_loss(system.forward(inputs), targets)
             system.backward(loss)
             computed = time.perf_counter()
             system.update()
             ended, moved_then = time.perf_counter(), disk_bytes()
             step = {"step_s": ended - start, "compute_s": computed - start, "loss": loss.item()}
+            step["cores_s"] = time.process_time() - worked
             step |= {"read_bytes": moved_then[0] - moved[0], "written_bytes": moved_then[1] - moved[1]}
             steps.append(step | _ours(system))
             num_steps += 1

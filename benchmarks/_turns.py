@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 
+class WorkerEndedError(RuntimeError):
+    """A process that was to step has ended; what it wrote to its standard error says why."""
+
+
 class Worker:
     """The other end of a process that reads a number of steps from each line, makes them, and answers in JSON."""
 
@@ -25,7 +29,7 @@ class Worker:
             if answer.startswith("{"):  # peers print, too
                 found: dict[str, Any] = json.loads(answer)
                 return found
-        raise SystemExit(f"a worker ended early with exit code {self._child.wait()}; its error is above")
+        raise WorkerEndedError(f"ended early with exit code {self._child.wait()}; its error is above")
 
     def close(self) -> None:
         assert self._child.stdin is not None
@@ -38,10 +42,19 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
+def rss_bytes() -> int:
+    """Resident now."""
+    return _status_bytes("VmRSS")
+
+
 def peak_rss_bytes() -> int:
     """Since `forget_peak`."""
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
 
 
 def disk_bytes() -> tuple[int, int]:

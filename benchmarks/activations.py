@@ -19,16 +19,16 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from _rows import row, show, write
+from _turns import Worker, forget_peak, peak_rss_bytes, rss_bytes
 from torch import Tensor
 
 import zero_offload as zo
@@ -66,11 +66,6 @@ def build(system: str, directory: Path) -> tuple[GPT, zo.AdamW]:
     return model, zo.AdamW(model.parameters(), lr=1e-4)
 
 
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
-
-
 def step(model: GPT, optimizer: zo.AdamW, tokens: Tensor) -> None:
     next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
     optimizer.step()
@@ -86,40 +81,22 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
     # Gradients are made and libraries loaded by a step that saves next to nothing.
     step(model, optimizer, tokens[:1, :33])
     gc.collect()
-    at_start = status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    at_start = rss_bytes()
+    forget_peak()
     for _ in sys.stdin:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         step(model, optimizer, tokens)
-        seconds, stats = time.perf_counter() - start, zo.stats(model)
-        peak_mib = (status_bytes("VmHWM") - at_start) / MIB
-        figures = [seconds, peak_mib, stats.read_bytes["nvme"], stats.written_bytes["nvme"]]
-        print(json.dumps(figures), flush=True)
+        seconds, stats = time.perf_counter() - begin, zo.stats(model)
+        peak_mib = (peak_rss_bytes() - at_start) / MIB
+        figures = Figures(seconds, peak_mib, stats.read_bytes["nvme"], stats.written_bytes["nvme"])
+        print(json.dumps(asdict(figures)), flush=True)
     zo.close(model)
 
 
-class Worker:
+def start(system: str, directory: Path, num_threads: int) -> Worker:
     """The other end of `serve`."""
-
-    def __init__(self, system: str, directory: Path, num_threads: int) -> None:
-        command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
-        self._child = subprocess.Popen(
-            [*command, "--threads", str(num_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def step(self) -> Figures:
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write("\n")
-        self._child.stdin.flush()
-        answer = self._child.stdout.readline()
-        if not answer:
-            raise SystemExit(f"a worker ended early with exit code {self._child.wait()}; its error is above")
-        return Figures(*json.loads(answer))
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait()
+    command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
+    return Worker([*command, "--threads", str(num_threads)])
 
 
 class Drive:
@@ -151,13 +128,13 @@ class Drive:
 def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[str, Figures], tuple[float, float]]:
     """Each system's median step and last peak; seconds per byte to read and to write."""
     drive = Drive(directory)
-    workers = {system: Worker(system, directory, num_threads) for system in SYSTEMS}
+    workers = {system: start(system, directory, num_threads) for system in SYSTEMS}
     samples: dict[str, list[Figures]] = {system: [] for system in SYSTEMS}
     rates = []
     try:
         for round_index in range(1 + num_rounds):
             for system, worker in workers.items():
-                sample = worker.step()
+                sample = Figures(**worker.step(1))
                 if round_index:  # the first step takes buffers and extents
                     samples[system].append(sample)
             rates.append(drive.seconds_per_byte())

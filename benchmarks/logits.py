@@ -19,7 +19,6 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _rows import row, show, write
+from _turns import Worker, forget_peak, peak_rss_bytes, rss_bytes
 from torch import Tensor, nn
 
 import zero_offload as zo
@@ -79,74 +79,50 @@ def build(system: str, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
     return model, update
 
 
-def status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) * 1024
-
-
 def serve(system: str, directory: Path, num_threads: int) -> None:
     """A worker's life: a step per line of input, answered with its seconds and the peak so far."""
     torch.set_num_threads(num_threads)
     # The first call of a kernel loads its library, which is no one's memory in particular.
     small = nn.Linear(64, 64, dtype=torch.bfloat16)
     F.cross_entropy(small(torch.zeros(64, 64).bfloat16()).float(), torch.zeros(64, dtype=torch.int64)).backward()
-    at_start = status_bytes("VmRSS")
+    at_start = rss_bytes()
     model, update = build(system, directory)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(SYSTEMS[system], WIDTH, generator=generator).bfloat16().requires_grad_()
     targets = torch.randint(VOCAB, (SYSTEMS[system],), generator=generator)
     gc.collect()
     # From here on the peak counts: the model was built in fp32.
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     for _ in sys.stdin:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         model(hidden, targets).backward()
         update()
         hidden.grad = None
-        print(json.dumps([time.perf_counter() - start, status_bytes("VmHWM") - at_start]), flush=True)
+        step_s, peak_bytes = time.perf_counter() - begin, peak_rss_bytes() - at_start
+        print(json.dumps({"step_s": step_s, "peak_bytes": peak_bytes}), flush=True)
 
 
-class Worker:
+def start(system: str, directory: Path, num_threads: int) -> Worker:
     """The other end of `serve`."""
-
-    def __init__(self, system: str, directory: Path, num_threads: int) -> None:
-        command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
-        self._child = subprocess.Popen(
-            [*command, "--threads", str(num_threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def step(self) -> tuple[float, int]:
-        """Seconds, and the bytes at the peak of all steps so far."""
-        assert self._child.stdin is not None and self._child.stdout is not None
-        self._child.stdin.write("\n")
-        self._child.stdin.flush()
-        answer = self._child.stdout.readline()
-        if not answer:
-            raise SystemExit(f"a worker ended early with exit code {self._child.wait()}; its error is above")
-        seconds, peak_bytes = json.loads(answer)
-        return seconds, peak_bytes
-
-    def close(self) -> None:
-        assert self._child.stdin is not None
-        self._child.stdin.close()
-        self._child.wait()
+    command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
+    return Worker([*command, "--threads", str(num_threads)])
 
 
 def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of a step and peak MiB, per system."""
-    workers = {system: Worker(system, directory, num_threads) for system in SYSTEMS}
-    samples: dict[str, list[tuple[float, int]]] = {system: [] for system in SYSTEMS}
+    workers = {system: start(system, directory, num_threads) for system in SYSTEMS}
+    samples: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
     try:
         for round_index in range(1 + num_rounds):
             for system, worker in workers.items():
-                sample = worker.step()
+                sample = worker.step(1)
                 if round_index:  # the first step fills pools and pages in the libraries
                     samples[system].append(sample)
     finally:
         for worker in workers.values():
             worker.close()
-    seconds = {system: statistics.median(s for s, _ in taken) for system, taken in samples.items()}
-    return seconds, {system: taken[-1][1] / MIB for system, taken in samples.items()}
+    seconds = {system: statistics.median(each["step_s"] for each in taken) for system, taken in samples.items()}
+    return seconds, {system: taken[-1]["peak_bytes"] / MIB for system, taken in samples.items()}
 
 
 def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[dict[str, Any]]:

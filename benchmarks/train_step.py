@@ -41,7 +41,7 @@ import psutil
 from _disk_rates import Rates, disk_rates, median_rates, memory_rate
 from _rows import Row, missing, row, show, ungraded, write
 from _train_systems import DTYPES, INSTALL, LABELS, MODELS, OURS, PEERS, Case, serve
-from _turns import Worker
+from _turns import Worker, WorkerEndedError
 
 from zero_offload.recipes.gpt import num_parameters, unit_numels
 from zero_offload.types import GIB, MIB
@@ -118,6 +118,12 @@ class Turns:
             self._alive[name] = self._start(name)
         return self._alive[name].step(num_steps)
 
+    def drop(self, name: str) -> None:
+        """No further turns."""
+        self.names.remove(name)
+        if self._alive is not None:
+            self._alive.pop(name, None)
+
     def plain_work_bytes(self) -> int:
         worker = self._start("forward_backward")
         peak: int = worker.step(1)["peak_rss_bytes"]
@@ -147,8 +153,15 @@ def measure(turns: Turns, case: Case, num_rounds: int, steps_per_round: int) -> 
     for _ in range(num_rounds):
         disk.append(disk_rates(case.directory))
         memory.append(memory_rate())
-        for name in turns.names:
-            answers[name].append(turns.take(name, steps_per_round))
+        for name in list(turns.names):
+            try:
+                answers[name].append(turns.take(name, steps_per_round))
+            except WorkerEndedError as error:
+                if name not in PEERS:
+                    raise SystemExit(f"{LABELS[name]}: {error}") from None
+                print(f"{LABELS[name]} is left out: {error}", flush=True)
+                turns.drop(name)
+                del answers[name]
     return Found(case, answers, median_rates(disk), statistics.median(memory), plain_work_bytes)
 
 
@@ -159,15 +172,15 @@ def show_systems(found: Found) -> None:
     print(f"\nGPT {found.case.model} ({numel / 1e6:.0f}M), {found.case.seq} tokens, {found.case.dtype}; disk "
           f"{found.disk.read_bytes_per_s / 1e9:.2f} and {found.disk.write_bytes_per_s / 1e9:.2f} GB/s, memory "
           f"{found.memory_bytes_per_s / 1e9:.1f} GB/s")  # fmt: skip
-    print(f"{'':<34}  s/step  peak MiB  disk B/param  its bytes allow   loss")
+    print(f"{'':<34}  s/step  cores s  peak MiB  disk B/param  its bytes allow   loss")
     for name in found.answers:
         moved = (found.of_steps(name, "read_bytes") + found.of_steps(name, "written_bytes")) / numel
         allowed_s = max(compute_s, found.disk_s(name))
         if name in PEERS:
             allowed_s = max(allowed_s, PEERS[name].dram_bytes * numel / found.memory_bytes_per_s)
         peak_mib = (found.peak_bytes(name) or 0) / MIB
-        figures = f"{found.step_s(name):7.3f} {peak_mib:9.0f} {moved:13.1f} {allowed_s:14.3f} s"
-        print(f"{LABELS[name]:<34} {figures} {found.of_steps(name, 'loss'):8.4f}")
+        figures = f"{found.step_s(name):7.3f} {found.of_steps(name, 'cores_s'):8.3f} {peak_mib:9.0f} {moved:13.1f}"
+        print(f"{LABELS[name]:<34} {figures} {allowed_s:14.3f} s {found.of_steps(name, 'loss'):8.4f}")
 
 
 def compare(found: Found) -> list[Row]:
