@@ -34,7 +34,7 @@ from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import assign_tiers, tier_budget
 from zero_offload.plan.simulate import simulate
-from zero_offload.probe import count_cores, probe_hardware
+from zero_offload.probe import probe_hardware
 from zero_offload.recipes.gpt import GPT, GPTConfig, next_token_loss
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=1024, seq_max=128)
@@ -178,8 +178,7 @@ def machine_of(rates: Sequence[Rates]) -> Machine:
         write_bytes=mean("drive", "write_bytes_per_s"),
         drive_takes_turns=all(each.drive["takes_turns"] for each in rates),
         network_bytes=0.0,
-        num_cores=count_cores(),
-        drive_core_s=mean("drive", "core_s_per_byte"),
+        drive_lost_s=mean("drive", "lost_s_per_byte"),
     )
 
 

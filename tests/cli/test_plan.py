@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_not_predicted(capsys: pytest.CaptureFixture[str]) 
 def test_this_machine_is_measured_once_and_remembered(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = {"_ROUNDS": 1, "_DRIVE_S": 0.1, "_DRIVE_BYTES": 16 << 20, "_UPDATE_NUMEL": 1 << 20}
+    short = {"_ROUNDS": 1, "_DRIVE_S": 0.1, "_LOST_S": 0.01, "_DRIVE_BYTES": 16 << 20, "_UPDATE_NUMEL": 1 << 20}
     for name, value in short.items():
         monkeypatch.setattr(measure, name, value)
     flags = ["--model", "tiny", "--precision", "fp32", "--nvme", str(tmp_path), "--optimizer-tier", "nvme"]
@@ -229,7 +229,8 @@ def test_this_machine_is_measured_once_and_remembered(
     _, result = plan(capsys, *flags, "--measure")
     rates = json.loads((cache / "zero_offload" / "rates.json").read_text())
     drive = next(iter(rates["drives"].values()))
-    assert drive["read_bytes_per_s"] > 0 and rates["flops"]["fp32"]["flops"] > 0 and rates["host"]["bytes_per_s"] > 0
+    assert drive["read_bytes_per_s"] > 0 and drive["lost_s_per_byte"] >= 0
+    assert rates["flops"]["fp32"]["flops"] > 0 and rates["host"]["bytes_per_s"] > 0
     assert "this machine, measured 20" in result["step"]["rates"] and "not" not in result["step"]["rates"]
     before = plan(capsys, *flags)[1]["step"]
     assert before["rates"] == result["step"]["rates"] and before["predicted_s"] == result["step"]["predicted_s"]

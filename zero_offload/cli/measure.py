@@ -24,13 +24,14 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
 from zero_offload.types import MIB
 
-_VERSION = 1
+_VERSION = 2
 _WIDTH, _SEQUENCE = 256, 128
 """Of the block that is timed: small, since some processors have no instructions for a bf16 product."""
 _UPDATE_NUMEL = 1 << 22
 _ROUNDS = 5
 _DRIVE_BYTES = 128 * MIB
 _DRIVE_S = 2.0
+_LOST_S = 0.25
 _APART = 0.75
 """Reads and writes that together take less than this share of one after the other do not take turns."""
 
@@ -95,7 +96,7 @@ def remembered(config: OffloadConfig, directories: Sequence[Path], num_cores: in
         read_bytes=drives.read_bytes / here,
         write_bytes=drives.write_bytes / here,
         drive_takes_turns=drives.takes_turns,
-        drive_core_s=max((_known_drive(rates, each).get("core_s_per_byte", 0.0) for each in directories), default=0.0),
+        drive_lost_s=max((_known_drive(rates, each).get("lost_s_per_byte", 0.0) for each in directories), default=0.0),
     )
     sources = []
     precision = config.numerics.compute
@@ -217,7 +218,8 @@ def drive_rates(directory: Path) -> Table:
     with private_directory(_existing(directory)) as place, RunDirectory.look(place) as looked:
         scratch = tuning.Scratch(region.address, region.nbytes)
         found = tuning.measure(looked, tuning.candidates_here(), scratch, _ROUNDS, _DRIVE_S)
-    best = tuning.choose(found)
+        best = tuning.choose(found)
+        lost_s = tuning.lost_beside(looked, best, scratch, _products(), _ROUNDS)
     rates = next(each for each in found if replace(each.settings, reason="") == replace(best, reason=""))
     read, write, mixed = (rates.bytes_per_s[tuning.Pattern(name)] for name in ("read", "write", "mixed"))
     in_turn_s = (1 / read + 1 / write) / 2
@@ -225,5 +227,20 @@ def drive_rates(directory: Path) -> Table:
         "read_bytes_per_s": read,
         "write_bytes_per_s": write,
         "takes_turns": 1 / mixed > _APART * in_turn_s,
-        "core_s_per_byte": rates.cpu_s_per_gb / 1e9,
+        "lost_s_per_byte": lost_s,
     }
+
+
+def _products() -> Callable[[], None]:
+    """Products of matrices on all cores, as a block makes them, for some tenths of a second."""
+    import torch
+
+    inputs, weight = torch.randn(_SEQUENCE, 4 * _WIDTH), torch.randn(16 * _WIDTH, 4 * _WIDTH)
+    once_s = _median_s(lambda: inputs @ weight.T)
+    count = max(round(_LOST_S / once_s), 1)
+
+    def work() -> None:
+        for _ in range(count):
+            inputs @ weight.T
+
+    return work

@@ -192,6 +192,8 @@ def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_besi
     """Of one unit with these tiers; `update_beside`: the update has the cores that compute leaves."""
     unit = job.units[index]
     forward_s, backward_s = _compute_seconds(job, index, machine)
+    if machine.is_host:  # the thread of backward copies gradients to their places
+        backward_s += _per(2 * _made_bytes(job, unit), machine.host_bytes)
     first, again, buffer_bytes = _fetches(job, unit, at, machine)
     alone = job.partition.world_size == 1
     grads = _grad_costs(job, unit, at, machine)
@@ -266,14 +268,11 @@ def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> tuple[Fe
 
 def _grad_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> dict[str, float]:
     tier, partition = at[StateKind.GRADS], job.partition
-    world, shards = partition.world_size, partition.grad_shards
+    world = partition.world_size
     crossing = unit.trained_numel * (4 if job.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
     # An all-reduce where every rank keeps all, else a reduce-scatter.
     crossing *= 2 if partition.optimizer_shards == 1 else 1
-    if world == 1:
-        out = (unit.params_bytes - unit.frozen_bytes) if job.batch.micro_batches == 1 else unit.grads_bytes
-    else:
-        out = unit.trained_numel * 4 // shards
+    out = _made_bytes(job, unit)
     leaves = not machine.is_host and tier is not Tier.DEVICE
     on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
     return {
@@ -285,6 +284,13 @@ def _grad_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> dict[
         # From staging to where they rest: read and written.
         "land_s": _per(2 * out * (leaves and not on_disk), machine.host_bytes),
     }
+
+
+def _made_bytes(job: Job, unit: UnitBytes) -> int:
+    """Of gradients that one backward brings to where they rest."""
+    if job.partition.world_size > 1:
+        return unit.trained_numel * 4 // job.partition.grad_shards
+    return (unit.params_bytes - unit.frozen_bytes) if job.batch.micro_batches == 1 else unit.grads_bytes
 
 
 def _saved_costs(job: Job, index: int, machine: Machine) -> Fetch:
@@ -326,43 +332,44 @@ def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, upd
     writes = unit.optimizer_bytes * on_disk + copies
     on_gpu = grads is Tier.DEVICE and not machine.is_host
     rate = machine.host_bytes_beside if update_beside else machine.host_bytes
-    cores_s = (reads + writes) * machine.drive_core_s / machine.num_cores
+    lost_s = (reads + writes) * machine.drive_lost_s
     is_staged = on_disk or reads > 0 or on_gpu
     return UpdateCosts(
         # In memory nothing is read ahead or written behind.
         pieces=max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1,
         read_s=_per(reads, machine.read_bytes),
         download_s=_per(grad_bytes * on_gpu, machine.download_bytes),
-        host_s=_per(touched + delivers + copies, rate) + cores_s,
+        host_s=_per(touched + delivers + copies, rate) + lost_s,
         write_s=_per(writes, machine.write_bytes),
         is_staged=is_staged,
     )
 
 
 def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, update_beside: bool) -> list[UnitCosts]:
-    """On a CPU what runs beside compute takes its cores: spread evenly over the passes that it runs beside."""
+    """On a CPU what runs beside compute takes its cores: spread evenly over the passes that it runs beside.
+
+    Units are counted as if none stayed from one pass to the next.
+    """
     n = job.batch.micro_batches
     forward_s = sum(each.forward_s for each in costs)
     backward_s = sum(each.backward_s for each in costs)
-    # Processor time of transfers, counted in that of the update where they are its own.
-    moved_s = 0.0
+    # Transfers that are the update's own are counted in its time.
+    moved_bytes = 0.0
     for each in costs:
         saved = each.saved_out
-        reads = (0 if each.delivered and update_beside else each.first.read_s) + (n - 1) * each.grad_read_s
-        reads += n * saved.read_s
+        reads = (0 if each.delivered and update_beside else each.first.read_s) + (2 * n - 1) * each.again.read_s
+        reads += (n - 1) * each.grad_read_s + n * saved.read_s
         writes = n * (each.grad_write_s + saved.keep_write_s) + each.commit_s
-        moved_s += reads * machine.read_bytes + writes * machine.write_bytes
-    moved_s *= machine.drive_core_s / machine.num_cores
-    shared_s = 0.0
-    if update_beside:
-        threads = max(machine.num_cores // 2, 1)
-        shared_s = sum(each.update.host_s for each in costs) * threads / machine.num_cores
+        moved_bytes += reads * machine.read_bytes + writes * machine.write_bytes
+    # The update's threads are fewer than compute's, which wait for those whose cores they share.
+    shared_s = sum(each.update.host_s for each in costs) if update_beside else 0.0
     passes_s = n * (forward_s + backward_s)
-    every = 1 + moved_s / passes_s if passes_s else 1.0
+    every = 1 + moved_bytes * machine.drive_lost_s / passes_s if passes_s else 1.0
     # The update runs beside the first forward of a step, or beside its last backward.
     in_backward = job.overlap == UpdateOverlap.BACKWARD.value
-    beside_s = (backward_s if in_backward else forward_s) * n
-    factor = every + (shared_s / beside_s if beside_s else 0.0)
+    beside_s = backward_s if in_backward else forward_s
+    # Compute has at least half of its time meanwhile; while it waits for the update nothing is taken.
+    factor = every + (min(shared_s, beside_s) / (n * beside_s) if beside_s else 0.0)
     forward_factor, backward_factor = (every, factor) if in_backward else (factor, every)
     return [
         replace(each, forward_s=each.forward_s * forward_factor, backward_s=each.backward_s * backward_factor)

@@ -64,16 +64,15 @@ class Gpu:
 @dataclass(frozen=True)
 class Host:
     memory_gb_s: float
-    cores: int
     network_gb_s: float
     """Of the machine, per direction, for each GPU where `network_per_gpu`."""
     network_per_gpu: bool = False
 
 
 HOSTS: Mapping[str, Host] = {
-    "desktop": Host(90, 16, 12.5),
-    "ddr4-server": Host(2 * 205, 128, 25, network_per_gpu=True),
-    "ddr5-server": Host(2 * 461, 192, 50, network_per_gpu=True),
+    "desktop": Host(90, 12.5),
+    "ddr4-server": Host(2 * 205, 25, network_per_gpu=True),
+    "ddr5-server": Host(2 * 461, 50, network_per_gpu=True),
 }
 
 GPUS: Mapping[str, Gpu] = {
@@ -114,9 +113,8 @@ class Machine:
     """Reads and writes share the drives' time; otherwise each has its rate whatever the other does."""
     network_bytes: float
     """Sent and received by a rank at once, whatever it sends to whom."""
-    num_cores: int
-    drive_core_s: float = 0.0
-    """Processor seconds for each byte that drives move."""
+    drive_lost_s: float = 0.0
+    """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
     """Where the figures come from, for whoever reads a prediction."""
 
@@ -258,7 +256,6 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster) -> Machine:
         write_bytes=drives.write_bytes / here,
         drive_takes_turns=drives.takes_turns,
         network_bytes=network * GB if cluster.ranks > 1 else 0.0,
-        num_cores=max(host.cores // here, 1),
         source=f"specifications of {name} and its {gpu.host}, at the shares that programs achieve",
     )
 
@@ -291,7 +288,6 @@ def default_machine(
             write_bytes=drives.write_bytes / cluster.ranks_per_node,
             drive_takes_turns=drives.takes_turns,
             network_bytes=HOSTS["desktop"].network_gb_s * GB * LINK_SHARE if cluster.ranks > 1 else 0.0,
-            num_cores=num_cores,
             source=f"defaults for a CPU with {num_cores} cores, not measured",
         )
     preset = gpu_of_device(device_name)

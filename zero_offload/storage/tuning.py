@@ -2,18 +2,21 @@
 
 Owns the candidates, the probe (a file without a name, written and read a few times) and the rule of choice. Never
 touches a file of a run. The calls: `tune` for a run, which measures only where there is enough to move; `measure`
-and `choose` for whoever prints what was found.
+and `choose` for whoever prints what was found; `lost_beside` for what transfers cost a CPU that computes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import statistics
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -225,6 +228,54 @@ def measure(
             file.close()
 
 
+def lost_beside(
+    directory: RunDirectory, settings: EngineSettings, scratch: Scratch, work: Callable[[], object], times: int
+) -> float:
+    """Seconds that `work` takes longer for each byte that a file engine reads or writes beside it.
+
+    `work` uses all cores: its loops wait for the thread whose core the engine took. At most `times` alone and as often
+    beside the engine, in turns; the median of the differences, and at least 0.
+    """
+    file = directory.create_scratch(scratch.nbytes)
+    trial = _Trial(settings, file, scratch)
+    try:
+        trial.run(Pattern.WRITE)
+        work()
+        return max(statistics.median(_lost_once(trial, work) for _ in range(times)), 0.0)
+    finally:
+        if not trial.is_stuck:
+            file.close()
+
+
+def _lost_once(trial: _Trial, work: Callable[[], object]) -> float:
+    alone_s = _seconds(work)
+    ends, moved_bytes = threading.Event(), 0
+
+    def move() -> None:
+        nonlocal moved_bytes
+        for pattern in itertools.cycle((Pattern.READ, Pattern.WRITE)):
+            trial.run(pattern)
+            moved_bytes += trial.nbytes
+            if ends.is_set():
+                return
+
+    with ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move)
+        beside_s = _seconds(work)
+        ends.set()
+        # What is moved after the work has ended takes nothing from it.
+        began = time.perf_counter()
+        moving.result()
+        rest_s = time.perf_counter() - began
+    return (beside_s - alone_s) / (moved_bytes * beside_s / (beside_s + rest_s))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
 class _Trial:
     """One candidate's measurements."""
 
@@ -238,7 +289,7 @@ class _Trial:
         self._cpu_s: list[float] = []
 
     @property
-    def _nbytes(self) -> int:
+    def nbytes(self) -> int:
         return int(self._blocks["nbytes"].sum())
 
     def run(self, pattern: Pattern) -> tuple[float, float]:
@@ -258,8 +309,8 @@ class _Trial:
         self._cpu_s.append(cpu_s)
 
     def rates(self) -> Rates:
-        speeds = {pattern: self._nbytes / statistics.median(taken) for pattern, taken in self._seconds.items()}
-        return Rates(self._settings, speeds, statistics.mean(self._cpu_s) / self._nbytes * 1e9)
+        speeds = {pattern: self.nbytes / statistics.median(taken) for pattern, taken in self._seconds.items()}
+        return Rates(self._settings, speeds, statistics.mean(self._cpu_s) / self.nbytes * 1e9)
 
 
 def _move(engine: FileEngine, pattern: Pattern, blocks: BlockTable, address: int) -> None:

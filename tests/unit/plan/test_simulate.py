@@ -25,8 +25,8 @@ from zero_offload.plan.shapes import SHAPES, equal_blocks
 from zero_offload.plan.simulate import Prediction, simulate
 from zero_offload.types import GIB, StateKind, Tier
 
-CPU = Machine("cpu", True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0, 2)
-GPU = Machine("gpu", False, 1e12, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0, 16)
+CPU = Machine("cpu", True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
+GPU = Machine("gpu", False, 1e12, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
 BATCH = Batch(tokens=64, sequence=64, recompute=False)
 NUMEL = 10_000_000
 
@@ -48,11 +48,35 @@ def test_everything_in_the_memory_of_a_cpu_is_compute_and_then_the_update() -> N
     job = job_of(OffloadConfig())
     found = simulate(job, placement_of(job, (HOST, HOST, HOST), shared=True), CPU)
     flops = 3 * 64 * (2 * NUMEL + 2 * 64 * job.work[0].attention_width)
-    compute_s, update_s = 4 * flops / 1e9, 4 * (2 * 12 + 2) * NUMEL / 8e9
+    stored_s = 2 * 2 * NUMEL / 8e9  # gradients, from where autograd makes them to where they rest
+    compute_s, update_s = 4 * (flops / 1e9 + stored_s), 4 * (2 * 12 + 2) * NUMEL / 8e9
     assert found.step_s == pytest.approx(compute_s + update_s)
     assert found.exposed_s == {"update": pytest.approx(update_s)}
     assert found.tokens_per_s == pytest.approx(64 / found.step_s)
     assert found.busy[Lane.COMPUTE] == pytest.approx(compute_s / found.step_s)
+
+
+def test_what_moves_beside_a_cpu_takes_its_time() -> None:
+    """Values that forward and backward read, and those that a serial update writes."""
+    job = job_of(OffloadConfig(nvme="x", durability="scratch"), overlap="none")
+    placement = placement_of(job, (NVME, HOST, HOST), shared=True)
+    fast = replace(CPU, read_bytes=1e15, write_bytes=1e15, flops=1e6)
+    free, taking = (simulate(job, placement, replace(fast, drive_lost_s=lost_s)) for lost_s in (0.0, 1e-8))
+    read_bytes, written_bytes = 2 * 4 * 2 * NUMEL, 4 * 2 * NUMEL
+    assert taking.step_s - free.step_s == pytest.approx((read_bytes + written_bytes) * 1e-8, rel=0.01)
+
+
+def test_an_update_beside_forward_takes_the_time_of_a_cpu() -> None:
+    """As much as it has itself, where there is as much: the loops of compute wait for the cores that they share."""
+    job = job_of(OffloadConfig(), overlap="forward")
+    placement = placement_of(job, (HOST, HOST, HOST), shared=True)
+    alone, beside = (simulate(replace(job, overlap=each), placement, CPU) for each in ("none", "forward"))
+    update_s = 4 * (2 * 12 + 2) * NUMEL / CPU.host_bytes_beside
+    assert beside.compute_s == pytest.approx(alone.compute_s + update_s)
+    # Of a forward that is shorter than the update, no more than that.
+    quick = replace(CPU, flops=1e13)
+    alone, beside = (simulate(replace(job, overlap=each), placement, quick) for each in ("none", "forward"))
+    assert beside.compute_s == pytest.approx(alone.compute_s + 4 * 2 * NUMEL / CPU.device_bytes)
 
 
 def test_a_drive_slower_than_all_else_is_the_step() -> None:
@@ -138,9 +162,7 @@ def test_a_faster_lane_never_makes_a_step_slower(
     link, dram, read, write, network, flops = rates
     crossing = 0.0 if host else link
     many = network if world[1] > 1 else 0.0
-    machine = Machine(
-        "m", host, 10 * flops, dram, crossing, crossing, dram, dram / 2, read, write, turns, many, 4, 1e-10
-    )
+    machine = Machine("m", host, 10 * flops, dram, crossing, crossing, dram, dram / 2, read, write, turns, many, 1e-10)
     config = OffloadConfig(nvme="x", activations=activations.value, device_memory=budget)
     batch = replace(BATCH, micro_batches=micro_batches)
     job = Job.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)

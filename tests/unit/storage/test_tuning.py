@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from zero_offload.storage.tuning import (
     Scratch,
     Tuned,
     choose,
+    lost_beside,
     measure,
     stripe_weights,
     tune,
@@ -118,6 +120,21 @@ def test_measuring_leaves_nothing_behind(directory: RunDirectory, scratch: Scrat
     rates = measure(directory, [THREADS, AIOFILES], scratch, rounds=2, limit_s=60)
     assert [each.settings for each in rates] == [THREADS, AIOFILES]
     assert all(speed > 0 for each in rates for speed in each.bytes_per_s.values())
+    assert os.listdir(directory.path) == ["LOCK"]
+
+
+def test_what_work_loses_to_transfers_beside_it(
+    directory: RunDirectory, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Work that takes half a second longer while something is moved: the whole file at least, once."""
+    alone_s, beside_s = 1.0, 1.5
+    times = itertools.cycle([alone_s, beside_s])
+    monkeypatch.setattr(tuning, "_seconds", lambda work: next(times))
+    lost_s = lost_beside(directory, THREADS, scratch, lambda: None, 3)
+    # The end of what was being moved counts as moved after the work; it is short of a second and a half.
+    assert 0 < lost_s <= 2 * (beside_s - alone_s) / scratch.nbytes
+    times = itertools.cycle([beside_s, alone_s])
+    assert lost_beside(directory, THREADS, scratch, lambda: None, 3) == 0.0
     assert os.listdir(directory.path) == ["LOCK"]
 
 
