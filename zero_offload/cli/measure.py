@@ -32,6 +32,7 @@ _ROUNDS = 5
 _DRIVE_BYTES = 128 * MIB
 _DRIVE_S = 2.0
 _LOST_S = 0.25
+"""Of the products beside which bytes are moved."""
 _APART = 0.75
 """Reads and writes that together take less than this share of one after the other do not take turns."""
 

@@ -233,8 +233,8 @@ def lost_beside(
 ) -> float:
     """Seconds that `work` takes longer for each byte that a file engine reads or writes beside it.
 
-    `work` uses all cores: its loops wait for the thread whose core the engine took. At most `times` alone and as often
-    beside the engine, in turns; the median of the differences, and at least 0.
+    `work` uses all cores: its loops wait for the thread whose core the engine took. It runs `times` alone and as
+    often beside the engine, in turns; the median of the differences, and at least 0.
     """
     file = directory.create_scratch(scratch.nbytes)
     trial = _Trial(settings, file, scratch)
@@ -261,8 +261,10 @@ def _lost_once(trial: _Trial, work: Callable[[], object]) -> float:
 
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(move)
-        beside_s = _seconds(work)
-        ends.set()
+        try:
+            beside_s = _seconds(work)
+        finally:
+            ends.set()
         # What is moved after the work has ended takes nothing from it.
         began = time.perf_counter()
         moving.result()
