@@ -1,20 +1,27 @@
 """Training with compact and bf16 states against fp32 states: the main job's model, its text, several seeds.
 
-    python benchmarks/states.py [--quick] [--steps N] [--seeds N] [--out DIR] [--json FILE]
+    python benchmarks/states.py [--quick] [--steps N] [--seeds N] [--batch N] [--jobs N] [--out DIR] [--json FILE]
 
 Each run is `zero-offload train` with its states in memory, and goes on where it was stopped. The seed decides weights
-and batches, so runs of one seed differ by the format alone. Reach: the mean of the final validation losses is no
-further from that of fp32 states than the spread of these over seeds (their standard deviation); with one seed the
-spread is not known, and nothing is claimed. `--quick` is one seed of 150 steps.
+and batches, so runs of one seed differ by the format alone. `--jobs` runs train at once and share the cores: two runs
+of one thread each do more steps than one run of two threads, for a model this small. Reach: the mean of the final
+validation losses is no further from that of fp32 states than the spread of these over seeds (their standard
+deviation); with one seed the spread is not known, and nothing is claimed. `--quick` is one seed of 150 steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
+import os
 import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from _rows import missing, row, show, write
 
 from zero_offload.config import OffloadConfig, Precision
@@ -22,9 +29,11 @@ from zero_offload.recipes.settings import TrainConfig
 from zero_offload.recipes.train import train
 
 FORMATS = ("fp32", "bf16", "compact")
+EVALUATED = 512
+"""Sequences of the validation loss, whatever the batch is."""
 
 
-def final_loss(states: str, seed: int, steps: int, out: Path) -> float:
+def final_loss(states: str, seed: int, steps: int, batch: int, out: Path) -> float:
     """Validation loss, nats per byte, after the last step."""
     done = out / "loss.json"
     if not done.exists():
@@ -32,12 +41,29 @@ def final_loss(states: str, seed: int, steps: int, out: Path) -> float:
         # A generation now and then, so that a run that was stopped goes on.
         config = OffloadConfig(params="cpu", optimizer="cpu", nvme=out / "nvme", precision=precision, commit_every=100)
         with (out.parent / f"{out.name}.log").open("a") as log:
-            job = TrainConfig(out=out, steps=steps, seed=seed, eval_every=steps, eval_batches=64, offload=config)
-            loss = train(job, stream=log).validation_loss
+            run = TrainConfig(out=out, steps=steps, seed=seed, batch=batch, eval_every=steps, offload=config)
+            loss = train(replace(run, eval_batches=max(EVALUATED // batch, 1)), stream=log).validation_loss
         if loss is None:
             raise SystemExit(f"stopped; the same command goes on: {out}")
         done.write_text(json.dumps(loss))
     return float(json.loads(done.read_text()))
+
+
+def train_all(runs: list[tuple[str, int]], steps: int, batch: int, jobs: int, out: Path) -> dict[str, list[float]]:
+    """Final losses of each format in the order of its seeds."""
+    out.mkdir(parents=True, exist_ok=True)
+    threads = max(len(os.sched_getaffinity(0)) // jobs, 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # before a worker loads the native update
+    spawn = multiprocessing.get_context("spawn")
+    losses: dict[str, list[float]] = {states: [] for states in FORMATS}
+    with ProcessPoolExecutor(jobs, spawn, initializer=torch.set_num_threads, initargs=(threads,)) as workers:
+        at = [out / f"{states}-{seed}-{steps}x{batch}" for states, seed in runs]
+        formats, seeds = zip(*runs, strict=True)
+        results = workers.map(final_loss, formats, seeds, itertools.repeat(steps), itertools.repeat(batch), at)
+        for (states, seed), loss in zip(runs, results, strict=True):
+            losses[states].append(loss)
+            print(f"seed {seed}, {states:<8} {loss:.4f} nats per byte after {steps} steps", flush=True)
+    return losses
 
 
 def main() -> None:
@@ -45,17 +71,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=16, help="sequences per step (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/states"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     steps, seeds = (150, 1) if args.quick else (args.steps, args.seeds)
-    losses: dict[str, list[float]] = {states: [] for states in FORMATS}
-    for seed in range(seeds):
-        for states in FORMATS:
-            out = args.out / f"{states}-{seed}-{steps}"
-            out.parent.mkdir(parents=True, exist_ok=True)
-            losses[states].append(final_loss(states, seed, steps, out))
-            print(f"seed {seed}, {states:<8} {losses[states][-1]:.4f} nats per byte after {steps} steps", flush=True)
+    runs = [(states, seed) for seed in range(seeds) for states in FORMATS]
+    losses = train_all(runs, steps, args.batch, args.jobs, args.out)
     spread = statistics.stdev(losses["fp32"]) if seeds > 1 else 0.0
     rows = []
     for states in FORMATS[1:]:
