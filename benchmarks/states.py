@@ -42,7 +42,8 @@ def final_loss(states: str, seed: int, steps: int, batch: int, out: Path) -> flo
         config = OffloadConfig(params="cpu", optimizer="cpu", nvme=out / "nvme", precision=precision, commit_every=100)
         with (out.parent / f"{out.name}.log").open("a") as log:
             run = TrainConfig(out=out, steps=steps, seed=seed, batch=batch, eval_every=steps, offload=config)
-            loss = train(replace(run, eval_batches=max(EVALUATED // batch, 1)), stream=log).validation_loss
+            run = replace(run, eval_batches=max(EVALUATED // batch, 1), sample_bytes=1)
+            loss = train(run, stream=log).validation_loss
         if loss is None:
             raise SystemExit(f"stopped; the same command goes on: {out}")
         done.write_text(json.dumps(loss))

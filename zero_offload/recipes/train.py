@@ -118,8 +118,8 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
             if ranks.is_first and first_step == 1:
                 RunDir(config.out).drop_traces()
             with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
-                last_step = _train_steps(job, first_step, stop, trace, progress)
-            return _finish(job, last_step, progress)
+                last_step, val_loss = _train_steps(job, first_step, stop, trace, progress)
+            return _finish(job, last_step, val_loss, progress)
 
 
 @contextmanager
@@ -200,11 +200,13 @@ def _resume(job: _Job, progress: Progress, num_ranks_before: int) -> int:
     return step
 
 
-def _train_steps(job: _Job, first_step: int, stop: StopRequest, trace: StepTrace, progress: Progress) -> int:
-    """Run the steps still to do; the number of the last one done."""
+def _train_steps(
+    job: _Job, first_step: int, stop: StopRequest, trace: StepTrace, progress: Progress
+) -> tuple[int, float | None]:
+    """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
     metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1) if job.ranks.is_first else None
     non_finite_steps = 0
-    step = first_step - 1
+    step, val_loss = first_step - 1, None
     started = time.perf_counter()
     while step < job.config.steps and not job.ranks.any(stop.requested):
         step += 1
@@ -213,8 +215,10 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, trace: StepTrace
         row |= _measured(job, time.perf_counter() - started)
         if step == first_step > 1:
             row["resumed"] = True
-        if step % job.config.eval_every == 0 or step == job.config.steps:
-            row["val_loss"] = _validation_loss(job)
+        is_measured = step % job.config.eval_every == 0 or step == job.config.steps
+        val_loss = _validation_loss(job) if is_measured else None
+        if val_loss is not None:
+            row["val_loss"] = val_loss
         if metrics is not None:
             metrics.append(row)
         started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
@@ -234,7 +238,7 @@ def _train_steps(job: _Job, first_step: int, stop: StopRequest, trace: StepTrace
     if metrics is not None:
         metrics.close()
     progress.close()
-    return step
+    return step, val_loss
 
 
 def _train_step(job: _Job, step: int) -> Row:
@@ -311,14 +315,14 @@ def _validation_loss(job: _Job) -> float:
     return job.ranks.mean(sum(losses) / len(losses))
 
 
-def _finish(job: _Job, last_step: int, progress: Progress) -> TrainResult:
+def _finish(job: _Job, last_step: int, val_loss: float | None, progress: Progress) -> TrainResult:
     config, unigram_nats = job.config, job.corpus.unigram_nats
     if last_step < config.steps:
         zo.close(job.model)
         command = "the same command" + " without --generation" * (config.offload.generation is not None)
         progress.note(f"stopped after step {last_step}, which is committed; {command} continues from there")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
-    loss = _validation_loss(job)
+    loss = _validation_loss(job) if val_loss is None else val_loss  # a run found finished has it to measure
     job.model.eval()
     text = generate(job.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
     sample = _printable(text.decode("utf-8", errors="replace"))
