@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.helpers import device_formats
-from tests.helpers.any_bits import codes, floats, halves
+from tests.helpers.device_formats import SEED, Case
 from zero_offload.abi import Rule, StateFormat
 from zero_offload.kernels.device_update import UpdateTensors
-from zero_offload.kernels.master import split_master
-from zero_offload.kernels.states import encode_states, num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED, STATES, Segment
+from zero_offload.kernels.update import STATES, Segment
 
 MODULE = "zero_offload.kernels.triton_update"
 SUMS = "zero_offload.kernels.triton_sums"
@@ -39,7 +37,7 @@ class Kept:
     """How a section keeps its states, and what its random words are made from."""
 
     format: StateFormat = StateFormat.FP32
-    seed: int = 0x123456789ABCDEF0
+    seed: int = SEED
     origin: int = 0
 
 
@@ -59,25 +57,7 @@ def tame(
     format: StateFormat = StateFormat.FP32,
 ) -> Arrays:
     """Numbers as training has them, (numel,) each."""
-    draw = torch.Generator().manual_seed(numel)
-    master = torch.randn(numel, generator=draw)
-    arrays = {"value": master.to(value_dtype)}
-    if value_dtype is torch.bfloat16:
-        short = format is StateFormat.COMPACT
-        arrays["residual"] = torch.empty(numel, dtype=torch.int8 if short else torch.int16)
-        split_master(master, arrays["value"], arrays["residual"])
-    elif value_dtype is torch.float16:
-        arrays["master"] = master
-    arrays["grad"] = torch.randn(numel, generator=draw).to(grad_dtype)
-    for name in STATES[rule]:
-        x = 0.1 * torch.randn(numel, generator=draw)
-        signed = name in SIGNED
-        arrays[name] = torch.empty(numel, dtype=state_dtype(format, signed=signed))
-        scales = torch.empty(num_scales(format, numel)) if format is StateFormat.COMPACT else None
-        encode_states(format, x if signed else x.abs(), arrays[name], scales, signed=signed)
-        if scales is not None:
-            arrays[scales_of(name)] = scales
-    return arrays
+    return _by_name(rule, device_formats.tame(Case(rule, value_dtype, grad_dtype, format), numel))
 
 
 def wild(
@@ -87,25 +67,15 @@ def wild(
     grad_dtype: torch.dtype,
     format: StateFormat = StateFormat.FP32,
 ) -> Arrays:
-    """NaNs of all kinds, infinities, subnormal numbers and ordinary ones, at addresses off any vector's."""
-    whole, short = value_dtype is torch.float32, format is StateFormat.COMPACT
-    arrays = {"value": floats(numel, 1) if whole else halves(numel, 1, value_dtype)}
-    if value_dtype is torch.bfloat16:
-        arrays["residual"] = codes(numel, 2, torch.int8) if short else halves(numel, 2).view(torch.int16)
-    elif value_dtype is torch.float16:
-        arrays["master"] = floats(numel, 3)
-    arrays["grad"] = floats(numel, 5) if grad_dtype is torch.float32 else halves(numel, 5, grad_dtype)
-    for seed, name in enumerate(STATES[rule], start=10):
-        signed = name in SIGNED
-        if short:
-            arrays[name] = codes(numel, seed, state_dtype(format, signed=signed))
-            arrays[scales_of(name)] = floats(num_scales(format, numel), 10 + seed, 1e-3)
-        elif format is StateFormat.BF16:
-            arrays[name] = halves(numel, seed)
-        else:
-            state = floats(numel, seed, 1e-3)
-            arrays[name] = state if signed else state.abs()
-    return arrays
+    """Any bits, at addresses off any vector's."""
+    return _by_name(rule, device_formats.wild(Case(rule, value_dtype, grad_dtype, format), numel))
+
+
+def _by_name(rule: Rule, tensors: UpdateTensors) -> Arrays:
+    arrays = {name: getattr(tensors, name) for name in ("value", "residual", "master", "grad")}
+    arrays |= dict(zip(STATES[rule], tensors.states, strict=True))
+    arrays |= {scales_of(name): scales for name, scales in zip(STATES[rule], tensors.scales, strict=False)}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def update_on_host(rule: Rule, arrays: Arrays, segment: Segment, kept: Kept = WHOLE) -> None:
