@@ -127,9 +127,9 @@ class Commits:
             return
         if self._is_aside and self._keeper is not None:
             warnings.warn(
-                f"step {record.step} is not made a generation: after it load_state_dict or zo.gathered(mode='write') "
-                "has replaced states, and a resume could not tell. To keep them as they are now call zo.commit(model, "
-                "optimizer) before zo.close; to keep the step, zo.close before they are replaced",
+                f"step {record.step} is not made a generation: after it load_state_dict, zo.gathered(mode='write') or "
+                "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
+                "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
                 stacklevel=4,
             )
         # The script may also have ended between `step` and `commit`.

@@ -74,7 +74,7 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
-        self.states = OptimizerStates(self.access, parts.store, self._commits)
+        self.states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index)
         self._updates = Updates(parts, self.grads.ledger, self.worker, self.states, self._commits, weakref.ref(self))
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
@@ -188,8 +188,7 @@ class OffloadedModel:
     def adopt_generation(self, found: Generation) -> None:
         """The shards are a generation's: so are the counts."""
         self.step_count = found.step
-        steps = found.payload.get("param_steps", {})
-        self.states.param_steps = {name: int(steps.get(name, 0)) for name in self.states.param_steps}
+        self.states.adopt(found.payload.get("param_steps", {}))
         self._commits.start_at(found.step)
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:

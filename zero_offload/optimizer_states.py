@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_offload.commits import Commits
-from zero_offload.param_access import ParamAccess
+from zero_offload.param_access import ParamAccess, Place
 from zero_offload.shards.shard import Component, Shard
 from zero_offload.shards.store import ShardStore
 
@@ -20,14 +20,34 @@ from zero_offload.shards.store import ShardStore
 class OptimizerStates:
     """Implements `shards.registry.OptimizerStates`."""
 
-    def __init__(self, access: ParamAccess, store: ShardStore, commits: Commits) -> None:
+    def __init__(self, access: ParamAccess, store: ShardStore, commits: Commits, shard_index: int) -> None:
         self._access = access
         self._store = store
         self._commits = commits
-        self.param_steps = {place.name: 0 for place in access.places()}
+        self._shard_index = shard_index
+        self.param_steps: dict[str, int] = {}
+        self._loaded_steps: dict[str, int] = {}
+        """The counts that came with states from files or a state dict."""
+        self.adopt({})
+
+    def adopt(self, param_steps: Mapping[str, int]) -> None:
+        """The shards have states that were saved after so many updates of each parameter."""
+        self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._access.places()}
+        self._loaded_steps = dict(self.param_steps)
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
-        self.ensure((self._access.place(param).section.shard, names) for param in params)
+        places = [self._access.place(param) for param in params]
+        self.ensure((place.section.shard, names) for place in places)
+        # What was loaded is for the optimizer built next; what an earlier one has made of it is not.
+        self._start_anew([place for place in places if self.param_steps[place.name] != self._loaded_steps[place.name]])
+
+    def _start_anew(self, places: Sequence[Place]) -> None:
+        if places:
+            self._commits.drain()
+            self._commits.set_aside()
+            self._access.zero_states(places, self._shard_index)
+            for place in places:
+                self.param_steps[place.name] = self._loaded_steps[place.name] = 0
 
     def ensure(self, states: Iterable[tuple[Shard, Sequence[str]]]) -> None:
         """Have room for these states of shards; what there was not is zero."""
@@ -43,9 +63,12 @@ class OptimizerStates:
             return {}
         return {"step": torch.tensor(float(steps)), **self._access.read_states(param, names)}
 
-    def write(self, param: nn.Parameter, step: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
+    def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None]) -> None:
+        place = self._access.place(param)
+        if step == self.param_steps[place.name] == 0:
+            return  # all that there is is zero
         self._commits.drain()
         self._commits.set_aside()
-        self.add([param], tuple(states))
+        self.ensure([(place.section.shard, tuple(states))])
         self._access.write_states(param, states)
-        self.param_steps[self._access.name_of(param)] = int(step)
+        self.param_steps[place.name] = self._loaded_steps[place.name] = step

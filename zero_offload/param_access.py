@@ -7,7 +7,7 @@ then these calls raise, naming the one that gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -232,10 +232,28 @@ class ParamAccess:
         place = self.place(param)
         return {name: self._read(place, Component(name)) for name in names if place.section.shard.keeps([name])}
 
-    def write_states(self, param: nn.Parameter, states: Mapping[str, torch.Tensor]) -> None:
+    def write_states(self, param: nn.Parameter, states: Mapping[str, torch.Tensor | None]) -> None:
+        """Replace these states, each of the parameter's shape; None is zeros."""
         self._need_whole("optimizer.load_state_dict()", "zo.load_checkpoint(model, optimizer, path)")
-        place = self.place(param)
-        self.write_section(place.section, {}, {(place.piece, Component(name)): states[name] for name in states})
+        place, zeros = self.place(param), torch.zeros(1)
+        values = {Component(name): zeros if state is None else state for name, state in states.items()}
+        self.write_section(place.section, {}, {(place.piece, component): values[component] for component in values})
+
+    def zero_states(self, places: Sequence[Place], shard_index: int) -> None:
+        """Of these parameters' states all that this rank has."""
+        self._session.check_usable()
+        sections = {id(place.section): place.section for place in places}
+        for section in sections.values():
+            shard = section.shard
+            self._board.wait(shard.layout.unit)
+            arrays = {component: read_state(self._store, shard, component) for component in shard.states}
+            for place in places:
+                begin, end = section.layout.in_shard(place.piece, shard_index)
+                for array in arrays.values() if place.section is section else ():
+                    array[begin:end] = 0
+            master = fill_from_array(read_master(self._store, shard))
+            self._store.write_components(shard, ComponentSource(shard, master, arrays))
+        self._last = None
 
 
 def _numbers(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:

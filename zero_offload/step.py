@@ -63,6 +63,8 @@ def _segments(
         param_steps[piece.spec.name] += 1
         begin, end = section.layout.in_shard(piece, step.shard_index)
         factor = grads.factor(section, index)
+        if not section.section.shard.keeps(hyper.states):
+            hyper = hyper.first()
         segment = hyper.segment(begin, end, factor, param_steps[piece.spec.name])
         segments.setdefault(hyper.rule, []).append(segment)
     return segments

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.update import STATES, Segment
@@ -24,6 +24,10 @@ class Hyper:
     def states(self) -> tuple[str, ...]:
         """What the rule keeps, by torch's names."""
         return STATES[self.rule]
+
+    def first(self) -> Hyper:
+        """The same where the states are new, whatever the step: SGD's momentum begins without dampening."""
+        return replace(self, beta2=0.0) if self.rule in (Rule.SGD_MOMENTUM, Rule.SGD_NESTEROV) else self
 
     def segment(self, begin: int, end: int, grad_scale: float, step: int) -> Segment:
         """Elements [begin, end), whose gradient is multiplied by `grad_scale` first, in their step number `step`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,11 +15,19 @@ from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.optimizer import FusedOptimizer, State, negatives, not_decays
 
+_RULES = {
+    (False, False): Rule.ADAM,
+    (False, True): Rule.ADAM_AMSGRAD,
+    (True, False): Rule.ADAMW,
+    (True, True): Rule.ADAMW_AMSGRAD,
+}
+"""By whether the decay is decoupled, and AMSGrad."""
+
 
 class _AdamBase(FusedOptimizer):
-    _rules: tuple[Rule, Rule]
-    """Without and with AMSGrad."""
-    _torch_function: Any
+    @abstractmethod
+    def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        """Whether a group's weight decay is no part of the gradient."""
 
     def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
         yield from negatives(group, "lr", "eps", "weight_decay")
@@ -26,7 +35,7 @@ class _AdamBase(FusedOptimizer):
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
         beta1, beta2 = map(float, group["betas"])
-        rule = self._rules[bool(group["amsgrad"])]
+        rule = _RULES[self._is_decoupled(group), bool(group["amsgrad"])]
         lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
         return Hyper(rule, lr, beta1, beta2, eps, decay, group["maximize"])
 
@@ -35,9 +44,11 @@ class _AdamBase(FusedOptimizer):
         return int(state["step"])
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
+        assert param.grad is not None
         state.setdefault("step", torch.tensor(0.0, device="cpu"))
         beta1, beta2 = group["betas"]
-        self._torch_function(
+        update = torch_adamw if self._is_decoupled(group) else torch_adam
+        update(
             [param],
             [param.grad],
             [state["exp_avg"]],
@@ -61,9 +72,6 @@ class AdamW(_AdamBase):
     range, and CapacityError where there is no room for the states of offloaded parameters.
     """
 
-    _rules = (Rule.ADAMW, Rule.ADAMW_AMSGRAD)
-    _torch_function = staticmethod(torch_adamw)
-
     def __init__(
         self,
         params: Any,
@@ -78,15 +86,15 @@ class AdamW(_AdamBase):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
 
+    def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        return True
+
 
 class Adam(_AdamBase):
     """Adam, whose weight decay is added to the gradient (L2); the arguments mean what they mean in torch.optim.Adam.
 
     Raises as `AdamW`.
     """
-
-    _rules = (Rule.ADAM, Rule.ADAM_AMSGRAD)
-    _torch_function = staticmethod(torch_adam)
 
     def __init__(
         self,
@@ -101,3 +109,6 @@ class Adam(_AdamBase):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "amsgrad": amsgrad, "maximize": maximize})
+
+    def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
+        return bool(group.get("decoupled_weight_decay"))  # torch's Adam follows a state dict that says so

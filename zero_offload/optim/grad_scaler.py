@@ -151,15 +151,16 @@ class GradScaler:
     def _unscale_ordinary(self, optimizer: torch.optim.Optimizer) -> bool:
         """Divide the gradients of parameters that are not offloaded; says whether one of them is not finite."""
         inverse, overflowed = 1 / self._scale, False
-        for param in _params(optimizer):
-            if owner_of(param) is not None or param.grad is None:
+        found = [(param, param.grad) for param in _params(optimizer) if owner_of(param) is None]
+        if any(grad is not None and grad.dtype == torch.float16 for _, grad in found):
+            raise ConfigError(
+                "a gradient of an ordinary fp16 parameter would lose its small values when it is unscaled; "
+                "offload the model with precision='fp16', or keep the parameter in fp32"
+            )
+        for param, grad in found:
+            if grad is None:
                 continue
-            grad = param.grad.coalesce() if param.grad.is_sparse else param.grad
-            if grad.dtype == torch.float16:
-                raise ConfigError(
-                    "a gradient of an ordinary fp16 parameter would lose its small values when it is unscaled; "
-                    "offload the model with precision='fp16', or keep the parameter in fp32"
-                )
+            grad = grad.coalesce() if grad.is_sparse else grad
             values = grad._values() if grad.is_sparse else grad
             overflowed |= not torch.isfinite(values).all().item()
             values.mul_(inverse)

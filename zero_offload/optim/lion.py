@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zero_offload.abi import Rule
@@ -46,5 +47,7 @@ class Lion(FusedOptimizer):
         assert param.grad is not None
         grad = -param.grad if group["maximize"] else param.grad
         param.mul_(1 - lr * group["weight_decay"])
-        param.add_(moment.lerp(grad, 1 - beta1).sign_(), alpha=-lr)
+        update = moment.lerp(grad, 1 - beta1)
+        update = torch.where(update.isnan(), update, update.sign())  # of a NaN torch's sign is 0
+        param.add_(update, alpha=-lr)
         moment.lerp_(grad, 1 - beta2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.device_update import UpdateTensors, update_on_device
-from zero_offload.kernels.dtypes import address_of
+from zero_offload.kernels.dtypes import address_of, kind_of
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 from zero_offload.optim.groups import group_records
@@ -28,8 +28,9 @@ State = dict[str, Any]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """On offloaded parameters the master is fp32 (bf16 compute: the bf16 half and a 16-bit residual) and the states
-    are fp32, wherever they rest.
+    """On offloaded parameters master and states are kept as the model's `Precision` says: an fp32 master (bf16 compute:
+    the bf16 half and a residual) and fp32, bf16 or compact states, wherever they rest. They begin at zero with each
+    optimizer that is built; after a resume or a load they are what was loaded.
 
     On ordinary parameters it is a plain optimizer. Contiguous fp32 and bf16 ones are updated in one fused pass each: on
     a CPU by the kernels of offloaded parameters, on a CUDA device by the same arithmetic compiled by Triton. It is
@@ -82,24 +83,32 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns."""
+        """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns.
+
+        Raises ConfigError for what no update takes (sparse gradients, states of another shape), before anything is
+        updated.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         hypers: dict[nn.Parameter, Hyper] = {}
+        ordinary = []
         for group in self.param_groups:
             hyper = self._hyper(group)
             for param in group["params"]:
                 if owner_of(param) is not None:
                     hypers[param] = hyper
                 elif param.grad is not None:
-                    self._update_ordinary(param, hyper, group)
+                    self._check_ordinary(param, hyper)
+                    ordinary.append((param, hyper, group))
         if hypers and torch._C._current_graph_task_id() != -1:
             raise ZeroOffloadError(
                 "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
                 "gradients are taken off memory as they come, which is what stepping in hooks is for"
             )
+        for of_ordinary in ordinary:
+            self._update_ordinary(*of_ordinary)
         groups = group_records(self) if hypers else []
         for owner, params in _by_owner(hypers).values():
             owner.update({param: hypers[param] for param in params}, groups)
@@ -146,24 +155,72 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a `state_dict`, this class's or that of torch's optimizer."""
-        away = {i for i, param in enumerate(self._params()) if owner_of(param) is not None}
-        # What has made no step yet may be anything; torch's Adagrad keeps its initial sum.
-        entries = {key: value for key, value in state_dict["state"].items() if value.get("step", 1) != 0}
-        mine = {key: value for key, value in entries.items() if key not in away}
-        super().load_state_dict({**state_dict, "state": mine})
-        for index, (param, hyper) in enumerate(self._params_and_hypers()):
-            if index not in entries:
-                continue
-            kept = {name: entries[index][name] for name in hyper.states if entries[index].get(name) is not None}
+        """Take a `state_dict`, this class's or that of torch's optimizer: hyperparameters, and all states.
+
+        Raises ConfigError, and takes nothing, for hyperparameters out of range and states of another shape.
+        """
+        entries: dict[nn.Parameter, State] = {}
+
+        def keep_ours(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+            """Of what the hooks before this one made of it."""
+            if [len(group["params"]) for group in given["param_groups"]] != [
+                len(g["params"]) for g in self.param_groups
+            ]:
+                return None  # torch says so
+            entries.update(self._entries(given))
+            self._check_loaded(given, entries)
+            return {**given, "state": self._ordinary_entries(given)}
+
+        hook = self.register_load_state_dict_pre_hook(keep_ours)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+        for param, hyper in self._params_and_hypers():
+            entry = entries.get(param, {})
+            kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
             owner = owner_of(param)
             if owner is not None:
-                # torch's SGD has a buffer of None where it has not made one.
-                if kept or not hyper.states:
-                    owner.states.write(param, entries[index].get("step", torch.tensor(1.0)), kept)
-            elif _has_kernel(param):
+                # torch's SGD counts no steps, and has a buffer of None where it has made none.
+                count = entry.get("step", 1 if kept or (entry and not hyper.states) else 0)
+                owner.states.write(param, int(count), {name: kept.get(name) for name in hyper.states})
+            elif entry and _has_kernel(param):
                 # torch has cast the states to the parameter's dtype; the kernel's are fp32.
-                _restore_exact(param, self.state[param], kept, entries[index].get("residual"))
+                _restore_exact(param, self.state[param], kept, entry.get("residual"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._fill_in(group)
+
+    def _fill_in(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Hyperparameters that there were not when a state dict was saved; an option was off then, as torch has it."""
+        for name, default in self.defaults.items():
+            group.setdefault(name, False if isinstance(default, bool) else default)
+        return group
+
+    def _entries(self, given: Mapping[str, Any]) -> dict[nn.Parameter, State]:
+        """What a state dict says of each parameter, by its place in the groups. What has made no step yet may be
+        anything; torch's Adagrad keeps its initial sum."""
+        keys = [key for group in given["param_groups"] for key in group["params"]]
+        found = {param: given["state"].get(key, {}) for param, key in zip(self._params(), keys, strict=True)}
+        return {param: entry for param, entry in found.items() if entry.get("step", 1) != 0}
+
+    def _ordinary_entries(self, given: Mapping[str, Any]) -> dict[Any, State]:
+        """The rest of a state dict's states, for torch."""
+        keys = [key for group in given["param_groups"] for key in group["params"]]
+        away = {key for param, key in zip(self._params(), keys, strict=True) if owner_of(param) is not None}
+        return {key: each for key, each in given["state"].items() if key not in away and each.get("step", 1) != 0}
+
+    def _check_loaded(self, given: Mapping[str, Any], entries: Mapping[nn.Parameter, State]) -> None:
+        number = 0
+        for own, saved in zip(self.param_groups, given["param_groups"], strict=True):
+            group = self._fill_in(dict(saved))
+            self._check(group)
+            names = (*self._hyper(group).states, "residual")
+            for param in own["params"]:
+                _check_shapes(param, entries.get(param, {}), names, f"{type(self).__name__}: parameter {number}")
+                number += 1
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
@@ -174,16 +231,34 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 yield param, hyper
 
+    def _check_ordinary(self, param: nn.Parameter, hyper: Hyper) -> None:
+        """Raise for what no update takes, before one is made."""
+        grad, state, kind = param.grad, self.state.get(param, {}), type(self).__name__
+        assert grad is not None
+        if grad.is_sparse:
+            raise ConfigError(f"{kind} takes no sparse gradients; use torch.optim.SparseAdam, SGD or Adagrad")
+        _check_shapes(param, {"gradient": grad, **state}, ("gradient", *hyper.states, "residual"), kind)
+        if not _has_kernel(param):
+            return
+        kind_of(grad.dtype)
+        for name in hyper.states:
+            if (kept := state.get(name)) is not None and (
+                kept.dtype != torch.float32 or kept.device != param.device or not kept.is_contiguous()
+            ):
+                raise ConfigError(
+                    f"{kind}: {name} is {kept.dtype} with strides {kept.stride()} on {kept.device}, and an update of a "
+                    f"parameter on {param.device} takes contiguous torch.float32 there; move a model before the first "
+                    "step of its optimizer, or load the optimizer's state dict after it has moved"
+                )
+
     def _update_ordinary(self, param: nn.Parameter, hyper: Hyper, group: Mapping[str, Any]) -> None:
         grad, state = param.grad, self.state[param]
         assert grad is not None
-        if grad.is_sparse:
-            raise ConfigError(
-                f"{type(self).__name__} takes no sparse gradients; use torch.optim.SparseAdam, SGD or Adagrad"
-            )
         names, exact = hyper.states, _has_kernel(param)
         is_new = any(state.get(name) is None for name in names)
-        _fill_in(param, state, names, torch.float32 if exact else param.dtype)
+        for name in names:
+            if state.get(name) is None:
+                state[name] = torch.zeros_like(param, dtype=torch.float32 if exact else param.dtype)
         if not exact:
             self._torch_update(param, state, group, is_new)
             return
@@ -193,7 +268,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if param.dtype == torch.bfloat16 and "residual" not in state:
             state["residual"] = torch.zeros_like(param, dtype=torch.int16)
         launch = _update_on_device if has_device_update(param) else _update_on_host
-        launch(param, grad.contiguous(), state, hyper, hyper.segment(0, param.numel(), 1.0, step))
+        segment = hyper.segment(0, param.numel(), 1.0, step)
+        launch(param, grad.resolve_neg().contiguous(), state, hyper, segment)
         torch.autograd.graph.increment_version(param)
 
 
@@ -248,10 +324,13 @@ def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hy
     update_on_device(hyper.rule, UpdateTensors(param.detach(), residual, states, grad), segment)
 
 
-def _fill_in(param: nn.Parameter, state: State, names: Iterable[str], dtype: torch.dtype) -> None:
+def _check_shapes(param: nn.Parameter, state: State, names: Iterable[str], what: str) -> None:
     for name in names:
-        if state.get(name) is None:
-            state[name] = torch.zeros_like(param, dtype=dtype)
+        if (kept := state.get(name)) is not None and kept.shape != param.shape:
+            raise ConfigError(
+                f"{what}: {name} has shape {tuple(kept.shape)}, the parameter {tuple(param.shape)}; load a state dict "
+                "of this model, and build a new optimizer for a parameter whose data was replaced"
+            )
 
 
 def _restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:

@@ -55,13 +55,13 @@ class OptimizerStates(Protocol):
     """What optimizers keep of offloaded parameters, by torch's names."""
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
-        """Have room for these states, zero where they are new. Raises CapacityError."""
+        """Have these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
 
     def read(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Copies of "step" and of these states; empty before the first step."""
 
-    def write(self, param: nn.Parameter, step: torch.Tensor, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace them."""
+    def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None]) -> None:
+        """Replace them: each of the parameter's shape, or None for zeros."""
 
 
 class LossScaler(Protocol):

@@ -43,6 +43,7 @@ class GradKeeper:
     def keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient of autograd's to rest on this rank: `adds` to the one there, or is the first."""
         shard = grads.local or grads.shard
+        grad = grad.resolve_neg()  # a kernel sees memory, which has the other sign there
         if self._device.is_host:
             self._keep_one(grads, index, grad.contiguous(), adds=adds)
         elif shard.on_device:
