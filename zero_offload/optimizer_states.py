@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zero_offload.commits import Commits
-from zero_offload.param_access import ParamAccess, Place
+from zero_offload.param_access import ParamAccess, Place, States
 from zero_offload.shards.shard import Component, Shard
 from zero_offload.shards.store import ShardStore
 
@@ -57,18 +57,18 @@ class OptimizerStates:
         for shard, names in lacking:
             self._store.add_states(shard, map(Component, names))
 
-    def read(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        steps = self.param_steps[self._access.name_of(param)]
-        if steps == 0:
-            return {}
-        return {"step": torch.tensor(float(steps)), **self._access.read_states(param, names)}
+    def read(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        steps = {param: self.param_steps[self._access.name_of(param)] for param in wanted}
+        stepped = {param: names for param, names in wanted.items() if steps[param]}
+        found = self._access.read_states(stepped) if stepped else {}
+        return {param: {"step": torch.tensor(float(steps[param])), **states} for param, states in found.items()}
 
-    def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None]) -> None:
+    def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
         place = self._access.place(param)
         if step == self.param_steps[place.name] == 0:
             return  # all that there is is zero
         self._commits.drain()
         self._commits.set_aside()
         self.ensure([(place.section.shard, tuple(states))])
-        self._access.write_states(param, states)
+        self._access.write_states(param, states, beside)
         self.param_steps[place.name] = self._loaded_steps[place.name] = step

@@ -13,16 +13,26 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zero_offload.checkpoint.values import ComponentSource, fill_from_array, read_master, read_state
+from zero_offload.checkpoint.values import (
+    ComponentSource,
+    completed,
+    fill_from_array,
+    master_part,
+    read_master,
+    read_state,
+)
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.shard import Component, Shard, is_state
+from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.types import Tier
+
+States = Mapping[str, torch.Tensor]
+"""By torch's names."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class ParamAccess:
             id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params
         }
         self._walking = False
-        self._last: tuple[Section, Component, torch.Tensor] | None = None
+        self._last: tuple[Section, torch.Tensor] | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
 
@@ -127,7 +137,7 @@ class ParamAccess:
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a copy, host; one for all of its names."""
         if id(param) not in self._copies:
-            self._copies[id(param)] = self._read(self.place(param), Component.VALUE)
+            self._copies[id(param)] = self._read_value(self.place(param))
         return self._copies[id(param)].detach()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
@@ -135,16 +145,12 @@ class ParamAccess:
         place = self.place(param)
         self._writes.setdefault(id(place.section), {})[place.piece] = values
 
-    def _read(self, place: Place, component: Component) -> torch.Tensor:
+    def _read_value(self, place: Place) -> torch.Tensor:
+        """Within a walk, in which no update comes between."""
         self._board.wait(place.unit.index)
-        if self._last is None or self._last[:2] != (place.section, component):
-            self._last = (
-                place.section,
-                component,
-                _numbers(self._store, place.section.shard, component),
-            )
-        piece = place.piece
-        return self._last[2][piece.begin : piece.end].view(piece.spec.shape).clone()
+        if self._last is None or self._last[0] is not place.section:
+            self._last = (place.section, self._store.read_component(place.section.shard, Component.VALUE))
+        return _part(self._last[1], place.piece)
 
     def write_section(
         self,
@@ -226,18 +232,40 @@ class ParamAccess:
 
     # Optimizer states
 
-    def read_states(self, param: nn.Parameter, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Copies of these states, fp32, of the parameter's shape."""
+    def read_states(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, States]:
+        """Copies of these states, of the parameter's shape, fp32; and of what its value lacks of the master: of bf16
+        the "residual", int16, of fp16 the "master", fp32."""
         self._need_whole("optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
-        place = self.place(param)
-        return {name: self._read(place, Component(name)) for name in names if place.section.shard.keeps([name])}
+        by_section: dict[int, list[nn.Parameter]] = {}
+        for param in wanted:
+            by_section.setdefault(id(self.place(param).section), []).append(param)
+        found: dict[nn.Parameter, States] = {}
+        for params in by_section.values():
+            shard = self.place(params[0]).section.shard
+            self._board.wait(shard.layout.unit)
+            names = [
+                name for name in dict.fromkeys(n for param in params for n in wanted[param]) if shard.keeps([name])
+            ]
+            arrays = {name: read_state(self._store, shard, Component(name)) for name in names}
+            beside = master_part(self._store, shard)
+            for param in params:
+                of_param = {name: arrays[name] for name in wanted[param] if name in arrays} | beside
+                piece = self.place(param).piece
+                found[param] = {name: _part(array, piece) for name, array in of_param.items()}
+        return {param: found[param] for param in wanted}
 
-    def write_states(self, param: nn.Parameter, states: Mapping[str, torch.Tensor | None]) -> None:
-        """Replace these states, each of the parameter's shape; None is zeros."""
-        self._need_whole("optimizer.load_state_dict()", "zo.load_checkpoint(model, optimizer, path)")
+    def write_states(self, param: nn.Parameter, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
+        """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
+        it to the master, as `read_states` returns it, or nothing: then the master stays as it is."""
+        call = "taking states by optimizer.load_state_dict(), or from steps before zo.offload,"
+        self._need_whole(call, "zo.load_checkpoint(model, optimizer, path)")
         place, zeros = self.place(param), torch.zeros(1)
+        piece, shard = place.piece, place.section.shard
+        self._board.wait(place.unit.index)
+        master = completed(self._store, shard, beside, (piece.begin, piece.end)) if beside else None
         values = {Component(name): zeros if state is None else state for name, state in states.items()}
-        self.write_section(place.section, {}, {(place.piece, component): values[component] for component in values})
+        masters = {} if master is None else {piece: master}
+        self.write_section(place.section, masters, {(piece, component): values[component] for component in values})
 
     def zero_states(self, places: Sequence[Place], shard_index: int) -> None:
         """Of these parameters' states all that this rank has."""
@@ -256,9 +284,9 @@ class ParamAccess:
         self._last = None
 
 
-def _numbers(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:
-    """(shard_numel,) of the value, or of an optimizer's state in fp32."""
-    return read_state(store, shard, component) if is_state(component) else store.read_component(shard, component)
+def _part(array: torch.Tensor, piece: ParamSlice) -> torch.Tensor:
+    """A parameter's part of its section's array, a copy."""
+    return array[piece.begin : piece.end].view(piece.spec.shape).clone()
 
 
 def _name_of(func: object) -> str:

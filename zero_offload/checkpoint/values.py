@@ -44,6 +44,36 @@ def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor
     return master
 
 
+def master_part(store: ShardStore, shard: Shard) -> dict[str, torch.Tensor]:
+    """(shard_numel,) of what completes a trainable shard's value to the master: "residual", int16, beside bf16;
+    "master", fp32, beside fp16; nothing beside fp32."""
+    dtype = shard.layout.dtype
+    if dtype == torch.float32:
+        return {}
+    master = read_master(store, shard)
+    if dtype == torch.float16:
+        return {Component.MASTER.value: master}
+    residual = torch.empty(master.numel(), dtype=torch.int16)
+    split_master(master, torch.empty_like(residual, dtype=torch.bfloat16), residual)
+    return {Component.RESIDUAL.value: residual}
+
+
+def completed(
+    store: ShardStore, shard: Shard, part: Mapping[str, torch.Tensor], span: tuple[int, int]
+) -> torch.Tensor | None:
+    """The fp32 master of elements `span` whose `master_part` was `part`; None where that was of another dtype."""
+    dtype = shard.layout.dtype
+    if dtype == torch.float16:
+        return part.get(Component.MASTER.value)
+    residual = part.get(Component.RESIDUAL.value)
+    if dtype != torch.bfloat16 or residual is None:
+        return None
+    half = store.read_component(shard, Component.VALUE)[slice(*span)].contiguous()
+    master = torch.empty(half.numel())
+    join_master(half, residual.detach().reshape(-1).contiguous(), master)
+    return master
+
+
 def read_state(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:
     """(shard_numel,) fp32 of an optimizer's state; a copy."""
     layout = shard.layout

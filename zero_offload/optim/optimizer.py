@@ -25,6 +25,8 @@ from zero_offload.shards.registry import Owner, owner_of
 
 State = dict[str, Any]
 """What an optimizer keeps of one ordinary parameter, by torch's names."""
+_BESIDE = ("residual", "master")
+"""What completes a value to its master; no state of an optimizer's."""
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -109,6 +111,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         for of_ordinary in ordinary:
             self._update_ordinary(*of_ordinary)
+        self._hand_over(hypers)
         groups = group_records(self) if hypers else []
         for owner, params in _by_owner(hypers).values():
             owner.update({param: hypers[param] for param in params}, groups)
@@ -146,12 +149,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of torch's optimizer, states of offloaded parameters read from their tiers (one rank)."""
+        """As that of torch's optimizer, states of offloaded parameters read from their tiers (one rank).
+
+        Beside bf16 parameters there is the "residual" that completes them to their fp32 master, and beside offloaded
+        fp16 ones their "master": with the model's own state dict nothing is lost.
+        """
+        hypers = self.hypers()
+        self._hand_over(hypers)
         state: dict[str, Any] = super().state_dict()
-        for index, (param, hyper) in enumerate(self._params_and_hypers()):
-            owner = owner_of(param)
-            if owner is not None and (entry := owner.states.read(param, hyper.states)):
-                state["state"][index] = entry
+        found: dict[nn.Parameter, dict[str, Tensor]] = {}
+        for owner, params in _by_owner(hypers).values():
+            found |= owner.states.read({param: hypers[param].states for param in params})
+        state["state"] |= {index: found[param] for index, param in enumerate(self._params()) if param in found}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -178,14 +187,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             hook.remove()
         for param, hyper in self._params_and_hypers():
             entry = entries.get(param, {})
-            kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
-            owner = owner_of(param)
-            if owner is not None:
-                # torch's SGD counts no steps, and has a buffer of None where it has made none.
-                count = entry.get("step", 1 if kept or (entry and not hyper.states) else 0)
-                owner.states.write(param, int(count), {name: kept.get(name) for name in hyper.states})
+            if owner_of(param) is not None:
+                _write_offloaded(param, hyper, entry)
             elif entry and _has_kernel(param):
                 # torch has cast the states to the parameter's dtype; the kernel's are fp32.
+                kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
                 _restore_exact(param, self.state[param], kept, entry.get("residual"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -217,10 +223,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         for own, saved in zip(self.param_groups, given["param_groups"], strict=True):
             group = self._fill_in(dict(saved))
             self._check(group)
-            names = (*self._hyper(group).states, "residual")
+            names = (*self._hyper(group).states, *_BESIDE)
             for param in own["params"]:
                 _check_shapes(param, entries.get(param, {}), names, f"{type(self).__name__}: parameter {number}")
                 number += 1
+
+    def _hand_over(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
+        """States of steps before the parameters were offloaded go to their runtime."""
+        for param, hyper in hypers.items():
+            if param in self.state:
+                _write_offloaded(param, hyper, self.state.pop(param))
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
@@ -331,6 +343,17 @@ def _check_shapes(param: nn.Parameter, state: State, names: Iterable[str], what:
                 f"{what}: {name} has shape {tuple(kept.shape)}, the parameter {tuple(param.shape)}; load a state dict "
                 "of this model, and build a new optimizer for a parameter whose data was replaced"
             )
+
+
+def _write_offloaded(param: nn.Parameter, hyper: Hyper, entry: State) -> None:
+    """Give a runtime what a state dict's entry, or an optimizer's own, says of its parameter."""
+    owner = owner_of(param)
+    assert owner is not None
+    states = {name: entry.get(name) for name in hyper.states}
+    # torch's SGD counts no steps, and has a buffer of None where it has made none.
+    has_stepped = entry and (not states or any(state is not None for state in states.values()))
+    beside = {name: entry[name] for name in _BESIDE if name in entry}
+    owner.states.write(param, int(entry.get("step", 1 if has_stepped else 0)), states, beside)
 
 
 def _restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:

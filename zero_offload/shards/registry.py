@@ -57,11 +57,18 @@ class OptimizerStates(Protocol):
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
         """Have these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
 
-    def read(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Copies of "step" and of these states; empty before the first step."""
+    def read(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Copies of "step" and of these states of each, and of what its value lacks of the master: "residual" of bf16,
+        "master" of fp16. Parameters that have made no step are left out."""
 
-    def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None]) -> None:
-        """Replace them: each of the parameter's shape, or None for zeros."""
+    def write(
+        self,
+        param: nn.Parameter,
+        step: int,
+        states: Mapping[str, torch.Tensor | None],
+        beside: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Replace them: states of the parameter's shape, or None for zeros; `beside` the value what completes it."""
 
 
 class LossScaler(Protocol):
