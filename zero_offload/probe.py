@@ -6,6 +6,7 @@ has no name. The calls: `probe_hardware` once at start; the other functions serv
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+import torch
 
 from zero_offload.types import HardwareProfile
 
@@ -74,6 +76,16 @@ def count_cores(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_RO
         if quota is not None and period:
             cores = min(cores, math.ceil(quota / period))
     return max(cores, 1)
+
+
+@functools.cache
+def _cores_at_start() -> int:
+    return count_cores()
+
+
+def kernel_threads() -> int:
+    """Threads of a kernel's call: torch's setting, but no more than a container's quota, which torch does not know."""
+    return min(torch.get_num_threads(), _cores_at_start())
 
 
 def nvme_free_bytes(directories: Sequence[Path]) -> int:

@@ -21,7 +21,7 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.parts import Parts
-from zero_offload.probe import count_cores
+from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import GradLedger
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.telemetry.spans import Cause
@@ -49,7 +49,6 @@ class Updates:
         self.commits = commits
         self._pipeline = UpdatePipeline(parts.store, parts.board)
         self._device_pass = DevicePass(parts.store, parts.board, parts.device)
-        self._num_cores = count_cores()
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
@@ -94,7 +93,7 @@ class Updates:
 
     def _run(self, sections: Sequence[SectionUpdate]) -> None:
         parts, beside = self._parts, overlaps(self._parts, sections)
-        threads = update_threads(min(torch.get_num_threads(), self._num_cores), beside, parts.device.is_host)
+        threads = update_threads(kernel_threads(), beside, parts.device.is_host)
         on_host = [section for section in sections if not section.shard.on_device]
         if beside and on_host:
             self._worker.submit(partial(_run_for, self._model(), self._pipeline, on_host, threads))

@@ -21,6 +21,7 @@ from zero_offload.kernels.dtypes import address_of, kind_of
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 from zero_offload.optim.groups import group_records
+from zero_offload.probe import kernel_threads
 from zero_offload.shards.registry import Owner, owner_of
 
 State = dict[str, Any]
@@ -327,7 +328,7 @@ def _update_on_host(param: nn.Parameter, grad: Tensor, state: State, hyper: Hype
         value_dtype=param.dtype,
         grad_dtype=grad.dtype,
     )
-    fused_update(hyper.rule, buffers, [segment], torch.get_num_threads())
+    fused_update(hyper.rule, buffers, [segment], kernel_threads())
 
 
 def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hyper, segment: Segment) -> None:

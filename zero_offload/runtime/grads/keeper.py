@@ -15,6 +15,7 @@ import torch
 from zero_offload.device import Device
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
+from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import REDUCED, SectionGrads
 from zero_offload.runtime.grads.staging import GradStaging
 from zero_offload.runtime.units.unit import Section, Unit
@@ -176,7 +177,7 @@ def _keep_there(adds: bool, shard: GradShard, index: int, grad: torch.Tensor) ->
 
 def _write(adds: bool, place: torch.Tensor, grad: torch.Tensor) -> GradSum:
     """Store `grad` at `place`, or add it to the fp32 values there; the sums are of what stands there then."""
-    threads = torch.get_num_threads()
+    threads = kernel_threads()
     if adds:
         assert place.dtype == torch.float32
         return accumulate_grad(place.data_ptr(), grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)

@@ -22,6 +22,7 @@ from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.probe import kernel_threads
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
@@ -83,7 +84,7 @@ class SectionGrads:
         if self.shard.on_device:
             self.launched[index] = launch_sum(view)
             return
-        threads = torch.get_num_threads()
+        threads = kernel_threads()
         self.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
 
 
