@@ -86,7 +86,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns.
+        """Update every parameter that has a gradient. Offloaded ones may still be updated after it returns, and their
+        gradients are used up.
 
         Raises ConfigError for what no update takes (sparse gradients, states of another shape), before anything is
         updated.
