@@ -97,7 +97,7 @@ def offload(
     layout = make_layout(spec, dtypes, collectives.num_shards)
     exchange = CommitGroup(group)
     hardware = _agree(_hardware(config, device), exchange)
-    unit_bytes = _unit_bytes(layout, config, collectives.partition)
+    unit_bytes = _unit_bytes(layout, spec, config, collectives.partition)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, collectives.partition, hardware)
     placement = place(unit_bytes, config, hardware, collectives.partition, outlook)
     cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()
@@ -173,7 +173,7 @@ def plan_memory(
     partition = RankGroup.of(config).partition
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
-    unit_bytes = _unit_bytes(layout, config, partition)
+    unit_bytes = _unit_bytes(layout, spec, config, partition)
     hardware = _hardware(config, device)
     budget = tier_budget(config, hardware)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
@@ -196,8 +196,11 @@ def _outlook(
     return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
 
 
-def _unit_bytes(layout: ShardLayout, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:
-    return measure_units([UnitNumel.of(unit) for unit in layout.units], config, partition)
+def _unit_bytes(
+    layout: ShardLayout, spec: ModelSpec, config: OffloadConfig, partition: Partition
+) -> Sequence[UnitBytes]:
+    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(layout.units)]
+    return measure_units(numels, config, partition)
 
 
 @dataclass(frozen=True)
@@ -315,7 +318,8 @@ def _resting_on_device(build: Build) -> int:
     """Bytes of gradients, and of states that are updated there, in a device's own memory."""
     if build.device.is_host:
         return 0
-    units, tiers = _unit_bytes(build.layout, build.config, build.collectives.partition), build.placement.tiers
+    partition, tiers = build.collectives.partition, build.placement.tiers
+    units = measure_units([UnitNumel.of(unit) for unit in build.layout.units], build.config, partition)
     grads = (unit.grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE)
     states = (
         shard_bytes(section, planned_components(section))

@@ -94,6 +94,15 @@ class ModelSpec:
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
 
+    def in_use_with(self, unit: int) -> tuple[tuple[int, ...], ...]:
+        """For each module that uses the unit, the units in use meanwhile: its own, and of modules around it."""
+        found = []
+        for point in self.hook_points:
+            if unit in point.units:
+                outer = [o for o in self.hook_points if not o.module or f"{point.module}.".startswith(f"{o.module}.")]
+                found.append(tuple(sorted({index for each in outer for index in each.units})))
+        return tuple(found)
+
 
 def find_units(root: nn.Module) -> tuple[str, ...]:
     """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential.
