@@ -39,8 +39,10 @@ def test_the_least_that_fits_runs_and_less_is_refused_with_what_fits(
     reason = f"device_memory, for units in use at once: needs {num_frames * 2} MiB, {num_frames * 2 - 2} MiB available"
     plan = zo.plan(build(), less)
     assert not plan.fits and reason in plan.reasons[0] and "it does not fit" in plan.table()
-    with pytest.raises(zo.CapacityError, match=reason):
+    with pytest.raises(zo.CapacityError, match=reason) as caught:
         zo.offload(build(), less)
+    offered = f"would fit: device_memory of at least {num_frames * 2} MiB"
+    assert str(caught.value).splitlines()[1:] == [offered, "would fit: params='cpu'"]
 
     plan = zo.plan(build(), enough)
     assert plan.fits and f"device_memory holds the {num_frames * 2} MiB in use at once" in plan.table()
