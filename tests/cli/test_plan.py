@@ -8,6 +8,7 @@ import pytest
 
 from zero_offload.cli import measure
 from zero_offload.cli.main import main
+from zero_offload.recipes import products
 from zero_offload.types import GIB
 
 MEMORY = ["--cpu-memory", "64GiB"]
@@ -241,3 +242,26 @@ def test_this_machine_is_measured_once_and_remembered(
     (cache / "zero_offload" / "rates.json").write_text("{")
     _, result = plan(capsys, *flags)
     assert "not measured" in result["step"]["rates"]
+
+
+@pytest.mark.parametrize("other", [["--gpu", "h100"], ["--device-memory", "24GiB"]])
+def test_a_plan_for_a_gpu_measures_nothing(
+    other: list[str], cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("this machine was measured"))
+    assert main(["plan", "--model", "tiny", *other, "--measure"]) == 2
+    assert f"and {' '.join(other)} plans for a GPU that is not measured" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of fp32 where a CPU has no instructions for bf16."""
+    widened = []
+    original = products._WideLinear.forward
+    monkeypatch.setattr(products, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(
+        products._WideLinear, "forward", staticmethod(lambda *values: (widened.append(1), original(*values))[1])
+    )
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
+    assert measure._block_flops("bfloat16") > 0
+    assert len(widened) == 2 * 4

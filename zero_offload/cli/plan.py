@@ -129,6 +129,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokens {args.tokens} --sequence {args.sequence}: both must be 1 or more")
     if args.ram is not None and args.cpu_memory is not None:
         raise ConfigError("--ram is a machine's memory and --cpu-memory one rank's: give one of them")
+    if args.measure and (args.gpu is not None or args.device_memory is not None):
+        other = f"--gpu {args.gpu}" if args.gpu is not None else f"--device-memory {args.device_memory}"
+        raise ConfigError(
+            f"--measure takes the rates of this machine's CPU and drives, and {other} plans for a GPU that is not "
+            "measured; leave one of them out (drives measured before are remembered)"
+        )
 
 
 def _config(args: argparse.Namespace, num_drives: int | None) -> OffloadConfig:
