@@ -23,6 +23,7 @@ from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
+from zero_offload.inputs import check_config, check_model
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import SpanPool
@@ -87,6 +88,8 @@ def offload(
     CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
     ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
     """
+    check_model("zo.offload", model)
+    check_config("zo.offload", config)
     device = compute_device()
     _check_model(model, mesh, device)
     skips_values = lacks_values(model)
@@ -152,8 +155,6 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     tensor_mesh = mesh_of(model.parameters())
     problems = list(mesh_problems(mesh, device.torch_device.type, tensor_mesh))
     for name, param in model.named_parameters():
@@ -169,6 +170,8 @@ def plan_memory(
     model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
 ) -> Plan:
     """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
+    check_model("zo.plan", model)
+    check_config("zo.plan", config)
     device = compute_device()
     partition = RankGroup.of(config).partition
     spec = ModelSpec.from_module(model, units)

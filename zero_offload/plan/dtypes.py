@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from zero_offload.abi import StateFormat
-from zero_offload.config import ModuleKey, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.plan.model_spec import can_be_called
+from zero_offload.precision import ModuleKey
 
 
 @dataclass(frozen=True)
