@@ -353,9 +353,14 @@ def close(model: nn.Module) -> None:
 
 
 def plan(
-    model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
+    model: nn.Module,
+    config: OffloadConfig,
+    units: UnitChoice | None = None,
+    tokens: int = TOKENS_UNKNOWN,
+    mesh: DeviceMesh | None = None,
 ) -> Plan:
-    """Bytes per tier and kind of state that `offload(model, config)` would use, and whether they fit; meta models too.
+    """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
+    fit; meta models too. Not collective: budgets are those of this rank.
 
     `print(zo.plan(model, config).table())` shows it; `.fits` and `.reasons` say whether and why not.
     `.predicted_step_s` and `.bottleneck` are a simulation's, for a step of `tokens` on each rank: of a machine as it is
@@ -363,4 +368,4 @@ def plan(
     """
     if not isinstance(tokens, int) or tokens < 1:
         raise ConfigError(f"tokens={tokens!r}: a step has 1 or more, a whole number")
-    return plan_memory(model, config, units, tokens)
+    return plan_memory(model, config, units, tokens, mesh)

@@ -167,13 +167,21 @@ def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> N
 
 
 def plan_memory(
-    model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
+    model: nn.Module,
+    config: OffloadConfig,
+    units: UnitChoice | None = None,
+    tokens: int = TOKENS_UNKNOWN,
+    mesh: DeviceMesh | None = None,
 ) -> Plan:
     """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
     check_model("zo.plan", model)
     check_config("zo.plan", config)
     device = compute_device()
+    if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
+        raise ConfigError("\n".join(problems))
     partition = RankGroup.of(config).partition
+    if mesh is not None:  # by its size alone: making its groups would be collective
+        partition = replace(partition, world_size=mesh.size(), num_replicas=mesh.size(0) if mesh.ndim == 2 else 1)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     unit_bytes = _unit_bytes(layout, spec, config, partition)
