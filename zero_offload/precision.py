@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from zero_offload.abi import StateFormat
 
 ModuleKey = str | type
-"""Which modules: a class, or a pattern (as fnmatch's) of their names in `named_modules()`."""
+"""Which modules: a class, or a pattern (as fnmatch's) of their names in `named_modules()`, or else of parameters."""
 
 
 @dataclass(frozen=True)
