@@ -265,3 +265,24 @@ def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest
     monkeypatch.setattr(measure, "_ROUNDS", 1)
     assert measure._block_flops("bfloat16") > 0
     assert len(widened) == 2 * 4
+
+
+def test_help_says_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = {"plan": {"params": "cpu", "optimizer": "cpu"}, "train": {"params": "nvme", "optimizer": "nvme"}}
+    for command, tiers in defaults.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        expected = {f"--{kind}-tier": tier for kind, tier in tiers.items()} | {
+            "--grads-tier": "cpu",
+            "--activations-tier": "device",
+            "--stage": "3",
+            "--precision": "bf16",
+            "--states": "fp32",
+            "--durability": "process",
+            "--commit-every": "1",
+            "--recompute": "as the ",
+        }
+        for flag, default in expected.items():
+            after = text.rpartition(f" {flag} ")[2].partition("(default")[2]
+            assert after.lstrip(": ").startswith(default), flag
