@@ -168,9 +168,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     """
     params, clip_value = params_of("zo.clip_grad_value_", model), number("clip_value", clip_value)
     if not clip_value >= 0:
-        raise ConfigError(
-            f"clip_value={clip_value} is not 0 or more; gradients are clipped to [-clip_value, clip_value]"
-        )
+        raise ConfigError(f"clip_value={clip_value} is negative; gradients are clipped to [-clip_value, clip_value]")
     by_owner: dict[int, tuple[Owner | None, list[nn.Parameter]]] = {}
     for param in params:
         owner = owner_of(param)

@@ -5,6 +5,7 @@ Owns the wording. Never looks at what a model or config says, only at what it is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,11 +53,11 @@ def params_of(call: str, given: object) -> list[nn.Parameter]:
 def number(name: str, value: Any) -> float:
     """A plain number, or a tensor of one."""
     try:
-        if isinstance(value, str):
-            raise TypeError
-        return float(value)
+        if not isinstance(value, str) and not math.isnan(found := float(value)):
+            return found
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(f"{name}={value!r} is no number") from None
+        pass  # said below, as of a text and of NaN
+    raise ConfigError(f"{name}={value!r} is no number")
 
 
 def _kind(value: object) -> str:

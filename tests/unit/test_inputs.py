@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "norm, of names": (lambda m, o: zo.clip_grad_norm_(["a"], 1.0), "among these is a value of type str"),  # type: ignore[list-item]
     "norm, another": (lambda m, o: zo.clip_grad_norm_(m, 1.0, norm_type=1.0), r"norm_type=1.0: .* leave it out, or 2"),
     "value, a list": (lambda m, o: zo.clip_grad_value_(m, [1]), r"clip_value=\[1\] is no number"),  # type: ignore[arg-type]
-    "value, nan": (lambda m, o: zo.clip_grad_value_(m, float("nan")), "clip_value=nan is not 0 or more"),
+    "value, nan": (lambda m, o: zo.clip_grad_value_(m, float("nan")), "clip_value=nan is no number"),
     "gathered, nothing": (lambda m, o: zo.gathered(None).__enter__(), "a module or parameters, not None"),  # type: ignore[arg-type]
 }
 
