@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from zero_offload.backward_updates import check_holds_grads
 from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.config import OffloadConfig
-from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
+from zero_offload.inputs import check_model, check_optimizer, number, params_of
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.grad_scaler import GradScaler
@@ -51,15 +53,15 @@ class Resumed:
 
 def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> OffloadedModel | None:
     """The runtime of the first offloaded parameter, or None."""
-    params = model.parameters() if isinstance(model, nn.Module) else model
-    for param in params:
+    for param in model.parameters() if isinstance(model, nn.Module) else model:
         owner = owner_of(param)
         if isinstance(owner, OffloadedModel):
             return owner
     return None
 
 
-def _need_runtime(model: nn.Module, call: str) -> OffloadedModel:
+def need_runtime(model: nn.Module, call: str) -> OffloadedModel:
+    check_model(call, model)
     owner = runtime_of(model)
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
@@ -79,7 +81,13 @@ def accumulate(
     on with the generators, the others with forks of them, so dropout can be repeated from the same seed but is not that
     of the loop. Where no parameter leaves the device this is the loop. Raises ConfigError with overlap="backward".
     """
-    owner, batches = _need_runtime(model, "zo.accumulate"), list(micro_batches)
+    owner = need_runtime(model, "zo.accumulate")
+    if not isinstance(micro_batches, Iterable) or not callable(loss_fn):
+        raise ConfigError(
+            "zo.accumulate(model, micro_batches, loss_fn) takes a list of batches, then a function of (model, batch); "
+            f"it got {type(micro_batches).__name__}, then {type(loss_fn).__name__}"
+        )
+    batches = list(micro_batches)
     check_holds_grads(owner.parts.config, "zo.accumulate")
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
@@ -114,13 +122,20 @@ def _backward_of(loss: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
-def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_grad_norm_(
+    model: nn.Module | Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
     """Clip the gradients of `model`, a part of it, or parameters by their 2-norm; returns the norm, fp32 scalar.
 
     As torch.nn.utils.clip_grad_norm_. Offloaded gradients are not touched: the next `step` multiplies them by the clip
-    factor in its one pass. What is not offloaded goes to torch's function. Raises ConfigError for a mixture.
+    factor in its one pass; their `norm_type` is 2, and there is no loop for `foreach` to choose. What is not offloaded
+    goes to torch's function. Raises ConfigError for a mixture and another norm, and NonFiniteError if asked to.
     """
-    params = _params_of(model)
+    params, max_norm = params_of("zo.clip_grad_norm_", model), number("max_norm", max_norm)
     owners = {id(owner): owner for owner in map(owner_of, params)}
     if len(owners) > 1:
         raise ConfigError(
@@ -129,24 +144,31 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
         )
     owner = next(iter(owners.values()), None)
     if not isinstance(owner, OffloadedModel):
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} is not positive")
+    if number("norm_type", norm_type) != 2:
+        raise ConfigError(
+            f"norm_type={norm_type}: gradients of an offloaded model have their 2-norm; leave it out, or 2"
+        )
     check_holds_grads(owner.parts.config, "zo.clip_grad_norm_")
     owner.session.settle()
-    return torch.tensor(owner.grads.clip_norm(params, float(max_norm)))
+    norm = owner.grads.clip_norm(params, max_norm)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")
+    return torch.tensor(norm)
 
 
-def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float) -> None:
+def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float, foreach: bool | None = None) -> None:
     """Clip each element of the gradients of `model`, a part of it, or parameters to [-clip_value, clip_value].
 
     As torch.nn.utils.clip_grad_value_: of the gradient that the step would use, reduced over ranks and added up over
     backwards; one pass over the gradients where they rest. Before or after `clip_grad_norm_`, as in torch. What is not
     offloaded goes to torch's function. With several ranks every rank must call.
     """
+    params, clip_value = params_of("zo.clip_grad_value_", model), number("clip_value", clip_value)
     if not clip_value >= 0:
         raise ConfigError(f"clip_value={clip_value} is negative; gradients are clipped to [-clip_value, clip_value]")
-    params = _params_of(model)
     by_owner: dict[int, tuple[Owner | None, list[nn.Parameter]]] = {}
     for param in params:
         owner = owner_of(param)
@@ -155,15 +177,9 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         if isinstance(owner, OffloadedModel):
             check_holds_grads(owner.parts.config, "zo.clip_grad_value_")
             owner.session.settle()
-            owner.grads.clip_value(members, float(clip_value))
+            owner.grads.clip_value(members, clip_value)
         elif held := [param for param in members if param.grad is not None]:
-            torch.nn.utils.clip_grad_value_(held, clip_value)
-
-
-def _params_of(model: nn.Module | Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    if isinstance(model, nn.Parameter):
-        return [model]
-    return list(model.parameters()) if isinstance(model, nn.Module) else list(model)
+            torch.nn.utils.clip_grad_value_(held, clip_value, foreach)
 
 
 @contextmanager
@@ -175,7 +191,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     with stage 1, which always does this, it changes nothing; but with overlap="backward" every backward outside of it
     is a step's last one.
     """
-    grads = _need_runtime(model, "zo.no_sync").grads
+    grads = need_runtime(model, "zo.no_sync").grads
     before, grads.defers = grads.defers, True
     try:
         yield
@@ -190,7 +206,8 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
     nothing. Raises ConfigError when `extra` is not JSON.
     """
-    owner = _need_runtime(model, "zo.commit")
+    owner = need_runtime(model, "zo.commit")
+    check_optimizer("zo.commit", optimizer)
     # A scheduler has changed the learning rate since `step`.
     owner.groups = group_records(optimizer)
     owner.commit(capture_rng, _json(extra))
@@ -210,7 +227,8 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     It loads with `load_checkpoint` on any number of ranks and any placement. Every rank must call. Raises
     CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
     """
-    owner = _need_runtime(model, "zo.save_checkpoint")
+    owner = need_runtime(model, "zo.save_checkpoint")
+    check_optimizer("zo.save_checkpoint", optimizer)
     owner.groups = group_records(optimizer)
     owner.save(Path(path), capture_rng, _json(extra))
 
@@ -225,7 +243,8 @@ def load_checkpoint(
     CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not what was
     written, LockError when a run is at work in `path`.
     """
-    owner = _need_runtime(model, "zo.load_checkpoint")
+    owner = need_runtime(model, "zo.load_checkpoint")
+    check_optimizer("zo.load_checkpoint", optimizer)
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
     _restore(generation, (optimizer, scaler), rng, str(path))
     return _resumed(generation)
@@ -268,7 +287,8 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     number generators and the state of `scaler`, and returns the step and `extra`. Raises CheckpointError when the
     optimizer differs.
     """
-    owner = _need_runtime(model, "zo.resume")
+    owner = need_runtime(model, "zo.resume")
+    check_optimizer("zo.resume", optimizer)
     keeper = owner.parts.keeper
     if keeper is None or keeper.found is None:
         return None
@@ -292,7 +312,7 @@ def _resumed(found: Generation) -> Resumed:
 
 def stats(model: nn.Module) -> Stats:
     """Figures of the last step: bytes per tier, stalls, peak memory."""
-    return _need_runtime(model, "zo.stats").stats()
+    return need_runtime(model, "zo.stats").stats()
 
 
 def checkpoint(
@@ -311,6 +331,8 @@ def checkpoint(
         group = group.get_group()
     single = isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList)
     marked = [modules] if single else modules
+    if not isinstance(marked, Iterable):
+        raise ConfigError(f"zo.checkpoint takes modules, not a {type(modules).__name__}")
     for index, module in enumerate(cast("list[Any]", marked)):
         if not isinstance(module, nn.Module):
             raise ConfigError(f"zo.checkpoint takes modules, not a {type(module).__name__}")
@@ -325,18 +347,23 @@ def close(model: nn.Module) -> None:
     The model is then of no use. On one rank an exit of the interpreter does the same; with several it may be one
     rank's failure, so there only what is under way is finished.
     """
-    _need_runtime(model, "zo.close").close()
+    need_runtime(model, "zo.close").close()
 
 
 def plan(
-    model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
+    model: nn.Module,
+    config: OffloadConfig,
+    units: UnitChoice | None = None,
+    tokens: int = TOKENS_UNKNOWN,
+    mesh: DeviceMesh | None = None,
 ) -> Plan:
-    """Bytes per tier and kind of state that `offload(model, config)` would use, and whether they fit; meta models too.
+    """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
+    fit; meta models too. Not collective: budgets are those of this rank.
 
     `print(zo.plan(model, config).table())` shows it; `.fits` and `.reasons` say whether and why not.
     `.predicted_step_s` and `.bottleneck` are a simulation's, for a step of `tokens` on each rank: of a machine as it is
     known by the name of its GPU, not measured; `zero-offload plan` measures.
     """
-    if tokens < 1:
-        raise ConfigError(f"tokens={tokens}: a step has 1 or more")
-    return plan_memory(model, config, units, tokens)
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"tokens={tokens!r}: a step has 1 or more, a whole number")
+    return plan_memory(model, config, units, tokens, mesh)

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 from zero_offload.abi import StateFormat
 from zero_offload.errors import ConfigError
+from zero_offload.precision import STATE_FORMATS, TORCH_NAMES, ModuleKey, precision_problems
+from zero_offload.precision import Precision as Precision
 from zero_offload.problems import list_problems, unknown_names
 from zero_offload.types import (
     Branches,
@@ -35,26 +37,6 @@ PlacementRequest = str | Mapping[str, float]
 """A tier's name, "auto", or the fraction of the bytes wanted on each tier."""
 
 FRACTION_TOLERANCE = 1e-6
-
-ModuleKey = str | type
-"""Which modules: a class, or a pattern (as fnmatch's) of their names in `named_modules()`."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Dtypes of the forward and backward (`compute`), in which gradients cross the network (`reduce`), of `states`.
-
-    Gradients of several backwards are added in fp32 whatever `reduce` is. `states` is how optimizer states rest:
-    "fp32", exact; "bf16"; or "compact": 8 bits with a scale for each 256, and with bf16 compute a master of 24 bits.
-    What is rounded is rounded at random, so that it keeps its mean, and the same way in every run.
-    """
-
-    compute: str = "bf16"
-    reduce: str = "fp32"
-    states: str = "fp32"
-    modules: Mapping[ModuleKey, str] = field(default_factory=dict, hash=False)
-    """Other compute dtypes for some modules and all below them: {"*.router": "fp32", nn.LayerNorm: "fp32"}. The
-    innermost module that a key matches decides; of several keys for one module, the last. See `plan/dtypes.py`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +76,15 @@ class OffloadConfig:
     branches: str = "same"
     """Several ranks use the "same" units in the same order, or "any": each what its data asks for."""
 
+    def __new__(cls, *values: object, **settings: object) -> Self:
+        """Checks the names: without it a wrong one were a TypeError, that says nothing of the others."""
+        if values:
+            raise ConfigError("OffloadConfig takes its settings by name, such as OffloadConfig(params='cpu')")
+        known, problems = _read_names(settings)
+        if problems:
+            raise ConfigError(list_problems("OffloadConfig has", problems + _find_problems(known)))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         if problems := _find_problems(settings):
@@ -113,12 +104,12 @@ class OffloadConfig:
     @property
     def compute_dtype_name(self) -> str:
         """The compute dtype's name in torch: "float32", "bfloat16" or "float16"."""
-        return _TORCH_NAMES[self.numerics.compute]
+        return TORCH_NAMES[self.numerics.compute]
 
     @property
     def reduce_dtype_name(self) -> str:
         """The same of the dtype in which gradients are reduced."""
-        return _TORCH_NAMES[self.numerics.reduce]
+        return TORCH_NAMES[self.numerics.reduce]
 
     @property
     def state_format(self) -> StateFormat:
@@ -127,7 +118,7 @@ class OffloadConfig:
     @property
     def compute_exceptions(self) -> dict[ModuleKey, str]:
         """Modules that compute in another dtype, and its name in torch."""
-        return {key: _TORCH_NAMES[name] for key, name in self.numerics.modules.items()}
+        return {key: TORCH_NAMES[name] for key, name in self.numerics.modules.items()}
 
     @property
     def effective_durability(self) -> Durability:
@@ -163,9 +154,9 @@ class OffloadConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
         """Build from plain values; every unknown key is an error that offers the nearest name."""
-        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
-        settings = defaults | {name: value for name, value in values.items() if name in defaults}
-        problems = unknown_names(values, list(defaults))
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"OffloadConfig.from_dict takes a dict of settings, not a {type(values).__name__}")
+        settings, problems = _read_names(values)
         if isinstance(precision := settings["precision"], Mapping):
             names = [field.name for field in fields(Precision)]
             problems += unknown_names(precision, names, prefix="precision.")
@@ -192,8 +183,6 @@ class OffloadConfig:
         return cls.from_dict(values)
 
 
-STATE_FORMATS = {format.name.lower(): format for format in StateFormat}
-_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _TIERS = tuple(tier.value for tier in Tier)
 _STATES = ("params", "grads", "optimizer", "activations")
 _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
@@ -201,6 +190,13 @@ _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
 
 def _no_classes(names: Sequence[str]) -> str:
     return f"precision.modules has {', '.join(names)}; where plain values are wanted, use patterns of module names"
+
+
+def _read_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """All settings, those that are not given too, and what is wrong with names."""
+    defaults = {field.name: field.default for field in fields(OffloadConfig)}
+    known = {name: value for name, value in values.items() if name in defaults}
+    return defaults | known, unknown_names(values, list(defaults))
 
 
 def _find_problems(settings: Mapping[str, Any]) -> list[str]:
@@ -290,31 +286,6 @@ def _check_generation(settings: Mapping[str, Any]) -> Iterator[str]:
         yield f"generation={number} is in no directory: nothing is kept without nvme= or with durability='scratch'"
 
 
-def _check_precision(settings: Mapping[str, Any]) -> Iterator[str]:
-    precision = settings["precision"]
-    if isinstance(precision, str):
-        precision = Precision(compute=precision)
-    if not isinstance(precision, Precision):
-        yield f"precision={precision!r} is no precision; use 'bf16', 'fp16', 'fp32' or a Precision"
-        return
-    if precision.compute not in tuple(_TORCH_NAMES):
-        yield f"precision {precision.compute!r} is unknown; use 'bf16', 'fp16' or 'fp32'"
-    if precision.reduce not in tuple(_TORCH_NAMES):
-        yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32', 'bf16' or 'fp16'"
-    if precision.states not in STATE_FORMATS:
-        yield f"Precision(states={precision.states!r}) is unknown; use 'fp32', 'bf16' or 'compact'"
-    yield from _check_module_dtypes(precision.modules)
-
-
-def _check_module_dtypes(modules: object) -> Iterator[str]:
-    if not isinstance(modules, Mapping) or not all(isinstance(key, str | type) for key in modules):
-        yield f"Precision(modules={modules!r}) does not map patterns of names or classes; write {{'*.router': 'fp32'}}"
-        return
-    for key, name in modules.items():
-        if name not in tuple(_TORCH_NAMES):
-            yield f"Precision(modules=) has {name!r} for {key!r}, no compute dtype; use 'fp32', 'bf16' or 'fp16'"
-
-
 def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
     for name in _BUDGETS:
         if (value := settings[name]) is not None:
@@ -364,7 +335,7 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
     _check_placements,
     _check_nvme,
     _check_generation,
-    _check_precision,
+    lambda settings: precision_problems(settings["precision"]),
     _check_budgets,
     _check_choices,
     _check_backward,

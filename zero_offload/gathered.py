@@ -14,6 +14,7 @@ from torch import nn
 
 from zero_offload.checkpoint.values import read_master
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.inputs import params_of
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.param_access import Place
 from zero_offload.runtime.grads.ledger import check_not_updated
@@ -41,7 +42,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
             f"zo.gathered has no kind={kind!r} with mode={mode!r}; kinds are {', '.join(KINDS)}, "
             'modes are "read" and "write" ("grads" only "read")'
         )
-    params = list(module.parameters() if isinstance(module, nn.Module) else module)
+    params = params_of("zo.gathered", module)
     owner = next((o for o in map(owner_of, params) if isinstance(o, OffloadedModel)), None)
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")

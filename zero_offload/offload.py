@@ -23,6 +23,7 @@ from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
+from zero_offload.inputs import check_config, check_model
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import SpanPool
@@ -87,6 +88,8 @@ def offload(
     CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
     ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
     """
+    check_model("zo.offload", model)
+    check_config("zo.offload", config)
     device = compute_device()
     _check_model(model, mesh, device)
     skips_values = lacks_values(model)
@@ -97,7 +100,7 @@ def offload(
     layout = make_layout(spec, dtypes, collectives.num_shards)
     exchange = CommitGroup(group)
     hardware = _agree(_hardware(config, device), exchange)
-    unit_bytes = _unit_bytes(layout, config, collectives.partition)
+    unit_bytes = _unit_bytes(layout, spec, config, collectives.partition)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, collectives.partition, hardware)
     placement = place(unit_bytes, config, hardware, collectives.partition, outlook)
     cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()
@@ -152,8 +155,6 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
 
 
 def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"offload takes a torch.nn.Module, not {type(model).__name__}")
     tensor_mesh = mesh_of(model.parameters())
     problems = list(mesh_problems(mesh, device.torch_device.type, tensor_mesh))
     for name, param in model.named_parameters():
@@ -166,14 +167,24 @@ def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> N
 
 
 def plan_memory(
-    model: nn.Module, config: OffloadConfig, units: UnitChoice | None = None, tokens: int = TOKENS_UNKNOWN
+    model: nn.Module,
+    config: OffloadConfig,
+    units: UnitChoice | None = None,
+    tokens: int = TOKENS_UNKNOWN,
+    mesh: DeviceMesh | None = None,
 ) -> Plan:
     """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
+    check_model("zo.plan", model)
+    check_config("zo.plan", config)
     device = compute_device()
+    if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
+        raise ConfigError("\n".join(problems))
     partition = RankGroup.of(config).partition
+    if mesh is not None:  # by its size alone: making its groups would be collective
+        partition = replace(partition, world_size=mesh.size(), num_replicas=mesh.size(0) if mesh.ndim == 2 else 1)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
-    unit_bytes = _unit_bytes(layout, config, partition)
+    unit_bytes = _unit_bytes(layout, spec, config, partition)
     hardware = _hardware(config, device)
     budget = tier_budget(config, hardware)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
@@ -196,8 +207,11 @@ def _outlook(
     return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
 
 
-def _unit_bytes(layout: ShardLayout, config: OffloadConfig, partition: Partition) -> Sequence[UnitBytes]:
-    return measure_units([UnitNumel.of(unit) for unit in layout.units], config, partition)
+def _unit_bytes(
+    layout: ShardLayout, spec: ModelSpec, config: OffloadConfig, partition: Partition
+) -> Sequence[UnitBytes]:
+    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(layout.units)]
+    return measure_units(numels, config, partition)
 
 
 @dataclass(frozen=True)
@@ -315,7 +329,8 @@ def _resting_on_device(build: Build) -> int:
     """Bytes of gradients, and of states that are updated there, in a device's own memory."""
     if build.device.is_host:
         return 0
-    units, tiers = _unit_bytes(build.layout, build.config, build.collectives.partition), build.placement.tiers
+    partition, tiers = build.collectives.partition, build.placement.tiers
+    units = measure_units([UnitNumel.of(unit) for unit in build.layout.units], build.config, partition)
     grads = (unit.grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE)
     states = (
         shard_bytes(section, planned_components(section))

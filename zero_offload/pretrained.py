@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_offload.api import runtime_of
+from zero_offload.api import need_runtime
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.checkpoint.hf_match import Wanted, match
@@ -120,9 +120,7 @@ def export_pretrained(
 
 def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
     """The runtime of a model, all of whose parameters are its own."""
-    owner = runtime_of(model)
-    if owner is None:
-        raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
+    owner = need_runtime(model, call)
     owner.session.check_process()
     if owner.parts.ranks.num_columns > 1:
         raise ConfigError(

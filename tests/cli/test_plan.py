@@ -8,6 +8,7 @@ import pytest
 
 from zero_offload.cli import measure
 from zero_offload.cli.main import main
+from zero_offload.recipes import products
 from zero_offload.types import GIB
 
 MEMORY = ["--cpu-memory", "64GiB"]
@@ -241,3 +242,47 @@ def test_this_machine_is_measured_once_and_remembered(
     (cache / "zero_offload" / "rates.json").write_text("{")
     _, result = plan(capsys, *flags)
     assert "not measured" in result["step"]["rates"]
+
+
+@pytest.mark.parametrize("other", [["--gpu", "h100"], ["--device-memory", "24GiB"]])
+def test_a_plan_for_a_gpu_measures_nothing(
+    other: list[str], cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("this machine was measured"))
+    assert main(["plan", "--model", "tiny", *other, "--measure"]) == 2
+    assert f"and {' '.join(other)} plans for a GPU that is not measured" in capsys.readouterr().err
+    assert not cache.exists()
+
+
+def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By way of fp32 where a CPU has no instructions for bf16."""
+    widened = []
+    original = products._WideLinear.forward
+    monkeypatch.setattr(products, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(
+        products._WideLinear, "forward", staticmethod(lambda *values: (widened.append(1), original(*values))[1])
+    )
+    monkeypatch.setattr(measure, "_ROUNDS", 1)
+    assert measure._block_flops("bfloat16") > 0
+    assert len(widened) == 2 * 4
+
+
+def test_help_says_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None:
+    defaults = {"plan": {"params": "cpu", "optimizer": "cpu"}, "train": {"params": "nvme", "optimizer": "nvme"}}
+    for command, tiers in defaults.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        expected = {f"--{kind}-tier": tier for kind, tier in tiers.items()} | {
+            "--grads-tier": "cpu",
+            "--activations-tier": "device",
+            "--stage": "3",
+            "--precision": "bf16",
+            "--states": "fp32",
+            "--durability": "process",
+            "--commit-every": "1",
+            "--recompute": "as the ",
+        }
+        for flag, default in expected.items():
+            after = text.rpartition(f" {flag} ")[2].partition("(default")[2]
+            assert after.lstrip(": ").startswith(default), flag

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
+
+import zero_offload as zo
 
 
 def _report(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -93,6 +96,17 @@ def test_text_says_where_the_step_went(run_dir: Path) -> None:
         ["step", "0.5", "100.0%"],
     ]
     assert "0.1 s per step, 90.0% lay beside compute" in traced and "0.3 s per step, 0.0% lay beside" in traced
+
+
+def test_the_directory_of_its_states_is_no_run_directory(run_dir: Path) -> None:
+    zo.close(zo.offload(nn.Linear(2, 2), zo.OffloadConfig(nvme=run_dir / "nvme", optimizer="nvme")))
+    assert (run_dir / "nvme" / "run.json").is_file()
+    done = _report(run_dir / "nvme")
+    assert done.returncode == 2
+    assert f"{run_dir / 'nvme'} holds the states of a run, and neither" in done.stderr
+    assert done.stderr.strip().endswith(f"name {run_dir}")
+    (run_dir / "metrics.jsonl").unlink()
+    assert "name the run directory that `train` wrote" in _report(run_dir / "nvme").stderr
 
 
 def test_what_is_no_run_directory_is_said_so(tmp_path: Path) -> None:

@@ -64,8 +64,9 @@ MIRRORS_OF_TORCH = {
     "SGD": {"maximize", "nesterov"},
     "GradScaler": {"enabled"},
     "TiledLinear": {"bias"},
+    "clip_grad_norm_": {"error_if_nonfinite"},
 }
-"""Drop-in for a torch class: such bools are torch's spelling, not ours to choose."""
+"""Drop-in for torch: such bools are torch's spelling, not ours to choose."""
 
 
 def test_the_public_names_are_these() -> None:

@@ -193,6 +193,29 @@ def test_modules_kept_in_fp32(nvme: Path) -> None:
             module.float()
             module.register_forward_pre_hook(lambda _, args: (args[0].float(),))
             module.register_forward_hook(lambda _, args, output: output.bfloat16())
-    precision = zo.Precision(modules={f"*.{name}": "fp32" for name in model._keep_in_fp32_modules or ()})
+    precision = zo.Precision(modules=dict.fromkeys(names_kept(model), "fp32"))
     config = zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=nvme, precision=precision)
     assert run(train, each, zo.offload(model, config)) == run(train, each, plain)
+
+
+def names_kept(model: Any) -> list[str]:
+    kept = tuple(f".{name}" for name in model._keep_in_fp32_modules or ())
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters()) if f".{name}".endswith(kept)]
+
+
+def test_parameters_kept_in_fp32(nvme: Path) -> None:
+    """Where the class names parameters, whose modules are not: the model's own code casts."""
+    each = ARCHITECTURES["rwkv"]
+    model: Any = each.build()
+    names = names_kept(model)
+    assert len(names) == 4 and all(name.endswith(("time_decay", "time_first")) for name in names)
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()
+    plain = copy.deepcopy(model).bfloat16()
+    for name in names:
+        plain.get_parameter(name).data = model.get_parameter(name).data.clone()
+    precision = zo.Precision(modules=dict.fromkeys(names, "fp32"))
+    config = zo.OffloadConfig(params="nvme", optimizer="nvme", nvme=nvme, precision=precision)
+    zo.offload(model, config)
+    assert {name for name, param in model.named_parameters() if param.dtype == torch.float32} == set(names)
+    assert run(train, each, model) == run(train, each, plain)

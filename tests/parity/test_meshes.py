@@ -15,6 +15,7 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
+from zero_offload.types import Tier
 
 HYBRID, STRIDED = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 CASE = Case({"precision": "fp32"}, num_steps=4, micro_batches=2, max_norm=0.5, num_frozen=1)
@@ -85,6 +86,21 @@ def test_meshes_of_part_of_the_ranks(pool: RankPool) -> None:
 
 def offload_on(rank: int, world_size: int, mesh: Any, device_type: str) -> None:
     zo.offload(build(TinyLM), zo.OffloadConfig(), DeviceMesh(device_type, mesh))
+
+
+def plan_on(rank: int, world_size: int, mesh: Any) -> dict[str, int]:
+    config, place = zo.OffloadConfig(), None if mesh is None else DeviceMesh("cpu", mesh)
+    plan = zo.plan(TinyLM(), config, mesh=place)
+    zo.offload(build(TinyLM), config, place)
+    return {kind.value: nbytes for (tier, kind), nbytes in plan.rest_bytes.items() if tier is Tier.CPU}
+
+
+def test_a_plan_counts_what_a_mesh_divides(pool: RankPool) -> None:
+    flat, hybrid = pool.succeed(plan_on, None)[0], pool.succeed(plan_on, HYBRID)[0]
+    for kind, nbytes in flat.items():
+        assert hybrid[kind] == pytest.approx(2 * nbytes, abs=16), kind
+    failures = pool.call(plan_on, [[[0, 1], [2, 3]]])
+    assert all(isinstance(each, Failure) and "mesh has 3 dimensions" in each.message for each in failures)
 
 
 def test_meshes_that_cannot_be_used(pool: RankPool) -> None:

@@ -237,6 +237,22 @@ def test_keys_that_match_nothing_are_named_with_what_is_near() -> None:
         zo.plan(RoutedLM(), zo.OffloadConfig(precision=zo.Precision(modules={"*.ruoter": "fp32"})))
 
 
+def test_a_pattern_that_matches_no_module_names_parameters() -> None:
+    model = RoutedLM()
+    model.register_buffer("count", torch.zeros(2))
+    offload_with(model, {"*.norm.weight": "fp32", "count": "fp32", "norm.*": "fp32"})
+    in_fp32 = {name for name, param in model.named_parameters() if param.dtype == torch.float32}
+    expected = {name for name, _ in RoutedLM().named_parameters() if name.endswith(".norm.weight")} | {
+        "norm.weight",
+        "norm.bias",
+    }
+    assert in_fp32 == expected and len(expected) > 2
+    # A pattern of modules stays one, whatever parameters it matches too.
+    model = RoutedLM()
+    offload_with(model, {"*": "fp32", "*.norm": "bf16", "norm": "bf16"})
+    assert model.norm.weight.dtype == torch.bfloat16
+
+
 def test_a_tie_of_two_dtypes() -> None:
     with pytest.raises(zo.ConfigError) as caught:
         offload_with(TinyLM(), {"head": "fp32"})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +95,8 @@ def test_auto_is_left_to_the_planner() -> None:
             {"precision": Precision(states="int8")},
             "Precision(states='int8') is unknown; use 'fp32', 'bf16' or 'compact'",
         ),
+        ({"precision": Precision(states=["x"])}, "Precision(states=['x']) is unknown"),  # type: ignore[arg-type]
+        ({"optimiser": "cpu"}, "unknown setting optimiser: did you mean optimizer?"),
         ({"cpu_memory": 0}, "cpu_memory=0: a size is positive"),
         ({"cpu_memory": -5}, "a size is positive"),
         ({"device_memory": "much"}, "cannot read 'much' as a size"),
@@ -130,6 +134,16 @@ def test_all_problems_are_listed_at_once() -> None:
     message = problems_of(stage=5, optimizer="nvme", precision="fp8", commit_every=0, cpu_memory="x")
     assert message.startswith("OffloadConfig has 5 problems:")
     assert message.count("\n  - ") == 5
+
+
+def test_wrong_names_are_listed_with_wrong_values() -> None:
+    message = problems_of(optimiser="cpu", stage=5)
+    assert message.startswith("OffloadConfig has 2 problems:") and "stage=5" in message
+    with pytest.raises(ConfigError, match=r"by name, such as OffloadConfig\(params='cpu'\)"):
+        OffloadConfig("cpu")  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="takes a dict of settings, not a NoneType"):
+        OffloadConfig.from_dict(None)  # type: ignore[arg-type]
+    assert copy.deepcopy(OffloadConfig(stage=2)) == replace(OffloadConfig(), stage=2)
 
 
 def test_durability_needs_a_directory() -> None:

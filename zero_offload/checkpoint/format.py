@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from zero_offload.abi import StateFormat
-from zero_offload.config import STATE_FORMATS
 from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.precision import STATE_FORMATS
 
 RUN_NAME = "run.json"
 FORMAT = 4

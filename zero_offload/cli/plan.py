@@ -17,7 +17,7 @@ from zero_offload.plan.wear import TBW_USUAL
 
 _SETTINGS = {
     "stage": "ZeRO stage: 0, 1, 2 or 3",
-    "params": "tier of the parameters: device, cpu, nvme or auto (auto for all three where a GPU is named and no tier)",
+    "params": "tier of the parameters: device, cpu, nvme or auto; where --gpu is given and no tier, all three are auto",
     "grads": "tier of the gradients",
     "optimizer": "tier of the optimizer states",
     "activations": "tier of what forward keeps for backward",
@@ -47,6 +47,12 @@ def with_states(settings: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def flag_values(config: OffloadConfig) -> dict[str, Any]:
+    """Settings as flags have them: `states` beside `precision`."""
+    settings, numerics = config.to_dict(), config.numerics
+    return settings | {"precision": numerics.compute, "states": numerics.states}
+
+
 _TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_auto}
 
 
@@ -55,7 +61,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "plan",
         help="will it fit, and how fast: bytes per tier, seconds and SSD bytes per step",
         description="Plan a run without starting it, on this machine or on another. Sizes that are given replace what "
-        "this machine has. Exit code 3 when the plan does not fit.",
+        "this machine has. Tiers that are not given are cpu, those of zo.OffloadConfig; `train` puts parameters and "
+        "optimizer states on nvme: give it the same flags. Exit code 3 when the plan does not fit.",
     )
     parser.add_argument(
         "--model", default="small", help="preset, a known model such as llama-8b, or a number of parameters such as 8B"
@@ -66,7 +73,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="DIR",
         help="directories of the NVMe tier; or drives that are not here, such as 2x7GB/s, or 7GB/s/5GB/s (read/write)",
     )
+    defaults = flag_values(OffloadConfig())
     for name, text in _SETTINGS.items():
+        if defaults[name] is not None:
+            text = f"{text} (default {defaults[name]})"
         flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
         parser.add_argument(flag, dest=name, help=text, type=_TYPES.get(name, str))
     parser.add_argument("--gpu", help=f"plan for such GPUs, one for each rank: {', '.join(GPUS)}")
@@ -129,6 +139,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokens {args.tokens} --sequence {args.sequence}: both must be 1 or more")
     if args.ram is not None and args.cpu_memory is not None:
         raise ConfigError("--ram is a machine's memory and --cpu-memory one rank's: give one of them")
+    if args.measure and (args.gpu is not None or args.device_memory is not None):
+        other = f"--gpu {args.gpu}" if args.gpu is not None else f"--device-memory {args.device_memory}"
+        raise ConfigError(
+            f"--measure takes the rates of this machine's CPU and drives, and {other} plans for a GPU that is not "
+            "measured; leave one of them out (drives measured before are remembered)"
+        )
 
 
 def _config(args: argparse.Namespace, num_drives: int | None) -> OffloadConfig:

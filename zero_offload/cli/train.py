@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_offload.cli.plan import steps_or_auto, with_states
+from zero_offload.cli.plan import flag_values, steps_or_auto, with_states
 from zero_offload.recipes.settings import TrainConfig, read_tables
 from zero_offload.types import Existing
 
@@ -87,12 +87,17 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
     add("--trace", "steps to trace, after the second: RUNDIR/trace.json", type=int, metavar="STEPS")
     add(
         "--recompute",
-        "activations in backward: none (kept) or block (computed again from the block's inputs, as zo.checkpoint)",
+        "activations in backward: none (kept) or block (computed again from the block's inputs, as zo.checkpoint) "
+        "(default: as the preset)",
     )
 
 
 def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
+    defaults = flag_values(TrainConfig().offload)
+
     def add(flag: str, name: str, help: str, **options: Any) -> None:
+        if defaults[name] is not None and "default" not in help:
+            help = f"{help} (default {defaults[name]})"
         group.add_argument(flag, dest=f"offload_{name}", help=help, **{"metavar": name.upper()} | options)
 
     add("--nvme", "nvme", "directories of the NVMe tier (default: RUNDIR/nvme)", nargs="+", metavar="DIR")
@@ -108,8 +113,8 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
     add("--stage", "stage", "ZeRO stage: 0, 1, 2 or 3", type=int)
     add("--precision", "precision", "bf16, fp16 (with a dynamic loss scale) or fp32")
     add("--states", "states", "optimizer states: fp32, bf16 or compact (8 bits and scales)")
-    add("--cpu-memory", "cpu_memory", "budget, for example 8GiB", metavar="SIZE")
-    add("--device-memory", "device_memory", "budget, for example 20GiB", metavar="SIZE")
+    add("--cpu-memory", "cpu_memory", "budget, for example 8GiB (default: what there is)", metavar="SIZE")
+    add("--device-memory", "device_memory", "budget, for example 20GiB (default: what there is)", metavar="SIZE")
     add("--durability", "durability", "commit (survives power loss), process (kill -9) or scratch")
     add(
         "--generation",

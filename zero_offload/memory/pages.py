@@ -1,7 +1,7 @@
 """Virtual memory: reserve addresses, put pages under them, move pages, give them back.
 
 The only caller of mmap, mremap, mprotect and madvise. Knows addresses and bytes, nothing of tensors.
-Everything is in steps of `FRAME` (2 MiB): huge pages make O_DIRECT reads twice as fast as 4 KiB pages.
+Everything is in steps of `FRAME` (2 MiB).
 No range is inherited by forked children (a DataLoader worker must neither copy nor hold these pages).
 """
 
@@ -15,9 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from zero_offload.errors import CapacityError
+from zero_offload.types import FRAME as FRAME
 from zero_offload.types import format_bytes
-
-FRAME = 2 << 20
 
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000

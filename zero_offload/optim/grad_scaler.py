@@ -23,6 +23,8 @@ from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.groups import group_records
 from zero_offload.shards.registry import Owner, owner_of
 
+INIT_SCALE = 2.0**16
+
 
 @dataclass
 class _Progress:
@@ -35,19 +37,29 @@ class _Progress:
 class GradScaler:
     """Multiplies losses by a scale that is halved after an overflow and doubled after `growth_interval` steps without.
 
-    Arguments, calls and `state_dict` are torch.amp.GradScaler's, without the device. With offloaded parameters
+    Arguments, calls and `state_dict` are torch.amp.GradScaler's; the scale is a number of the host, so `device` changes
+    nothing and may be left out: a number that comes first is `init_scale`. With offloaded parameters
     `zo.commit` and `zo.save_checkpoint` save the state too; pass `scaler=` to `zo.resume` and `zo.load_checkpoint`.
     Raises ConfigError for arguments out of range, and NonFiniteError when no scale is left that does not overflow.
     """
 
     def __init__(
         self,
-        init_scale: float = 2.0**16,
+        device: str | torch.device | float | None = None,
+        init_scale: float = INIT_SCALE,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
+        if isinstance(device, int | float):
+            if init_scale != INIT_SCALE:
+                raise ConfigError(
+                    f"GradScaler({device}, {init_scale}) has two scales; write GradScaler(init_scale={device})"
+                )
+            init_scale = device
+        elif device is not None:
+            _check_device(device)
         self._enabled = enabled
         self._growth_tracker = 0
         """Steps without an overflow since the scale last changed."""
@@ -228,6 +240,13 @@ class GradScaler:
         self.set_backoff_factor(state_dict["backoff_factor"])
         self.set_growth_interval(state_dict["growth_interval"])
         self._growth_tracker = int(state_dict["_growth_tracker"])
+
+
+def _check_device(device: str | torch.device) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"GradScaler(device={device!r}): {str(error).splitlines()[0]}") from error
 
 
 def _positive(name: str, value: float) -> float:

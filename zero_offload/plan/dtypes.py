@@ -2,8 +2,10 @@
 
 Owns what `Precision.modules` means for a model. A module has the dtype of the innermost module, from itself up to the
 root, that a key matches (by class, or by name with the wildcards of fnmatch; of several keys that match one module the
-last counts), else the compute dtype. Its parameters have it too. Where the dtype changes between a module that is
-called and the one around it, floating inputs and outputs are cast. Pure; never touches data. The call: `resolve`.
+last counts), else the compute dtype. Its parameters have it too, but for those that a pattern which matches no module
+matches by their own names: these have that dtype, and nothing is cast for them. Where the dtype changes between a
+module that is called and the one around it, floating inputs and outputs are cast. Pure; never touches data. The call:
+`resolve`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import torch
 from torch import nn
 
 from zero_offload.abi import StateFormat
-from zero_offload.config import ModuleKey, OffloadConfig
+from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.plan.model_spec import can_be_called
+from zero_offload.precision import ModuleKey
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,25 @@ class ComputeDtypes:
 def resolve(root: nn.Module, config: OffloadConfig) -> ComputeDtypes:
     """The dtypes of `root` under `config.precision`.
 
-    Raises ConfigError, all problems at once, for a key that matches no module, and for a parameter or module with
+    Raises ConfigError, all problems at once, for a key that matches nothing, and for a parameter or module with
     several names that would have several dtypes.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
-    exceptions = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}
+    asked = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}
+    exceptions = {key: asked[key] for key in asked if any(_matches(key, *item) for item in modules.items())}
+    of_tensors = {key: asked[key] for key in asked if key not in exceptions and isinstance(key, str)}
+    tensors = [name for name, _ in (*root.named_parameters(remove_duplicate=False), *root.named_buffers())]
+    # Buffers keep their dtypes whatever is asked; a list of what a model keeps in fp32 may name them.
     problems = [
-        _unmatched(key, modules) for key in exceptions if not any(_matches(key, *item) for item in modules.items())
+        _unmatched(key, modules)
+        for key in asked
+        if key not in exceptions and not (key in of_tensors and any(fnmatchcase(name, key) for name in tensors))
     ]
     compute = getattr(torch, config.compute_dtype_name)
     inside = {name: _dtype_of(name, modules, exceptions) or compute for name in modules}
     params = {name: inside[name.rpartition(".")[0]] for name, _ in root.named_parameters(remove_duplicate=False)}
+    for key, dtype in of_tensors.items():
+        params |= {name: dtype for name in params if fnmatchcase(name, key)}
     casts = {
         name: _cast(name, modules, inside) for name, module in modules.items() if can_be_called(module) or not name
     }
@@ -134,7 +145,7 @@ def _unmatched(key: ModuleKey, modules: Mapping[str, nn.Module]) -> str:
     known = dict.fromkeys([*names, *(name.rpartition(".")[2] for name in names)])
     near = difflib.get_close_matches(key.strip("*."), list(known), n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    return f"Precision(modules=): {key!r} {where}; {hint}Names are those of model.named_modules()"
+    return f"Precision(modules=): {key!r} {where}; {hint}Names are those of model.named_modules(), or of parameters"
 
 
 def _name(dtype: torch.dtype) -> str:

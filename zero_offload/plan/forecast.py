@@ -117,7 +117,7 @@ class Plan(MemoryPlan):
     def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
         step_s = simulate(job, placement, machine).step_s
         bottleneck = find_bottleneck(job, placement, machine, step_s)
-        values = (memory.rest_bytes, memory.staging_bytes, memory.wear, memory.budget)
+        values = (memory.rest_bytes, memory.staging_bytes, memory.wear, memory.budget, memory.least_bytes)
         return cls(*values, step_s, bottleneck.title, machine.source)
 
     def table(self) -> str:

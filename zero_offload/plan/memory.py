@@ -33,7 +33,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.wear import Wear
-from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap, format_bytes
+from zero_offload.types import FRAME, Durability, StateKind, Tier, UpdateOverlap, format_bytes
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 
@@ -79,17 +79,23 @@ class UnitNumel:
     frozen: int = 0
     sizes: tuple[int, int, int] | None = None
     """Bytes of trained values, frozen values and optimizer states, where not all is in the compute dtype."""
+    frame_bytes: int = 0
+    """Of the host's pages under whole values, where they are fetched; every section has its own."""
+    in_use_with: tuple[tuple[int, ...], ...] = ()
+    """As `ModelSpec.in_use_with`."""
 
     @classmethod
-    def of(cls, unit: UnitLayout) -> UnitNumel:
+    def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
         numel, nbytes, state_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0
+        frame_bytes = sum(_divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
         for section in unit.sections:
             numel[section.trainable] += section.used_numel
             nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
             if section.trainable:
                 dtype = str(section.dtype).removeprefix("torch.")
                 state_bytes += math.ceil(section.used_numel * _optimizer_bytes(dtype, section.state_format))
-        return cls(unit.name, numel[True], numel[False], (nbytes[True], nbytes[False], state_bytes))
+        sizes = (nbytes[True], nbytes[False], state_bytes)
+        return cls(unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with)
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,9 @@ class UnitBytes:
     """Trained elements, over all ranks."""
     passing_grads_bytes: int = 0
     """Gradients between backward and an update inside of it, where none are held: `grads_bytes` is 0 then."""
+    frame_bytes: int = 0
+    in_use_with: tuple[tuple[int, ...], ...] = ()
+    """Both as in `UnitNumel`; without them nothing is known of the least that a run needs."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,8 @@ class Budget:
     cpu_bytes: int
     nvme_bytes: int
     shared_memory: bool
-    """The compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`."""
+    """The compute device is the CPU: device and cpu tiers fill the same memory, limited by `cpu_bytes`. What
+    `device_bytes` limits there is memory for units that are fetched."""
 
     def of(self, tier: Tier) -> int:
         limits = {Tier.DEVICE: self.device_bytes, Tier.CPU: self.cpu_bytes, Tier.NVME: self.nvme_bytes}
@@ -144,6 +154,9 @@ class MemoryPlan:
     """Buffers that data passes through on its way to the compute device and the update."""
     wear: Wear
     budget: Budget
+    least_bytes: int
+    """Of `device_memory`, where the CPU computes: for the units in use at once. Less does not run; what else
+    `staging_bytes` has of units is for those fetched ahead, and shrinks to the budget."""
 
     @property
     def nvme_written_bytes_per_step(self) -> int:
@@ -160,6 +173,9 @@ class MemoryPlan:
         if self.budget.shared_memory:
             both = self.used_bytes(Tier.DEVICE) + self.used_bytes(Tier.CPU)
             checks[:2] = [("memory (the compute device is the CPU)", both, self.budget.cpu_bytes)]
+            # A run takes whole frames, one at least.
+            if self.least_bytes > _divide_up(self.budget.device_bytes, FRAME) * FRAME:
+                checks.append(("device_memory, for units in use at once", self.least_bytes, self.budget.device_bytes))
         return tuple(
             f"{where}: needs {format_bytes(needed)}, {format_bytes(limit)} available, "
             f"{format_bytes(needed - limit)} missing"
@@ -180,6 +196,8 @@ class MemoryPlan:
         lines.append(_row("total", [format_bytes(self.used_bytes(tier)) for tier in Tier]))
         lines.append(_row("available", [format_bytes(self.budget.of(tier)) for tier in Tier]))
         lines.append(f"written to NVMe per step: {format_bytes(self.nvme_written_bytes_per_step)}")
+        if self.least_bytes and self.fits and self.used_bytes(Tier.DEVICE) > self.budget.device_bytes:
+            lines.append(f"device_memory holds the {format_bytes(self.least_bytes)} in use at once; more fetches ahead")
         return "\n".join([*lines, *self.reasons, "it fits" if self.fits else "it does not fit"])
 
 
@@ -208,6 +226,8 @@ def measure_units(
             frozen_bytes=_divide_up(frozen, partition.param_shards),
             trained_numel=unit.trained,
             passing_grads_bytes=_divide_up(summed, partition.optimizer_shards) if passes else 0,
+            frame_bytes=unit.frame_bytes,
+            in_use_with=unit.in_use_with,
         )
         measured.append(bytes_of)
     return tuple(measured)
@@ -262,7 +282,19 @@ def estimate_memory(
         if tiers[StateKind.GRADS] is Tier.NVME:
             written += unit.grads_bytes
     wear = Wear(written, committed, config.commit_every)
-    return MemoryPlan(rest, _staging_bytes(units, placement, config, partition), wear, placement.budget)
+    staging = _staging_bytes(units, placement, config, partition)
+    return MemoryPlan(rest, staging, wear, placement.budget, _least_bytes(units, placement, partition))
+
+
+def _least_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> int:
+    """Pages under the units in use at once, where the CPU computes."""
+    if not placement.budget.shared_memory:
+        return 0
+    fetched = [
+        unit.frame_bytes * (partition.param_shards > 1 or tiers[StateKind.PARAMS] is Tier.NVME)
+        for unit, tiers in zip(units, placement.tiers, strict=True)
+    ]
+    return max((sum(fetched[index] for index in used) for unit in units for used in unit.in_use_with), default=0)
 
 
 def _staging_bytes(

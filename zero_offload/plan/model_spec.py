@@ -22,7 +22,8 @@ from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num
 SMALL_NUMEL = 1 << 18
 """Leftover modules below this many elements share one unit: a fetch of a few KiB is all latency."""
 
-UnitChoice = Sequence["str | type[nn.Module] | nn.Module"]
+UnitChoice = Sequence["str | type[nn.Module] | nn.Module"] | str | type[nn.Module]
+"""Names, classes or modules; one name or class stands for itself."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,15 @@ class ModelSpec:
     def numel(self) -> int:
         return sum(unit.numel for unit in self.units)
 
+    def in_use_with(self, unit: int) -> tuple[tuple[int, ...], ...]:
+        """For each module that uses the unit, the units in use meanwhile: its own, and of modules around it."""
+        found = []
+        for point in self.hook_points:
+            if unit in point.units:
+                outer = [o for o in self.hook_points if not o.module or f"{point.module}.".startswith(f"{o.module}.")]
+                found.append(tuple(sorted({index for each in outer for index in each.units})))
+        return tuple(found)
+
 
 def find_units(root: nn.Module) -> tuple[str, ...]:
     """Names of the repeated blocks of `root`: the outermost children of one class in a list or Sequential.
@@ -156,7 +166,11 @@ def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
     modules = dict(root.named_modules())
     names: dict[str, None] = {}
     problems: list[str] = []
-    for unit in units:
+    if not isinstance(units, str | type | Iterable):
+        raise ConfigError(
+            f"units={units!r} names no modules; give names, classes or modules, such as units=['blocks.0']"
+        )
+    for unit in [units] if isinstance(units, str | type) else units:
         if isinstance(unit, str):
             found = [unit] if unit in modules else []
         elif isinstance(unit, type):

@@ -45,7 +45,7 @@ def place(
     plan = estimate_memory(units, placement, config, partition)
     if not plan.fits:
         ways = ways_to_fit(units, config, hardware, partition)
-        on_disk = plan.used_bytes(Tier.NVME) > budget.of(Tier.NVME)
+        on_disk = plan.used_bytes(Tier.NVME) > budget.of(Tier.NVME) > 0
         where = [f"the nvme tier is {', '.join(map(str, config.nvme_dirs))}"] if on_disk else []
         raise CapacityError("\n".join([*plan.reasons, *where, *ways]))
     return placement
@@ -125,33 +125,48 @@ def _room(
 
 _CHANGES: tuple[Mapping[str, str | None], ...] = (
     {"cpu_memory": None},
+    {"device_memory": None},
+    {"nvme_capacity": None},
     {"optimizer": "nvme"},
     {"optimizer": "nvme", "params": "nvme"},
     {"optimizer": "nvme", "params": "nvme", "grads": "nvme"},
     {"durability": "scratch"},
     {"optimizer": "cpu", "durability": "scratch"},
+    {"params": "cpu"},
+    {"params": "cpu", "optimizer": "cpu"},
+    {"params": "cpu", "grads": "cpu", "optimizer": "cpu", "durability": "scratch"},
 )
-"""What to try when a plan does not fit, least costly for step time and safety first."""
+"""What to try when a plan does not fit, least costly for step time and safety first. None lifts a budget."""
 _RANK_FACTORS = (2, 4, 8, 16)
 _WAYS_MAX = 2
+_UNKNOWN_BYTES = 1 << 62
 
 
 def ways_to_fit(
     units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
 ) -> list[str]:
     """Changes of settings under which the same model fits."""
-    ways = []
-    for changes in _CHANGES:
+    elsewhere = _try(units, config, _with_any_disk(hardware), partition)
+    another = f"a directory with {format_bytes(elsewhere.used_bytes(Tier.NVME))} free"
+    if config.nvme_dirs and elsewhere.fits and hardware.nvme_free_bytes == 0:
+        # A file system of the kernel's, or a full one: no setting makes it a place for files.
+        where = ", ".join(map(str, config.nvme_dirs))
+        return [f"nvme={where} cannot be used: 0 B are free there; name {another}"]
+    ways: dict[str, None] = {}
+    for every in _CHANGES:
+        changes = {name: value for name, value in every.items() if getattr(config, name) != value}
         trial, machine = _with_changes(config, changes, hardware)
         plan = _try(units, trial, machine, partition)
-        if plan.fits:
-            ways.append(f"would fit: {_describe(changes, plan, config)}")
+        if changes and plan.fits:
+            ways[f"would fit: {_describe(changes, plan)}"] = None
     for factor in _RANK_FACTORS if config.stage == 3 else ():
         more = replace(partition, world_size=partition.world_size * factor)
         if _try([_divide(unit, factor) for unit in units], config, hardware, more).fits:
-            ways.append(f"would fit: {more.world_size} ranks, each with this much memory and disk")
+            ways[f"would fit: {more.world_size} ranks, each with this much memory and disk"] = None
             break
-    return ways[:_WAYS_MAX] or ["nothing else fits this machine: use a smaller model or more memory"]
+    if config.nvme_dirs and elsewhere.fits:
+        ways[f"would fit: nvme= {another}"] = None
+    return list(ways)[:_WAYS_MAX] or ["nothing else fits this machine: use a smaller model or more memory"]
 
 
 def _try(
@@ -170,20 +185,27 @@ def _with_changes(
     if config.nvme_dirs or "nvme" not in changes.values():
         return replace(config, **changes), hardware
     # No directory yet: try one of any size, and say how much it must hold.
-    return replace(config, nvme="nvme", **changes), replace(hardware, nvme_free_bytes=_UNKNOWN_BYTES)
+    return replace(config, nvme="nvme", **changes), _with_any_disk(hardware)
 
 
-_UNKNOWN_BYTES = 1 << 62
+def _with_any_disk(hardware: HardwareProfile) -> HardwareProfile:
+    return replace(hardware, nvme_free_bytes=_UNKNOWN_BYTES)
 
 
-def _describe(changes: Mapping[str, str | None], plan: MemoryPlan, config: OffloadConfig) -> str:
-    if "cpu_memory" in changes:
-        needed = plan.used_bytes(Tier.CPU) + plan.used_bytes(Tier.DEVICE) * plan.budget.shared_memory
-        return f"cpu_memory of at least {format_bytes(needed)}"
-    settings = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-    if plan.budget.nvme_bytes != _UNKNOWN_BYTES:
-        return settings
-    return f"{settings}, nvme= a directory with {format_bytes(plan.used_bytes(Tier.NVME))} free"
+def _describe(changes: Mapping[str, str | None], plan: MemoryPlan) -> str:
+    used = {name: plan.used_bytes(tier) for name, tier in _BUDGETS.items()}
+    if plan.budget.shared_memory:
+        used |= {"cpu_memory": used["cpu_memory"] + used["device_memory"], "device_memory": plan.least_bytes}
+    settings = [
+        f"{name} of at least {format_bytes(used[name])}" if name in used else f"{name}={value!r}"
+        for name, value in changes.items()
+    ]
+    if plan.budget.nvme_bytes == _UNKNOWN_BYTES:
+        settings.append(f"nvme= a directory with {format_bytes(used['nvme_capacity'])} free")
+    return ", ".join(settings)
+
+
+_BUDGETS = {"device_memory": Tier.DEVICE, "cpu_memory": Tier.CPU, "nvme_capacity": Tier.NVME}
 
 
 def _divide(unit: UnitBytes, factor: int) -> UnitBytes:

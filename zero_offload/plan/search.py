@@ -238,7 +238,7 @@ class Search:
         known: dict[object, list[tuple[list[float], list[float]]]] = {}
         found = []
         for unit in range(len(self._given)):
-            sizes = (replace(job.units[unit], name=""), replace(job.work[unit], numel=_NAMELESS))
+            sizes = (replace(job.units[unit], name="", in_use_with=()), replace(job.work[unit], numel=_NAMELESS))
             key = (sizes, *self._given[unit].values())
             if key not in known:
                 costs = [

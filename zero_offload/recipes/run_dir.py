@@ -140,11 +140,17 @@ def read_run(path: Path) -> Run:
     """Read a run directory that may still be in use."""
     if not (path / RUN_FILE).is_file():
         raise ConfigError(f"{path} is no run directory: it has no {RUN_FILE}; name one that `train` wrote")
+    description = _read_json(path / RUN_FILE)
+    if "identity" not in description:
+        # Storage keeps a file of that name too.
+        above = path.absolute().parent
+        run = above if (above / METRICS_FILE).is_file() else "the run directory that `train` wrote"
+        raise ConfigError(f"{path} holds the states of a run, and neither its metrics nor its report; name {run}")
     rows: list[Row] = []
     if (path / METRICS_FILE).is_file():
         with open(path / METRICS_FILE, "rb") as file:
             rows = [row for _, row in _whole_lines(file)]
-    return Run(path, _read_json(path / RUN_FILE), rows)
+    return Run(path, description, rows)
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[tuple[bytes, Row]]:

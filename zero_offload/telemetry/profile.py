@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from zero_offload.api import runtime_of
+from zero_offload.api import need_runtime
 from zero_offload.errors import ConfigError, StorageError
 from zero_offload.telemetry.breakdown import StepTime, step_times
 from zero_offload.telemetry.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans
@@ -140,9 +140,7 @@ def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profil
     With a `path` it becomes a trace there at the end, after an error too: open it in ui.perfetto.dev. Of long runs
     record some steps; the newest `SPANS_MAX` spans are kept. One at a time. Raises ConfigError, StorageError.
     """
-    owner = runtime_of(model)
-    if owner is None:
-        raise ConfigError("zo.profile takes a model that was offloaded; call zo.offload(model, config) first")
+    owner = need_runtime(model, "zo.profile")
     spans, ranks = owner.parts.store.counters.spans, owner.parts.ranks
     if spans.on:
         raise ConfigError("this model is being recorded already; end the other zo.profile first")

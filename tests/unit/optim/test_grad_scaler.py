@@ -114,6 +114,28 @@ def test_settings_out_of_range(settings: dict[str, Any], words: str) -> None:
         zo.GradScaler(**settings)
 
 
+def test_torchs_device_comes_first_or_not_at_all() -> None:
+    for scaler in (
+        zo.GradScaler("cuda", 4.0),
+        zo.GradScaler("cuda", init_scale=4.0),
+        zo.GradScaler(device="cuda", init_scale=4.0),
+        zo.GradScaler(torch.device("cpu"), 4.0),
+        zo.GradScaler(init_scale=4.0),
+        zo.GradScaler(4),
+    ):
+        assert scaler.get_scale() == 4
+    assert zo.GradScaler("cuda").get_scale() == torch_scaler_scale() == zo.GradScaler().get_scale()
+    with pytest.raises(zo.ConfigError, match=r"GradScaler\(device='four'\)"):
+        zo.GradScaler("four")
+    with pytest.raises(zo.ConfigError, match=r"two scales; write GradScaler\(init_scale=4.0\)"):
+        zo.GradScaler(4.0, 3.0)
+
+
+def torch_scaler_scale() -> float:
+    scale: float = torch.amp.GradScaler("cpu").get_scale()
+    return scale
+
+
 def _step_twice(scaler: zo.GradScaler, optimizer: zo.AdamW) -> None:
     scaler.step(optimizer)
     scaler.step(optimizer)

@@ -133,6 +133,8 @@ def test_what_does_not_fit_names_what_is_missing_and_two_ways_out() -> None:
         {"nvme": "x", "cpu_memory": "1GiB"},
         {"nvme": "x", "optimizer": "nvme", "nvme_capacity": "2GiB"},
         {"nvme": "x", "cpu_memory": "200MiB", "params": "nvme", "optimizer": "nvme"},
+        {"nvme": "x", "params": "nvme", "durability": "scratch", "nvme_capacity": "1MiB"},
+        {"nvme": "x", "params": "nvme", "nvme_capacity": "1MiB"},
     ],
 )
 def test_the_settings_offered_do_fit(settings: dict[str, Any]) -> None:
@@ -158,3 +160,29 @@ def test_nothing_fits() -> None:
     config = OffloadConfig(stage=0)
     with pytest.raises(CapacityError, match="nothing else fits this machine"):
         place(model(config), config, machine)
+
+
+def test_a_disk_budget_may_be_lifted_and_states_may_move_to_memory() -> None:
+    config = OffloadConfig(nvme="x", params="nvme", durability="scratch", nvme_capacity="64KiB")
+    with pytest.raises(CapacityError) as caught:
+        place(model(config), config, CPU_MACHINE)
+    assert str(caught.value).splitlines()[2:] == [
+        "would fit: nvme_capacity of at least 229 MiB",
+        "would fit: params='cpu'",
+    ]
+    full = replace(CPU_MACHINE, nvme_free_bytes=MIB)
+    with pytest.raises(CapacityError) as caught:
+        place(model(config), replace(config, nvme_capacity=None), full)
+    assert str(caught.value).splitlines()[2:] == [
+        "would fit: params='cpu'",
+        "would fit: nvme= a directory with 229 MiB free",
+    ]
+
+
+def test_a_directory_without_a_free_byte_is_the_fault() -> None:
+    config = OffloadConfig(nvme="/proc/nope", params="nvme", optimizer="nvme")
+    with pytest.raises(CapacityError) as caught:
+        place(model(config), config, replace(CPU_MACHINE, nvme_free_bytes=0))
+    assert str(caught.value).splitlines()[1:] == [
+        "nvme=/proc/nope cannot be used: 0 B are free there; name a directory with 2.68 GiB free"
+    ]

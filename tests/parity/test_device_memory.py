@@ -1,0 +1,59 @@
+"""`device_memory` on a CPU: a plan says what the units in use at once need, and with that a step runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import WIDE, TinyLM, tokens_of
+from zero_offload.types import FRAME, MIB
+
+
+class Scaled(nn.Module):
+    """Parameters of the root's own, which are in use while its blocks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = TinyLM(WIDE)
+        self.scale = nn.Parameter(torch.ones(600, 600))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.inner(tokens) * self.scale.mean()
+        return loss
+
+
+def config_of(nvme: Path, device_memory: int) -> zo.OffloadConfig:
+    return zo.OffloadConfig(params="nvme", nvme=nvme, precision="fp32", device_memory=device_memory)
+
+
+@pytest.mark.parametrize(("build", "num_frames"), [(lambda: TinyLM(WIDE), 2), (Scaled, 3)], ids=["flat", "nested"])
+def test_the_least_that_fits_runs_and_less_is_refused_with_what_fits(
+    build: type[nn.Module], num_frames: int, tmp_path: Path
+) -> None:
+    enough = config_of(tmp_path / "nvme", num_frames * FRAME)
+    less = config_of(tmp_path / "nvme", (num_frames - 1) * FRAME)
+    reason = f"device_memory, for units in use at once: needs {num_frames * 2} MiB, {num_frames * 2 - 2} MiB available"
+    plan = zo.plan(build(), less)
+    assert not plan.fits and reason in plan.reasons[0] and "it does not fit" in plan.table()
+    with pytest.raises(zo.CapacityError, match=reason) as caught:
+        zo.offload(build(), less)
+    offered = f"would fit: device_memory of at least {num_frames * 2} MiB"
+    assert str(caught.value).splitlines()[1:] == [offered, "would fit: params='cpu'"]
+
+    plan = zo.plan(build(), enough)
+    assert plan.fits and f"device_memory holds the {num_frames * 2} MiB in use at once" in plan.table()
+    model = zo.offload(build(), enough)
+    optimizer = zo.AdamW(model.parameters())
+    for step in range(2):
+        model(tokens_of(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    zo.close(model)
+
+
+def test_what_stays_in_memory_needs_none() -> None:
+    assert zo.plan(TinyLM(WIDE), zo.OffloadConfig(device_memory=MIB)).fits
