@@ -1,4 +1,4 @@
-"""What csrc/abi.cpp refuses, refused in the same words before anything is touched."""
+"""What csrc/abi.cpp and csrc/abi_update.cpp refuse, refused in the same words before anything is touched."""
 
 from __future__ import annotations
 
