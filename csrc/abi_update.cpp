@@ -2,6 +2,7 @@
 #include "abi_checks.h"
 #include "compact/compact.h"
 #include "optim/update.h"
+#include "util/kinds.h"
 
 namespace {
 
@@ -9,6 +10,7 @@ using zo::check_kind;
 using zo::check_pointer;
 using zo::check_range;
 using zo::check_size;
+using zo::element_bytes;
 using zo::fail;
 using zo::guarded;
 
@@ -63,8 +65,6 @@ int check_apart(const char *call, const Buffer (&buffers)[kCount], int64_t begin
     }
     return ZO_OK;
 }
-
-size_t element_bytes(uint32_t kind) { return kind == ZO_FP32 ? sizeof(float) : sizeof(uint16_t); }
 
 int check_format(const char *call, const char *name, uint32_t format) {
     if (format < ZO_NUM_STATE_FORMATS) return ZO_OK;
