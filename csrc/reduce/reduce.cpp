@@ -86,7 +86,7 @@ int convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, in
         const char *from = static_cast<const char *>(src) + begin * src_bytes;
         if (kernel != nullptr) {
             kernel(to, from, count);
-        } else {
+        } else if (to != from) {
             std::memcpy(to, from, size_t(count * dst_bytes));
         }
     });

@@ -154,6 +154,18 @@ void test_refusals() {
     EXPECT(zo_convert(ZO_FP16, nullptr, ZO_BF16, nullptr, 0, 1) == ZO_UNSUPPORTED);
     EXPECT(zo_convert(9, nullptr, 0, nullptr, 0, 1) == ZO_INVALID);
     EXPECT(zo_convert(0, nullptr, 0, nullptr, 1, 1) == ZO_INVALID);
+    float memory[16] = {};
+    EXPECT(zo_convert(ZO_FP32, memory, ZO_FP32, memory, 8, 1) == ZO_OK);
+    EXPECT(zo_convert(ZO_FP32, memory + 1, ZO_FP32, memory, 8, 1) == ZO_INVALID &&
+           strstr(zo_last_error(), "dst and src overlap"));
+    zo_grad_args grads = {};
+    grads.size = sizeof(grads);
+    grads.num_threads = 1;
+    grads.mode = ZO_ACCUMULATE;
+    grads.dst = memory;
+    grads.src = memory;
+    grads.numel = 8;
+    EXPECT(zo_grad_store(&grads) == ZO_INVALID && strstr(zo_last_error(), "dst and src overlap"));
     EXPECT(zo_io_open(0, nullptr) == ZO_INVALID && zo_io_close(nullptr) == ZO_INVALID);
 }
 
