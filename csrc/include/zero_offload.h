@@ -6,7 +6,8 @@
  *     or for I/O until the ticket is done;
  *   - an args or result struct starts with uint32_t size, set by the caller to sizeof: a mismatch is refused;
  *   - tensors are plain addresses of element-aligned memory; counts are elements unless a name ends in bytes;
- *   - whatever the instruction set and the number of threads, a kernel returns the same bits.
+ *   - whatever the instruction set, the number of threads and their way with subnormal numbers, which comes
+ *     back as it was, a kernel returns the same bits.
  *
  * zero_offload/abi.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
  */

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "compact/compact.h"
+#include "cpu/subnormals.h"
 #include "util/chunks.h"
 
 namespace zo {
@@ -72,6 +73,7 @@ UpdateKernel kernel_of(const zo_update_args &args) {
 int num_states(uint32_t rule) { return update_scalar.num_states[rule]; }
 
 void update(const zo_update_args &args) {
+    const KeepSubnormals here;  // for the segments' scalars
     const UpdateKernel kernel = kernel_of(args);
     const auto origin = uint64_t(args.origin);
     UpdateBuffers buffers = {};

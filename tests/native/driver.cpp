@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "cpu/subnormals.h"
 #include "io/block.h"
 #include "zero_offload.h"
 
@@ -132,6 +133,12 @@ void test_kernels(uint32_t rule, int64_t numel, Values values) {
         EXPECT(zo_set_isa(isa) == ZO_OK && zo_isa() == isa);
         EXPECT(run_kernels(rule, numel, 1, values) == expected);
         EXPECT(run_kernels(rule, numel, 2, values) == expected);
+        // A thread that takes subnormal numbers for 0, and goes on to.
+        zo::set_float_mode(zo::float_mode() | zo::kFlushing);
+        EXPECT(run_kernels(rule, numel, 1, values) == expected);
+        EXPECT(run_kernels(rule, numel, 2, values) == expected);
+        EXPECT((zo::float_mode() & zo::kFlushing) == zo::kFlushing);
+        zo::set_float_mode(zo::float_mode() & ~zo::kFlushing);
         EXPECT(zo_crc32c(5, expected.values.data(), uint64_t(numel) * 4) == crc);
     }
 }
