@@ -3,13 +3,32 @@
 #include "cpu/features.h"
 #include "reduce/reduce.h"
 #include "util/crc32c.h"
+#include "util/kinds.h"
 
+using zo::Buffer;
+using zo::check_apart;
 using zo::check_kind;
+using zo::check_master;
 using zo::check_pointer;
 using zo::check_range;
 using zo::check_size;
+using zo::element_bytes;
 using zo::fail;
 using zo::guarded;
+
+namespace {
+
+// From src to dst, element by element. Only what overwrites an element by one of its size works in place.
+int check_dst_src(const char *call, uint32_t mode, uint32_t dst_kind, const void *dst, uint32_t src_kind,
+                  const void *src, int64_t numel) {
+    if (numel == 0) return ZO_OK;
+    if (dst == nullptr || src == nullptr) return fail(ZO_INVALID, "%s: a buffer is NULL", call);
+    if (dst == src && dst_kind == src_kind && mode == ZO_OVERWRITE) return ZO_OK;
+    const Buffer buffers[] = {{"dst", dst, element_bytes(dst_kind)}, {"src", src, element_bytes(src_kind)}};
+    return check_apart(call, buffers, 0, numel);
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -32,11 +51,9 @@ int zo_set_isa(int isa) { return zo::set_isa(isa); }
 
 int zo_master_split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel,
                     uint32_t num_threads) {
-    return guarded("zo_master_split", [&]() -> int {
-        ZO_CHECK(check_range("zo_master_split", numel, num_threads));
-        if (numel > 0 && (master == nullptr || half == nullptr || residual == nullptr)) {
-            return fail(ZO_INVALID, "zo_master_split: a buffer is NULL");
-        }
+    constexpr const char *call = "zo_master_split";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_master(call, master, half, residual, numel, num_threads));
         zo::master_split(master, half, residual, numel, num_threads);
         return ZO_OK;
     });
@@ -44,11 +61,9 @@ int zo_master_split(const float *master, uint16_t *half, uint16_t *residual, int
 
 int zo_master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,
                    uint32_t num_threads) {
-    return guarded("zo_master_join", [&]() -> int {
-        ZO_CHECK(check_range("zo_master_join", numel, num_threads));
-        if (numel > 0 && (master == nullptr || half == nullptr || residual == nullptr)) {
-            return fail(ZO_INVALID, "zo_master_join: a buffer is NULL");
-        }
+    constexpr const char *call = "zo_master_join";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_master(call, master, half, residual, numel, num_threads));
         zo::master_join(half, residual, master, numel, num_threads);
         return ZO_OK;
     });
@@ -56,12 +71,12 @@ int zo_master_join(const uint16_t *half, const uint16_t *residual, float *master
 
 int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
                uint32_t num_threads) {
-    return guarded("zo_convert", [&]() -> int {
-        ZO_CHECK(check_kind("zo_convert", "dst_kind", dst_kind));
-        ZO_CHECK(check_kind("zo_convert", "src_kind", src_kind));
-        ZO_CHECK(check_range("zo_convert", numel, num_threads));
-        if (numel > 0 && (dst == nullptr || src == nullptr))
-            return fail(ZO_INVALID, "zo_convert: a buffer is NULL");
+    constexpr const char *call = "zo_convert";
+    return guarded(call, [&]() -> int {
+        ZO_CHECK(check_kind(call, "dst_kind", dst_kind));
+        ZO_CHECK(check_kind(call, "src_kind", src_kind));
+        ZO_CHECK(check_range(call, numel, num_threads));
+        ZO_CHECK(check_dst_src(call, ZO_OVERWRITE, dst_kind, dst, src_kind, src, numel));
         return zo::convert(dst_kind, dst, src_kind, src, numel, num_threads);
     });
 }
@@ -77,9 +92,8 @@ int zo_grad_store(zo_grad_args *args) {
         if (args->mode > ZO_ACCUMULATE) {
             return fail(ZO_INVALID, "%s: mode is %u, not 0 (overwrite) or 1 (accumulate)", call, args->mode);
         }
-        if (args->numel > 0 && (args->dst == nullptr || args->src == nullptr)) {
-            return fail(ZO_INVALID, "%s: a buffer is NULL", call);
-        }
+        ZO_CHECK(check_dst_src(call, args->mode, args->dst_kind, args->dst, args->src_kind, args->src,
+                               args->numel));
         return zo::grad_store(args);
     });
 }

@@ -2,13 +2,18 @@
 #include "abi_checks.h"
 #include "compact/compact.h"
 #include "optim/update.h"
+#include "util/kinds.h"
 
 namespace {
 
+using zo::Buffer;
+using zo::check_apart;
 using zo::check_kind;
+using zo::check_master;
 using zo::check_pointer;
 using zo::check_range;
 using zo::check_size;
+using zo::element_bytes;
 using zo::fail;
 using zo::guarded;
 
@@ -35,36 +40,6 @@ int check_segments(const char *call, const zo_update_args &args) {
     }
     return ZO_OK;
 }
-
-struct Buffer {
-    const char *name;
-    const void *address;
-    size_t element_bytes;
-    int64_t block = 1;  // elements of the segments that share one of the buffer
-};
-
-// No element of one buffer may lie in another: the pass would read what it has just written.
-template <size_t kCount>
-int check_apart(const char *call, const Buffer (&buffers)[kCount], int64_t begin, int64_t end) {
-    const auto first = [begin](const Buffer &b) {
-        return uintptr_t(b.address) + b.element_bytes * size_t(begin / b.block);
-    };
-    const auto last = [end](const Buffer &b) {
-        return uintptr_t(b.address) + b.element_bytes * size_t((end + b.block - 1) / b.block);
-    };
-    for (size_t i = 0; i < kCount; ++i) {
-        for (size_t j = i + 1; j < kCount; ++j) {
-            const Buffer &a = buffers[i], &b = buffers[j];
-            if (a.address == nullptr || b.address == nullptr || last(a) <= first(b) || last(b) <= first(a))
-                continue;
-            return fail(ZO_INVALID, "%s: %s and %s overlap; give each memory of its own", call, a.name,
-                        b.name);
-        }
-    }
-    return ZO_OK;
-}
-
-size_t element_bytes(uint32_t kind) { return kind == ZO_FP32 ? sizeof(float) : sizeof(uint16_t); }
 
 int check_format(const char *call, const char *name, uint32_t format) {
     if (format < ZO_NUM_STATE_FORMATS) return ZO_OK;
@@ -134,16 +109,12 @@ int check_states(const char *call, uint32_t format, uint32_t is_signed, const vo
     if (numel == 0) return ZO_OK;
     ZO_CHECK(check_pointer(call, "states", states));
     ZO_CHECK(check_pointer(call, "fp32", fp32));
-    return format == ZO_STATES_COMPACT ? check_pointer(call, "scales", scales) : int(ZO_OK);
-}
-
-int check_short_master(const char *call, const void *master, const void *half, const void *residual,
-                       int64_t numel, uint32_t num_threads) {
-    ZO_CHECK(check_range(call, numel, num_threads));
-    if (numel == 0) return ZO_OK;
-    ZO_CHECK(check_pointer(call, "master", master));
-    ZO_CHECK(check_pointer(call, "half", half));
-    return check_pointer(call, "residual", residual);
+    const bool is_compact = format == ZO_STATES_COMPACT;
+    if (is_compact) ZO_CHECK(check_pointer(call, "scales", scales));
+    const Buffer buffers[] = {{"states", states, kStateBytes[format]},
+                              {"fp32", fp32, sizeof(*fp32)},
+                              {"scales", is_compact ? scales : nullptr, sizeof(*scales), ZO_STATE_BLOCK}};
+    return check_apart(call, buffers, 0, numel);
 }
 
 }  // namespace
@@ -183,7 +154,7 @@ int zo_short_master_split(const float *master, uint16_t *half, uint8_t *residual
                           uint32_t num_threads) {
     constexpr const char *call = "zo_short_master_split";
     return guarded(call, [&]() -> int {
-        ZO_CHECK(check_short_master(call, master, half, residual, numel, num_threads));
+        ZO_CHECK(check_master(call, master, half, residual, numel, num_threads));
         zo::short_master_split(master, half, residual, numel, num_threads);
         return ZO_OK;
     });
@@ -193,7 +164,7 @@ int zo_short_master_join(const uint16_t *half, const uint8_t *residual, float *m
                          uint32_t num_threads) {
     constexpr const char *call = "zo_short_master_join";
     return guarded(call, [&]() -> int {
-        ZO_CHECK(check_short_master(call, master, half, residual, numel, num_threads));
+        ZO_CHECK(check_master(call, master, half, residual, numel, num_threads));
         zo::short_master_join(half, residual, master, numel, num_threads);
         return ZO_OK;
     });

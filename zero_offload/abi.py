@@ -19,7 +19,7 @@ class Isa(IntEnum):
 
 
 class Kind(IntEnum):
-    """Element types. As an AdamW value, BF16 is the half of a master that a residual completes, FP16 a copy of one."""
+    """Element types. As an optimizer's value, BF16 is the half of a master that a residual completes, FP16 its copy."""
 
     FP32 = 0
     BF16 = 1

@@ -1,23 +1,12 @@
 #include "compact/compact.h"
 
-#include <algorithm>
-
 #include "reduce/reduce.h"
-#include "util/parallel.h"
+#include "util/chunks.h"
 
 namespace zo {
 namespace {
 
-static_assert(kChunk % kBlock == 0);
-
-// Calls body(begin, count) for every chunk.
-template <class Body>
-void for_each_chunk(int64_t numel, uint32_t num_threads, const Body &body) {
-    parallel_chunks((numel + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
-        const int64_t begin = chunk * kChunk;
-        body(begin, std::min(kChunk, numel - begin));
-    });
-}
+static_assert(kChunk % kBlock == 0);  // no block is cut: neither here nor by an update
 
 uint32_t kind_of(uint32_t format) { return format == ZO_STATES_BF16 ? ZO_BF16 : ZO_FP32; }
 

@@ -6,7 +6,8 @@
  *     or for I/O until the ticket is done;
  *   - an args or result struct starts with uint32_t size, set by the caller to sizeof: a mismatch is refused;
  *   - tensors are plain addresses of element-aligned memory; counts are elements unless a name ends in bytes;
- *   - whatever the instruction set and the number of threads, a kernel returns the same bits.
+ *   - whatever the instruction set, the number of threads and their way with subnormal numbers, which comes
+ *     back as it was, a kernel returns the same bits.
  *
  * zero_offload/abi.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
  */
@@ -151,7 +152,7 @@ ZO_API int zo_update(const zo_update_args *args);
  *   half = (bits(x) + 0x8000) >> 16, residual = low 16 bits of x; back: (half << 16) +
  * sign_extended(residual). Every finite and infinite x comes back bit for bit, also when the half rounds to
  * infinity. Half-way cases round away from zero. A NaN keeps its sign and top payload bits, becomes quiet,
- * and has residual 0. */
+ * and has residual 0. No two buffers may overlap, here and below. */
 ZO_API int zo_master_split(const float *master, uint16_t *half, uint16_t *residual, int64_t numel,
                            uint32_t num_threads);
 ZO_API int zo_master_join(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel,
@@ -173,7 +174,8 @@ ZO_API int zo_states_encode(uint32_t format, uint32_t is_signed, const float *fp
                             float *scales, int64_t numel, uint32_t num_threads);
 
 /* Between fp32 and each zo_kind. To bf16 and fp16: round to nearest, ties to even; any NaN becomes 0x7FC0 or
- * 0x7E00. Between bf16 and fp16 is not offered: it would round what was whole. */
+ * 0x7E00. Between bf16 and fp16 is not offered: it would round what was whole. Of one kind, dst may be src;
+ * otherwise they may not overlap. */
 ZO_API int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, int64_t numel,
                       uint32_t num_threads);
 
@@ -182,7 +184,8 @@ ZO_API int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const voi
 
 /* dst = src * scale, or dst += src * scale in fp32. `sumsq` and `finite` are of the values written to dst.
  * bf16 and fp16 are stored from their own kind only, and only an fp32 dst accumulates. A scale of exactly 1
- * multiplies nothing. */
+ * multiplies nothing. dst may be src where it is overwritten by its own kind; otherwise they may not overlap.
+ */
 typedef struct {
     uint32_t size;
     uint32_t dst_kind;

@@ -5,14 +5,11 @@
 #include <vector>
 
 #include "compact/compact.h"
-#include "util/parallel.h"
+#include "cpu/subnormals.h"
+#include "util/chunks.h"
 
 namespace zo {
 namespace {
-
-// Elements per parallel chunk: 200 to 400 KiB of traffic, far above the cost of taking a chunk.
-constexpr int64_t kChunk = 16384;
-static_assert(kChunk % kBlock == 0);
 
 const UpdateTable &table() {
 #if ZO_X86
@@ -76,6 +73,7 @@ UpdateKernel kernel_of(const zo_update_args &args) {
 int num_states(uint32_t rule) { return update_scalar.num_states[rule]; }
 
 void update(const zo_update_args &args) {
+    const KeepSubnormals here;  // for the segments' scalars
     const UpdateKernel kernel = kernel_of(args);
     const auto origin = uint64_t(args.origin);
     UpdateBuffers buffers = {};
@@ -101,9 +99,8 @@ void update(const zo_update_args &args) {
     }
     const int64_t total = first[num_segments];
 
-    parallel_chunks((total + kChunk - 1) / kChunk, args.num_threads, [&](int64_t chunk) {
-        int64_t at = chunk * kChunk;
-        const int64_t stop = std::min(at + kChunk, total);
+    for_each_chunk(total, args.num_threads, [&](int64_t at, int64_t count) {
+        const int64_t stop = at + count;
         auto s = size_t(std::upper_bound(first.begin(), first.end(), at) - first.begin()) - 1;
         while (at < stop) {
             const zo_segment &segment = args.segments[s];

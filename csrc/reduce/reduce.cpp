@@ -6,7 +6,8 @@
 #include <limits>
 #include <vector>
 
-#include "util/parallel.h"
+#include "util/chunks.h"
+#include "util/kinds.h"
 #include "util/status.h"
 
 namespace zo {
@@ -20,17 +21,6 @@ const ReduceTable &table() {
     if (current_isa() == ZO_ISA_NEON) return reduce_neon;
 #endif
     return reduce_scalar;
-}
-
-int64_t num_chunks(int64_t numel) { return (numel + kChunk - 1) / kChunk; }
-
-// Calls body(begin, count) for every chunk.
-template <class Body>
-void for_each_chunk(int64_t numel, uint32_t num_threads, const Body &body) {
-    parallel_chunks(num_chunks(numel), num_threads, [&](int64_t chunk) {
-        const int64_t begin = chunk * kChunk;
-        body(begin, std::min(kChunk, numel - begin));
-    });
 }
 
 // body(begin, count) -> ChunkSum; see [Note: the tree].
@@ -49,8 +39,6 @@ ChunkSum sum_chunks(int64_t numel, uint32_t num_threads, const Body &body) {
 }
 
 bool is_finite(const ChunkSum &total) { return total.top < 0x7F800000u; }
-
-size_t element_bytes(uint32_t kind) { return kind == ZO_FP32 ? sizeof(float) : sizeof(uint16_t); }
 
 }  // namespace
 
@@ -98,7 +86,7 @@ int convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const void *src, in
         const char *from = static_cast<const char *>(src) + begin * src_bytes;
         if (kernel != nullptr) {
             kernel(to, from, count);
-        } else {
+        } else if (to != from) {
             std::memcpy(to, from, size_t(count * dst_bytes));
         }
     });

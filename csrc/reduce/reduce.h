@@ -1,16 +1,14 @@
 // Passes over gradients and values: store, accumulate, sum of squares, conversions.
 //
 // [Note: the tree] A sum of squares is the same on every machine: the values are cut into chunks of kChunk
-// from the start of the call; inside a chunk element i adds its square, exact in double, to lane i % 16, in
-// order; the lanes join pairwise (8, 4, 2, 1 apart); the sums of the chunks add up in order.
+// (util/chunks.h) from the start of the call; inside a chunk element i adds its square, exact in double, to
+// lane i % 16, in order; the lanes join pairwise (8, 4, 2, 1 apart); the sums of the chunks add up in order.
 #pragma once
 
 #include "cpu/features.h"
 #include "zero_offload.h"
 
 namespace zo {
-
-constexpr int64_t kChunk = 16384;
 
 struct ChunkSum {
     double sumsq;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "checks.h"
+#include "cpu/subnormals.h"
 #include "io/block.h"
 #include "zero_offload.h"
 
@@ -132,6 +133,12 @@ void test_kernels(uint32_t rule, int64_t numel, Values values) {
         EXPECT(zo_set_isa(isa) == ZO_OK && zo_isa() == isa);
         EXPECT(run_kernels(rule, numel, 1, values) == expected);
         EXPECT(run_kernels(rule, numel, 2, values) == expected);
+        // A thread that takes subnormal numbers for 0, and goes on to.
+        zo::set_float_mode(zo::float_mode() | zo::kFlushing);
+        EXPECT(run_kernels(rule, numel, 1, values) == expected);
+        EXPECT(run_kernels(rule, numel, 2, values) == expected);
+        EXPECT((zo::float_mode() & zo::kFlushing) == zo::kFlushing);
+        zo::set_float_mode(zo::float_mode() & ~zo::kFlushing);
         EXPECT(zo_crc32c(5, expected.values.data(), uint64_t(numel) * 4) == crc);
     }
 }
@@ -154,6 +161,18 @@ void test_refusals() {
     EXPECT(zo_convert(ZO_FP16, nullptr, ZO_BF16, nullptr, 0, 1) == ZO_UNSUPPORTED);
     EXPECT(zo_convert(9, nullptr, 0, nullptr, 0, 1) == ZO_INVALID);
     EXPECT(zo_convert(0, nullptr, 0, nullptr, 1, 1) == ZO_INVALID);
+    float memory[16] = {};
+    EXPECT(zo_convert(ZO_FP32, memory, ZO_FP32, memory, 8, 1) == ZO_OK);
+    EXPECT(zo_convert(ZO_FP32, memory + 1, ZO_FP32, memory, 8, 1) == ZO_INVALID &&
+           strstr(zo_last_error(), "dst and src overlap"));
+    zo_grad_args grads = {};
+    grads.size = sizeof(grads);
+    grads.num_threads = 1;
+    grads.mode = ZO_ACCUMULATE;
+    grads.dst = memory;
+    grads.src = memory;
+    grads.numel = 8;
+    EXPECT(zo_grad_store(&grads) == ZO_INVALID && strstr(zo_last_error(), "dst and src overlap"));
     EXPECT(zo_io_open(0, nullptr) == ZO_INVALID && zo_io_close(nullptr) == ZO_INVALID);
 }
 

@@ -133,6 +133,17 @@ void test_format_refusals() {
     EXPECT(zo_states_decode(3, 0, memory, memory, memory, 1, 1) == ZO_INVALID);
     EXPECT(zo_states_encode(ZO_STATES_COMPACT, 2, memory, memory, memory, 1, 1) == ZO_INVALID);
     EXPECT(zo_states_encode(ZO_STATES_COMPACT, 0, memory, memory, nullptr, 1, 1) == ZO_INVALID);
+    EXPECT(zo_states_encode(ZO_STATES_COMPACT, 0, memory, memory + 1, memory + 8, 8, 1) == ZO_INVALID &&
+           strstr(zo_last_error(), "states and fp32 overlap"));
+    EXPECT(zo_states_decode(ZO_STATES_COMPACT, 0, memory, memory + 1, memory + 8, 8, 1) == ZO_INVALID &&
+           strstr(zo_last_error(), "states and scales overlap"));
+    auto *half = reinterpret_cast<uint16_t *>(memory + 8);
+    auto *residual = reinterpret_cast<uint8_t *>(memory + 12);
+    EXPECT(zo_short_master_split(memory, half - 1, residual, 8, 1) == ZO_INVALID &&
+           strstr(zo_last_error(), "master and half overlap"));
+    EXPECT(zo_short_master_join(half, residual - 1, memory, 8, 1) == ZO_INVALID &&
+           strstr(zo_last_error(), "half and residual overlap"));
+    EXPECT(zo_short_master_split(memory, half, residual, 8, 1) == ZO_OK);
     EXPECT(zo_short_master_split(nullptr, nullptr, nullptr, 1, 1) == ZO_INVALID);
     EXPECT(zo_short_master_join(nullptr, nullptr, nullptr, 0, 1) == ZO_OK);
 }

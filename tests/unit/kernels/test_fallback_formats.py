@@ -171,6 +171,7 @@ def refusals() -> dict[str, Any]:
     )
     good, half, room = compact.buffers(), halved.buffers(), torch.zeros(8192, dtype=torch.uint8)
     codes, scales, free = good.states, good.scales, room.data_ptr()
+    whole_master = compact.master
     master, halves, short = torch.ones(8), torch.ones(8, dtype=BF16), torch.ones(8, dtype=torch.int8)
     addresses = (master.data_ptr(), halves.data_ptr(), short.data_ptr())
 
@@ -181,7 +182,7 @@ def refusals() -> dict[str, Any]:
         return update(replace(good, **changes), SEGMENT)
 
     def states(**changes: Any) -> dict[str, Any]:
-        args = native.StateArgs(StateFormat.COMPACT, True, codes[0], scales[0], compact.master.data_ptr(), 600, 1)
+        args = native.StateArgs(StateFormat.COMPACT, True, codes[0], scales[0], whole_master.data_ptr(), 600, 1)
         wrong = replace(args, **changes)
         return {"decode": lambda: kernels().states_decode(wrong), "encode": lambda: kernels().states_encode(wrong)}
 
@@ -223,14 +224,24 @@ def refusals() -> dict[str, Any]:
         "threads": {"num_threads": 1025},
         "no halves": {"format": StateFormat.BF16, "states": 0},
         "no thread for none": {"numel": 0, "num_threads": 0},
+        "codes in fp32": {"states": whole_master.data_ptr() + 2399},
+        "scales in codes": {"states": free, "scales": free + 596},
+        "scales in fp32": {"scales": whole_master.data_ptr() - 8},
+        "bf16 in fp32": {"format": StateFormat.BF16, "states": whole_master.data_ptr()},
+        "fp32 in place": {"format": StateFormat.FP32, "states": whole_master.data_ptr()},
     }.items():
         calls |= {f"{way}: {name}": call for way, call in states(**wrong).items()}
     for index, wrong_call in enumerate(
         [(0, *addresses[1:], 8, 1), (addresses[0], 0, addresses[2], 8, 1), (*addresses[:2], 0, 8, 1)]
         + [(*addresses, -1, 1), (*addresses, 8, 0), (0, 0, 0, 8, 1)]
+        + [
+            (free, free + 31, addresses[2], 8, 1),
+            (free, addresses[1], free + 31, 8, 1),
+            (free, free + 40, free + 47, 8, 1),
+        ]
     ):
         calls |= {f"{way}: {index}": call for way, call in masters(*wrong_call).items()}
-    return calls | {"keep": [*compact.arrays, *halved.arrays, room, master, halves, short]}
+    return calls | {"keep": [*compact.arrays, *halved.arrays, room, whole_master, master, halves, short]}
 
 
 @instead

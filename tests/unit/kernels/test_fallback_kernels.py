@@ -15,8 +15,9 @@ from tests.helpers.without_library import without_library
 from tests.parity import test_isa as isas
 from zero_offload.abi import Isa, Rule
 from zero_offload.errors import ConfigError
+from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.grads import accumulate_grad, store_grad, sum_of_squares
-from zero_offload.kernels.master import convert, split_master
+from zero_offload.kernels.master import convert, join_master, split_master
 from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -142,7 +143,7 @@ def refusals() -> dict[str, Any]:
     """Calls that cannot work, on arrays of eight ones each, and the bytes that they must leave alone."""
     arrays = [torch.ones(8) for _ in range(5)]
     value, first, second, grad, out = (each.data_ptr() for each in arrays)
-    half, residual = torch.ones(8, dtype=BF16), torch.ones(8, dtype=torch.int16)
+    half, residual, spare = torch.ones(8, dtype=BF16), torch.ones(8, dtype=torch.int16), torch.ones(8, dtype=FP16)
     good = UpdateBuffers(value, 0, 0, (first, second), grad, 0, FP32, FP32)
 
     def update(buffers: UpdateBuffers, *segments: Segment, threads: int = 1) -> Any:
@@ -177,8 +178,19 @@ def refusals() -> dict[str, Any]:
         "no src": lambda: accumulate_grad(out, 0, FP32, 8),
         "numel": lambda: sum_of_squares(value, FP32, -1),
         "no values": lambda: sum_of_squares(0, FP32, 8),
-        "halves": lambda: convert(half.view(FP16), half),
-        "keep": [*arrays, half, residual],
+        "halves": lambda: convert(spare, half),
+        "no residual": lambda: kernels().master_split(value, half.data_ptr(), 0, 8, 1),
+        "half in master": lambda: split_master(arrays[0], arrays[0].view(BF16)[8:], residual),
+        "master in half": lambda: join_master(arrays[0].view(BF16)[:8], residual, arrays[0]),
+        "residual in half": lambda: split_master(arrays[0], half, half.view(torch.int16)),
+        "a word on": lambda: accumulate_grad(value + 4, value, FP32, 7),
+        "a word back": lambda: store_grad(value, FP32, value + 4, FP32, 7),
+        "added to itself": lambda: accumulate_grad(value, value, FP32, 8),
+        "widened in place": lambda: store_grad(value, FP32, value, BF16, 8),
+        "other half in place": lambda: store_grad(half.data_ptr(), BF16, half.data_ptr(), FP16, 8),
+        "narrowed in place": lambda: convert(arrays[0].view(BF16)[8:], arrays[0]),
+        "half in place": lambda: convert(half.view(FP16), half),
+        "keep": [*arrays, half, residual, spare],
     }
 
 
@@ -197,12 +209,15 @@ def test_what_cannot_work_is_refused_in_the_same_words(instead: str, name: str) 
 
 @instead
 def test_what_only_looks_wrong_is_welcome(instead: str) -> None:
-    """No segment; addresses of nothing; buffers that would overlap further on; spare states."""
+    """No segment; addresses of nothing; buffers that would overlap further on; spare states; what works in place."""
     arrays = [torch.ones(8) for _ in range(3)]
     value, both, grad = (each.data_ptr() for each in arrays)
     buffers = UpdateBuffers(value, 0, 0, (both, both + 16, value), grad, 0, FP32, FP32)
     with without_library(instead):
         fused_update(Rule.ADAMW, replace(buffers, value=0, grad=0, states=()), [], 1)
         assert sum_of_squares(0, FP32, 0) == (0.0, True)
+        assert accumulate_grad(grad, grad, FP32, 0) == (0.0, True)
+        assert store_grad(grad, FP32, grad, FP32, 8, scale=0.5) == (2.0, True)
+        convert(arrays[2], arrays[2])
         fused_update(Rule.ADAMW, buffers, [replace(SEGMENT, end=4)], 1)
     assert (arrays[0][:4] != 1).all() and (arrays[0][4:] == 1).all()

@@ -103,5 +103,28 @@ def test_what_would_round_a_whole_gradient_is_refused(dtype: torch.dtype, src_dt
     assert not dst.any()
 
 
+def test_refuses_memory_that_overlaps_and_touches_nothing() -> None:
+    """A vector would read, or not, what the one before it has written, by its width."""
+    memory = torch.ones(300)
+    for apart in (-1, 0, 1, 99):
+        at = memory[100:].data_ptr()
+        with pytest.raises(ConfigError, match="dst and src overlap; give each memory of its own"):
+            accumulate_grad(at + 4 * apart, at, FP32, 100)
+        with pytest.raises(ConfigError, match="dst and src overlap; give each memory of its own"):
+            store_grad(at + 4 * apart, FP32, at, BF16 if apart in (0, 1) else FP32, 100)
+    assert (memory == 1).all()
+    accumulate_grad(memory.data_ptr(), memory[100:].data_ptr(), FP32, 100)
+    assert memory.unique(return_counts=True)[1].tolist() == [200, 100]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
+def test_a_gradient_is_scaled_where_it_is(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    src = torch.randn(5000).to(dtype)
+    there, elsewhere = src.clone(), torch.empty_like(src)
+    assert store(there, there, 0.3) == store(elsewhere, src, 0.3)
+    assert torch.equal(there, elsewhere)
+
+
 def test_nothing_is_zero_and_finite() -> None:
     assert sum_of_squares(0, FP32, 0) == (0.0, True)

@@ -112,3 +112,34 @@ def test_refuses_what_does_not_fit() -> None:
         convert(torch.zeros(4), torch.zeros(8)[::2])
     with pytest.raises(ConfigError, match="int16"):
         split_master(torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("residual_dtype", [torch.int16, torch.int8], ids=str)
+def test_refuses_parts_that_overlap_and_touches_nothing(residual_dtype: torch.dtype) -> None:
+    memory = torch.ones(256)
+    master, halves = memory[:128], memory.view(torch.bfloat16)
+    half, residual = torch.ones(128, dtype=torch.bfloat16), torch.ones(128, dtype=residual_dtype)
+    calls = [split_master, lambda a, b, c: join_master(b, c, a)]
+    for call in calls:
+        with pytest.raises(ConfigError, match="master and half overlap; give each memory of its own"):
+            call(master, halves[255:383], residual)
+        with pytest.raises(ConfigError, match="master and residual overlap"):
+            call(master, half, memory.view(residual_dtype)[:128])
+        with pytest.raises(ConfigError, match="half and residual overlap"):
+            call(master, halves[256:384], memory[128:].view(residual_dtype)[127:255])
+    assert (memory == 1).all() and (half == 1).all() and (residual == 1).all()
+    for call in calls:  # one after the other
+        call(master, halves[256:384], memory[192:].view(residual_dtype)[:128])
+
+
+def test_a_conversion_in_place_keeps_its_kind() -> None:
+    memory = torch.ones(256)
+    for dst, src in [
+        *((memory[1:], memory[:-1]), (memory[:-1], memory[1:])),
+        *((memory[:128], memory[:64].view(torch.bfloat16)), (memory.view(torch.float16)[:256], memory)),
+    ]:
+        with pytest.raises(ConfigError, match="dst and src overlap; give each memory of its own"):
+            convert(dst, src)
+    assert (memory == 1).all()
+    convert(memory, memory)
+    assert (memory == 1).all()

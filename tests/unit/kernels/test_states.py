@@ -202,6 +202,28 @@ def test_refuses_what_does_not_fit_and_touches_nothing() -> None:
     assert not codes.any() and not scales.any() and torch.equal(x, torch.ones(300))
 
 
+@pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
+def test_refuses_states_that_overlap_and_touches_nothing(format: StateFormat) -> None:
+    memory, room = torch.ones(1024), torch.ones(512)
+    dtype = state_dtype(format, signed=True)
+    inside, beside = memory.view(dtype)[:512], room.view(dtype)[:512]
+    compact = format is StateFormat.COMPACT
+    spare = torch.ones(2) if compact else None
+    for call in (
+        encode_states,
+        lambda format, x, states, *rest, **named: decode_states(format, states, *rest, x, **named),
+    ):
+        with pytest.raises(ConfigError, match="states and fp32 overlap; give each memory of its own"):
+            call(format, memory[:512], inside, spare, signed=True)
+        if compact:
+            with pytest.raises(ConfigError, match="states and scales overlap"):
+                call(format, memory[:512], beside, room[127:129], signed=True)
+            with pytest.raises(ConfigError, match="fp32 and scales overlap"):
+                call(format, memory[:512], beside, memory[511:513], signed=True)
+    assert (memory == 1).all() and (room == 1).all()
+    encode_states(format, memory[:512], beside, memory[512:514] if compact else None, signed=True)
+
+
 def test_every_state_has_a_sign_or_none() -> None:
     names = {name for rule in Rule for name in STATES[rule]}
     assert names > SIGNED

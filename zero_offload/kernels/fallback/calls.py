@@ -16,12 +16,12 @@ from zero_offload import abi, crc32c
 from zero_offload.abi import STATE_BLOCK, GradMode, Kind, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.fallback.checks import (
-    check_buffers,
     check_convert_kinds,
+    check_dst_src,
     check_grad_kinds,
+    check_master,
     check_origin,
     check_range,
-    check_short_master,
     check_states,
     check_update,
 )
@@ -113,21 +113,19 @@ class PortableKernels:
         in_parts(num_chunks(total), args.num_threads, update_chunks)
 
     def master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-        check_range("zo_master_split", numel, num_threads)
-        check_buffers("zo_master_split", numel, master, half, residual)
+        check_master("zo_master_split", (master, half, residual), 2, numel, num_threads)
         _in_elements(numel, num_threads, lambda *part: self.passes.split_part(master, half, residual, *part))
 
     def master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-        check_range("zo_master_join", numel, num_threads)
-        check_buffers("zo_master_join", numel, half, residual, master)
+        check_master("zo_master_join", (master, half, residual), 2, numel, num_threads)
         _in_elements(numel, num_threads, lambda *part: self.passes.join_part(half, residual, master, *part))
 
     def short_master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-        check_short_master("zo_short_master_split", master, half, residual, numel, num_threads)
+        check_master("zo_short_master_split", (master, half, residual), 1, numel, num_threads)
         _in_elements(numel, num_threads, lambda *part: self.passes.short_split_part(master, half, residual, *part))
 
     def short_master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-        check_short_master("zo_short_master_join", master, half, residual, numel, num_threads)
+        check_master("zo_short_master_join", (master, half, residual), 1, numel, num_threads)
         _in_elements(numel, num_threads, lambda *part: self.passes.short_join_part(half, residual, master, *part))
 
     def states_decode(self, args: StateArgs) -> None:
@@ -148,7 +146,7 @@ class PortableKernels:
 
     def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
         check_range("zo_convert", numel, num_threads)
-        check_buffers("zo_convert", numel, dst, src)
+        check_dst_src("zo_convert", (dst_kind, src_kind), GradMode.OVERWRITE, dst, src, numel)
         check_convert_kinds(dst_kind, src_kind)
         kinds = (int(dst_kind), int(src_kind))
         _in_elements(numel, num_threads, lambda *part: self.passes.convert_part(kinds, (dst, src), *part))
@@ -165,7 +163,7 @@ class PortableKernels:
         numel: int,
     ) -> SumOfSquares:
         check_range("zo_grad_store", numel, num_threads)
-        check_buffers("zo_grad_store", numel, dst, src)
+        check_dst_src("zo_grad_store", (dst_kind, src_kind), mode, dst, src, numel)
         check_grad_kinds(dst_kind, src_kind, mode)
         return self._sum((dst_kind, src_kind), int(mode), scale, (dst, src), numel, num_threads)
 

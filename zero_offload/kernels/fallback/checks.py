@@ -1,4 +1,4 @@
-"""What csrc/abi.cpp refuses, refused in the same words before anything is touched."""
+"""What csrc/abi.cpp and csrc/abi_update.cpp refuse, refused in the same words before anything is touched."""
 
 from __future__ import annotations
 
@@ -24,9 +24,16 @@ def check_range(call: str, numel: int, num_threads: int) -> None:
         raise ConfigError(f"{call}: num_threads is {num_threads}, not 1 to {_MAX_THREADS}")
 
 
-def check_buffers(call: str, numel: int, *addresses: int) -> None:
-    if numel > 0 and not all(addresses):
+def check_dst_src(call: str, kinds: tuple[Kind, Kind], mode: GradMode, dst: int, src: int, numel: int) -> None:
+    """From src to dst, element by element. Only what overwrites an element by one of its size works in place."""
+    if numel == 0:
+        return
+    if not (dst and src):
         raise ConfigError(f"{call}: a buffer is NULL")
+    if dst == src and kinds[0] is kinds[1] and mode is GradMode.OVERWRITE:
+        return
+    dst_bytes, src_bytes = (ELEMENT_BYTES[kind] for kind in kinds)
+    check_apart(call, [("dst", dst, dst + numel * dst_bytes), ("src", src, src + numel * src_bytes)])
 
 
 def check_grad_kinds(dst: Kind, src: Kind, mode: GradMode) -> None:
@@ -43,17 +50,25 @@ def check_convert_kinds(dst: Kind, src: Kind) -> None:
 
 def check_states(call: str, args: StateArgs) -> None:
     check_range(call, args.numel, args.num_threads)
-    needed = {"states": args.states, "fp32": args.fp32}
+    if args.numel == 0:
+        return
+    nbytes = {"states": args.numel * _STATE_BYTES[args.format], "fp32": 4 * args.numel}
+    addresses = {"states": args.states, "fp32": args.fp32}
     if args.format is StateFormat.COMPACT:
-        needed["scales"] = args.scales
-    if args.numel > 0:
-        _check_pointers(call, needed)
+        nbytes["scales"], addresses["scales"] = 4 * -(-args.numel // STATE_BLOCK), args.scales
+    _check_pointers(call, addresses)
+    check_apart(call, [(name, address, address + nbytes[name]) for name, address in addresses.items()])
 
 
-def check_short_master(call: str, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+def check_master(call: str, arrays: tuple[int, int, int], residual_bytes: int, numel: int, num_threads: int) -> None:
+    """A master and its two parts, whichever way: `arrays` are of master, half and residual."""
     check_range(call, numel, num_threads)
-    if numel > 0:
-        _check_pointers(call, {"master": master, "half": half, "residual": residual})
+    if numel == 0:
+        return
+    master, half, residual = arrays
+    _check_pointers(call, {"master": master, "half": half, "residual": residual})
+    ends = (master + 4 * numel, half + 2 * numel, residual + residual_bytes * numel)
+    check_apart(call, list(zip(("master", "half", "residual"), arrays, ends, strict=True)))
 
 
 def check_origin(args: UpdateArgs) -> None:

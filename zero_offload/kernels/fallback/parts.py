@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 CHUNK = 16384
-"""Elements: as in csrc/optim/update.cpp and csrc/reduce/reduce.h, where sums depend on it."""
+"""Elements: kChunk of csrc/util/chunks.h; sums depend on it."""
 
 Body = Callable[[int, int], None]
 
