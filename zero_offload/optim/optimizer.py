@@ -7,6 +7,7 @@ is still running. A subclass says which rule its groups follow, and what torch d
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -290,7 +291,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
     """What is wrong with hyperparameters that are 0 or more."""
     for name in names:
-        if not float(group[name]) >= 0:
+        if isinstance(group[name], str) or not math.isfinite(float(group[name])):
+            yield f"{name}={group[name]!r} is no finite number"
+        elif float(group[name]) < 0:
             yield f"{name}={group[name]} is negative; use 0 or more"
 
 
