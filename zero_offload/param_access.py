@@ -135,22 +135,19 @@ class ParamAccess:
         return self._walking
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's value, a copy, host; one for all of its names."""
+        """The parameter's value, a copy, host; one for all of its names. In a walk no update comes between."""
         if id(param) not in self._copies:
-            self._copies[id(param)] = self._read_value(self.place(param))
+            place = self.place(param)
+            self._board.wait(place.unit.index)
+            if self._last is None or self._last[0] is not place.section:
+                self._last = (place.section, self._store.read_component(place.section.shard, Component.VALUE))
+            self._copies[id(param)] = _part(self._last[1], place.piece)
         return self._copies[id(param)].detach()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""
         place = self.place(param)
         self._writes.setdefault(id(place.section), {})[place.piece] = values
-
-    def _read_value(self, place: Place) -> torch.Tensor:
-        """Within a walk, in which no update comes between."""
-        self._board.wait(place.unit.index)
-        if self._last is None or self._last[0] is not place.section:
-            self._last = (place.section, self._store.read_component(place.section.shard, Component.VALUE))
-        return _part(self._last[1], place.piece)
 
     def write_section(
         self,

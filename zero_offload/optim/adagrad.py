@@ -11,7 +11,8 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.optim.optimizer import FusedOptimizer, State, negatives
+from zero_offload.optim.loading import State
+from zero_offload.optim.optimizer import FusedOptimizer, negatives
 
 
 class Adagrad(FusedOptimizer):

@@ -13,7 +13,8 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.optim.optimizer import FusedOptimizer, State, negatives, not_decays
+from zero_offload.optim.loading import State
+from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays
 
 _RULES = {
     (False, False): Rule.ADAM,

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.optim.optimizer import FusedOptimizer, State, negatives, not_decays
+from zero_offload.optim.loading import State
+from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays
 
 
 class Lion(FusedOptimizer):

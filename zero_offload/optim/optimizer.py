@@ -22,13 +22,18 @@ from zero_offload.kernels.dtypes import address_of, kind_of
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
 from zero_offload.optim.groups import group_records
+from zero_offload.optim.loading import (
+    BESIDE,
+    State,
+    check_shapes,
+    entries_of,
+    fill_group,
+    ordinary_entries,
+    restore_exact,
+    write_offloaded,
+)
 from zero_offload.probe import kernel_threads
 from zero_offload.shards.registry import Owner, owner_of
-
-State = dict[str, Any]
-"""What an optimizer keeps of one ordinary parameter, by torch's names."""
-_BESIDE = ("residual", "master")
-"""What completes a value to its master; no state of an optimizer's."""
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -179,9 +184,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 len(g["params"]) for g in self.param_groups
             ]:
                 return None  # torch says so
-            entries.update(self._entries(given))
+            entries.update(entries_of(self._params(), given))
             self._check_loaded(given, entries)
-            return {**given, "state": self._ordinary_entries(given)}
+            return {**given, "state": ordinary_entries(self._params(), given)}
 
         hook = self.register_load_state_dict_pre_hook(keep_ours)
         try:
@@ -191,51 +196,32 @@ class FusedOptimizer(torch.optim.Optimizer):
         for param, hyper in self._params_and_hypers():
             entry = entries.get(param, {})
             if owner_of(param) is not None:
-                _write_offloaded(param, hyper, entry)
+                write_offloaded(param, hyper, entry)
             elif entry and _has_kernel(param):
                 # torch has cast the states to the parameter's dtype; the kernel's are fp32.
                 kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
-                _restore_exact(param, self.state[param], kept, entry.get("residual"))
+                restore_exact(param, self.state[param], kept, entry.get("residual"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            self._fill_in(group)
-
-    def _fill_in(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Hyperparameters that there were not when a state dict was saved; an option was off then, as torch has it."""
-        for name, default in self.defaults.items():
-            group.setdefault(name, False if isinstance(default, bool) else default)
-        return group
-
-    def _entries(self, given: Mapping[str, Any]) -> dict[nn.Parameter, State]:
-        """What a state dict says of each parameter, by its place in the groups. What has made no step yet may be
-        anything; torch's Adagrad keeps its initial sum."""
-        keys = [key for group in given["param_groups"] for key in group["params"]]
-        found = {param: given["state"].get(key, {}) for param, key in zip(self._params(), keys, strict=True)}
-        return {param: entry for param, entry in found.items() if entry.get("step", 1) != 0}
-
-    def _ordinary_entries(self, given: Mapping[str, Any]) -> dict[Any, State]:
-        """The rest of a state dict's states, for torch."""
-        keys = [key for group in given["param_groups"] for key in group["params"]]
-        away = {key for param, key in zip(self._params(), keys, strict=True) if owner_of(param) is not None}
-        return {key: each for key, each in given["state"].items() if key not in away and each.get("step", 1) != 0}
+            fill_group(group, self.defaults)
 
     def _check_loaded(self, given: Mapping[str, Any], entries: Mapping[nn.Parameter, State]) -> None:
         number = 0
         for own, saved in zip(self.param_groups, given["param_groups"], strict=True):
-            group = self._fill_in(dict(saved))
+            group = fill_group(dict(saved), self.defaults)
             self._check(group)
-            names = (*self._hyper(group).states, *_BESIDE)
+            names = (*self._hyper(group).states, *BESIDE)
             for param in own["params"]:
-                _check_shapes(param, entries.get(param, {}), names, f"{type(self).__name__}: parameter {number}")
+                check_shapes(param, entries.get(param, {}), names, f"{type(self).__name__}: parameter {number}")
                 number += 1
 
     def _hand_over(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """States of steps before the parameters were offloaded go to their runtime."""
         for param, hyper in hypers.items():
             if param in self.state:
-                _write_offloaded(param, hyper, self.state.pop(param))
+                write_offloaded(param, hyper, self.state.pop(param))
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
@@ -252,7 +238,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert grad is not None
         if grad.is_sparse:
             raise ConfigError(f"{kind} takes no sparse gradients; use torch.optim.SparseAdam, SGD or Adagrad")
-        _check_shapes(param, {"gradient": grad, **state}, ("gradient", *hyper.states, "residual"), kind)
+        check_shapes(param, {"gradient": grad, **state}, ("gradient", *hyper.states, "residual"), kind)
         if not _has_kernel(param):
             return
         kind_of(grad.dtype)
@@ -339,35 +325,3 @@ def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hy
     states = tuple(state[name] for name in hyper.states)
     residual = state["residual"] if param.dtype == torch.bfloat16 else None
     update_on_device(hyper.rule, UpdateTensors(param.detach(), residual, states, grad), segment)
-
-
-def _check_shapes(param: nn.Parameter, state: State, names: Iterable[str], what: str) -> None:
-    for name in names:
-        if (kept := state.get(name)) is not None and kept.shape != param.shape:
-            raise ConfigError(
-                f"{what}: {name} has shape {tuple(kept.shape)}, the parameter {tuple(param.shape)}; load a state dict "
-                "of this model, and build a new optimizer for a parameter whose data was replaced"
-            )
-
-
-def _write_offloaded(param: nn.Parameter, hyper: Hyper, entry: State) -> None:
-    """Give a runtime what a state dict's entry, or an optimizer's own, says of its parameter."""
-    owner = owner_of(param)
-    assert owner is not None
-    states = {name: entry.get(name) for name in hyper.states}
-    # torch's SGD counts no steps, and has a buffer of None where it has made none.
-    has_stepped = entry and (not states or any(state is not None for state in states.values()))
-    beside = {name: entry[name] for name in _BESIDE if name in entry}
-    owner.states.write(param, int(entry.get("step", 1 if has_stepped else 0)), states, beside)
-
-
-def _restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:
-    """Take states and residual bit for bit; torch's state dict has no residual: then the value is the master."""
-    for name, values in kept.items():
-        state[name] = values.detach().to(param.device, torch.float32, copy=True).contiguous()
-    if isinstance(step := state.get("step"), Tensor):
-        state["step"] = step.cpu()  # torch's fused optimizers count on the device, where each look would wait for it
-    if param.dtype == torch.bfloat16:
-        if residual is None:
-            residual = torch.zeros_like(param, dtype=torch.int16)
-        state["residual"] = residual.to(param.device, copy=True)

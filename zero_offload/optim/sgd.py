@@ -10,7 +10,8 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.optim.optimizer import FusedOptimizer, State, negatives
+from zero_offload.optim.loading import State
+from zero_offload.optim.optimizer import FusedOptimizer, negatives
 
 
 class SGD(FusedOptimizer):
