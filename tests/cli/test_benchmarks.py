@@ -269,6 +269,8 @@ def test_bars_of_a_training_step(disk_bytes: int, peers: bool, benchmark: Any) -
     rows = {(row["name"].partition(": ")[2], row["against"]): row for row in benchmark("train_step").compare(found)}
     on_disk = rows["on disk", "max(plain torch, bytes / disk rates)"]
     assert on_disk["theirs"] == max(1.0, disk_bytes / 1e9) and on_disk["ok"]
+    assert rows["on disk with gradients", "max(plain torch, bytes / disk rates)"]["ok"]
+    assert rows["peak RSS, on disk with gradients", "3 units and 64 MiB; ours is less plain's own work"]["ours"] == 0
     assert rows["in CPU memory", "plain torch"]["ok"] and rows["ours, CPU memory", "FSDP2, CPU offload"]["ok"]
     bound = disk_bytes > 10**9
     waits = next(row for (name, _), row in rows.items() if name == "waits for the update, on disk")
@@ -286,6 +288,7 @@ def test_bars_of_a_training_step(disk_bytes: int, peers: bool, benchmark: Any) -
 def test_what_is_held_is_the_byte_table(benchmark: Any) -> None:
     ours = benchmark("_train_systems").OURS
     assert ours["cpu"].held_bytes("bf16") == 14 and ours["cpu"].held_bytes("fp32") == 16
+    assert ours["disk_grads"].held_bytes("bf16") == 0
     assert ours["disk"].held_bytes("bf16") == 2 and ours["optimizer_on_disk"].held_bytes("bf16") == 4
     assert ours["cpu_compact"].held_bytes("bf16") == pytest.approx(5.03 + 2, abs=0.01)
 
