@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import statistics
 import subprocess
@@ -20,8 +21,9 @@ from zero_offload.device import compute_device
 from zero_offload.kernels.choice import find
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
 from zero_offload.memory.arena import Arena
-from zero_offload.probe import count_cores
+from zero_offload.probe import count_cores, memory_limits
 from zero_offload.types import GIB, MIB
+from zero_offload.updates import update_threads
 
 UPDATE_NUMEL = 1 << 26
 MATRIX = 8192
@@ -55,7 +57,8 @@ class Machine:
             torch.cuda.synchronize()
 
     def forget(self) -> None:
-        """Freed memory goes back, and peaks begin anew."""
+        """Freed memory goes back, that of cycles too, and peaks begin anew."""
+        gc.collect()
         if not self.rehearses:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -75,13 +78,23 @@ class Machine:
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
+    def use_all_cores(self) -> None:
+        """torch takes half of them where it sees two threads to each; the bounds take all, and so must an update."""
+        torch.set_num_threads(count_cores())
+
+    def free_host_bytes(self) -> int:
+        """What this process may still take, under every limit."""
+        return min(limit.free_bytes for limit in memory_limits())
+
     def describe(self) -> dict[str, Any]:
         """For the record."""
         found: dict[str, Any] = {
             "processor": platform.processor() or platform.machine(),
             "cores": count_cores(),
+            "torch_threads": torch.get_num_threads(),
+            "update_threads": update_threads(torch.get_num_threads(), overlaps=True, is_host=self.rehearses),
             "memory_gib": psutil.virtual_memory().total / GIB,
-            "memory_available_gib": psutil.virtual_memory().available / GIB,
+            "memory_available_gib": self.free_host_bytes() / GIB,
             "system": platform.platform(),
             "python": platform.python_version(),
             "torch": str(torch.__version__),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import importlib.util
 import os
 import re
 import subprocess
@@ -27,10 +27,11 @@ from _rows import Row, missing, row
 from _train_systems import Case, deepspeed_config, join_alone
 
 import zero_offload as zo
+from zero_offload.probe import count_cores
 
 TESTS = Path(__file__).parent.parent / "tests" / "gpu"
-TESTS_SHARE = 0.75
-"""Of the section's time, for kernels that are compiled once per test."""
+TESTS_SHARE, TEST_WORKERS = 0.6, 8
+"""Of the section's time; some hundred kernels are compiled, several minutes one after the other."""
 NUM_STEPS = 6
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "in CPU memory": {},
@@ -66,6 +67,8 @@ def correctness(machine: Machine, directory: Path, limit_s: float, report: Repor
 def _tests(seconds: float, report: Report) -> Row:
     """Failures and errors of `tests/gpu`; 1 where pytest itself failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(TEST_WORKERS, count_cores()))]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=seconds, cwd=TESTS.parent.parent
@@ -153,7 +156,6 @@ def deepspeed(machine: Machine, directory: Path, limit_s: float, report: Report)
         report(f"ours, {number} tokens", speed(shape, seq, number, ours[number]))
     zo.close(model)
     del model, step
-    gc.collect()
     machine.forget()
     try:
         engine = _deepspeed_engine(machine, Llama(shape, seq), Case("2b", seq, "bf16", directory, 0))

@@ -7,7 +7,6 @@ section that is ended keeps what it had.
 
 from __future__ import annotations
 
-import gc
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -36,8 +35,12 @@ DISK_SHARE = 0.9
 """Of what is free; the rest is for rates."""
 CONTEXT_BYTES = GIB
 """What a driver takes of a card, at most."""
-MARGIN_S = 20.0
-"""A section stops to measure so long before it is ended."""
+PROCESS_BYTES = 8 * GIB
+"""Of host memory beside what is planned: CUDA, torch, and what is on its way while the model is built."""
+WEIGHTS_SHARE = 1 / 3
+"""Of a device limit, for weights; activations, gradients and what is computed have the rest."""
+MARGIN_S = 40.0
+"""A section stops to measure so long before it is ended: 100 GiB that are pinned take a while to go."""
 REACH, REACH_MEETS = 1.05, 1.05
 
 Report = Callable[[str, Any], None]
@@ -58,6 +61,10 @@ class Job:
     @property
     def on_disk(self) -> bool:
         return "nvme" in (self.params, self.optimizer)
+
+    def ordered(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """The fewest and the most first: they tell the most if time runs out. What may not fit comes last."""
+        return tokens if self.device_limit is not None else (tokens[0], *reversed(tokens[1:]))
 
 
 JOBS = {
@@ -110,22 +117,25 @@ class Limits:
 def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Report) -> Iterator[Row]:
     shape = _that_fits(job, SHAPES["tiny" if machine.rehearses else job.shape], directory)
     tokens, seq = (SMALL_TOKENS, SMALL_SEQ) if machine.rehearses else (TOKENS, SEQ)
+    config = _config(job, machine, shape, seq, directory, report)
+    if config is None:
+        return
     if job.device_limit is not None:
         machine.cap(job.device_limit - CONTEXT_BYTES)
     disk = rates_of_disk(machine, directory) if job.on_disk else None
     limits = _limits(job, machine, shape, disk)
     report("rates", {"disk": disk and disk._asdict(), **asdict(limits)})
     limits.step_s = without_offload(job, machine, shape, tokens, seq, report)
-    gc.collect()
     machine.forget()
-    model, optimizer = _offload(job, machine, shape, seq, directory, report)
-    # The fewest and the most first: they tell the most if time runs out.
+    model, optimizer = _offload(config, shape, seq, report)
     measured: list[dict[str, Any]] = []
-    ordered = [num for num in (tokens[0], *reversed(tokens[1:])) if num in limits.step_s]
     step = stepper(model, optimizer)
-    guess_s = _warm_up(step, machine, batch_of(shape, seq, seq, machine.device))
+    guess_s = warm_up(step, machine, batch_of(shape, seq, seq, machine.device))
     report("warm-up", {"step_s": guess_s})
-    for num_tokens in ordered:
+    for num_tokens in job.ordered(tokens):
+        if num_tokens not in limits.step_s:
+            report(f"{num_tokens} tokens", {"skipped": "the step without offload is not known"})
+            continue
         num_steps = TIMED_STEPS if guess_s < SLOW_STEP_S else 1
         if not clock.allows((num_steps + 1) * max(guess_s, limits.step_s[num_tokens])):
             report(f"{num_tokens} tokens", {"skipped": "no time is left"})
@@ -134,7 +144,7 @@ def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Rep
             timed = time_steps(step, machine, batch_of(shape, num_tokens, seq, machine.device), num_steps)
         except torch.OutOfMemoryError as error:
             report(f"{num_tokens} tokens", {"error": f"out of memory: {str(error)[:200]}"})
-            continue
+            continue  # the next forward drops the broken step's gradients
         found = timed | _tell(model, machine)
         measured.append(_judge(found, shape, seq, num_tokens, limits, disk))
         guess_s = found["step_s"]
@@ -205,40 +215,47 @@ def without_offload(
     return found
 
 
-def _offload(
+def _config(
     job: Job, machine: Machine, shape: Shape, seq: int, directory: Path, report: Report
-) -> tuple[Llama, zo.AdamW]:
-    start = time.perf_counter()
-    with zo.deferred_init():
-        model = Llama(shape, seq)
-    zo.checkpoint(model.blocks)
-    built = time.perf_counter()
+) -> zo.OffloadConfig | None:
+    """What fits this machine now; None, with the reasons told, where nothing does."""
     settings: dict[str, Any] = {
         "params": job.params,
         "optimizer": job.optimizer,
         "nvme": directory / "states" if job.on_disk else None,
         "durability": job.durability,
         "cpu_memory": job.host_limit,
+        # As weights they would fill whatever they are allowed.
+        "device_memory": None if job.device_limit is None else int(WEIGHTS_SHARE * job.device_limit),
         "precision": zo.Precision(compute="bf16", states=job.states),
     }
+    model, free_bytes = Llama(shape, seq, device="meta"), machine.free_host_bytes()
+    beside = machine.size(PROCESS_BYTES, 0)
     # Where the host has no room for gradients as well, they stay on the GPU until their update.
     for grads in ("cpu", "device"):
         config = zo.OffloadConfig(grads=grads, **settings)
-        if (plan := zo.plan(model, config)).fits:
-            break
+        plan = zo.plan(model, config)
+        planned = {tier.value: plan.used_bytes(tier) for tier in Tier}
+        needed = plan.used_bytes(Tier.CPU) + beside
+        what = {name: getattr(job, name) for name in ("params", "optimizer", "states", "durability")}
+        what |= {"grads": grads, "parameters": shape.numel, "planned_bytes": planned, "host_free_bytes": free_bytes}
+        report("placement", what)
+        if plan.fits and needed <= free_bytes:
+            return config
+    reason = f"{needed / GIB:.1f} GiB of host memory are needed, {free_bytes / GIB:.1f} GiB are free"
+    report("skipped", "; ".join([*plan.reasons, reason]))
+    return None
+
+
+def _offload(config: zo.OffloadConfig, shape: Shape, seq: int, report: Report) -> tuple[Llama, zo.AdamW]:
+    start = time.perf_counter()
+    with zo.deferred_init():
+        model = Llama(shape, seq)
+    zo.checkpoint(model.blocks)
+    built = time.perf_counter()
     zo.offload(model, config)
     optimizer = zo.AdamW(model.parameters(), lr=1e-5)
-    report(
-        "placement",
-        {
-            **{kind: getattr(job, kind) for kind in ("params", "optimizer", "states", "durability")},
-            "grads": grads,
-            "parameters": shape.numel,
-            "planned_bytes": {tier.value: plan.used_bytes(tier) for tier in Tier},
-            "build_s": built - start,
-            "offload_s": time.perf_counter() - built,
-        },
-    )
+    report("offload", {"build_s": built - start, "offload_s": time.perf_counter() - built})
     return model, optimizer
 
 
@@ -260,7 +277,7 @@ def stepper(model: Llama, optimizer: zo.AdamW) -> Step:
     return step
 
 
-def _warm_up(step: Step, machine: Machine, batch: Batch) -> float:
+def warm_up(step: Step, machine: Machine, batch: Batch) -> float:
     """The first step records the trace, the next ones fill pools; returns the seconds of the last."""
     for _ in range(WARM_UP_STEPS):
         began = time.perf_counter()

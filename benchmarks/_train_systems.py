@@ -66,12 +66,13 @@ class Ours:
     params: str
     optimizer: str
     states: str = "fp32"
+    grads: str = "cpu"
 
     def held_bytes(self, dtype: str) -> float:
-        """Bytes per parameter in CPU memory, from the design's table: what rests there, and the gradients."""
+        """Bytes per parameter in CPU memory, from the design's table: what rests there, gradients among it."""
         itemsize = DTYPES[dtype].itemsize
         if self.optimizer == "nvme":
-            return itemsize + (itemsize if self.params == "cpu" else 0)
+            return itemsize * ((self.grads == "cpu") + (self.params == "cpu"))
         # What completes the fp32 master of a bf16 value: 16 bits of it, or 8.
         completing = (2 if self.states == "fp32" else 1) if dtype == "bf16" else 0
         return itemsize + itemsize + completing + 2 * (4 if self.states == "fp32" else COMPACT_STATE_BYTES)
@@ -81,6 +82,7 @@ OURS = {
     "cpu": Ours("cpu", "cpu"),
     "cpu_compact": Ours("cpu", "cpu", "compact"),
     "disk": Ours("nvme", "nvme"),
+    "disk_grads": Ours("nvme", "nvme", grads="nvme"),
     "disk_compact": Ours("nvme", "nvme", "compact"),
     "optimizer_on_disk": Ours("cpu", "nvme"),
     "optimizer_on_disk_compact": Ours("cpu", "nvme", "compact"),
@@ -109,6 +111,7 @@ LABELS = {
     "cpu": "ours, CPU memory",
     "cpu_compact": "ours, CPU memory, compact",
     "disk": "ours, on disk",
+    "disk_grads": "ours, on disk with gradients",
     "disk_compact": "ours, on disk, compact",
     "optimizer_on_disk": "ours, optimizer on disk",
     "optimizer_on_disk_compact": "ours, optimizer on disk, compact",
@@ -177,7 +180,11 @@ def build_ours(case: Case, placement: Ours) -> System:
     zo.offload(
         model,
         zo.OffloadConfig(
-            params=placement.params, grads="cpu", optimizer=placement.optimizer, nvme=nvme, precision=precision
+            params=placement.params,
+            grads=placement.grads,
+            optimizer=placement.optimizer,
+            nvme=nvme,
+            precision=precision,
         ),
     )
     optimizer = zo.AdamW(model.parameters(), **ADAMW)

@@ -1,15 +1,19 @@
 """What offloading costs on a GPU: correctness, rates, and training steps against the same steps with no offload.
 
 Each section is a process of its own with a time limit, so that none takes the figures of another with it; the JSON file
-is written after each. The sections come in groups of less than nine minutes: a machine may be lent for ten at a time.
+is written after each. The sections come in groups of eight minutes at most: a machine may be lent for ten at a time,
+and what a section that was ended has pinned, up to 100 GiB, must be freed within them. Build first, in a command of its
+own:
 
-    python benchmarks/gpu.py [--group 1|2|3 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan] [--rehearse]
+    python setup.py -q build_ext --inplace
+    python benchmarks/gpu.py [--group 1|2|3|4 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan] [--rehearse]
 
 * correctness: tests/gpu; losses of a small model with every placement `==` those of a plain one on the GPU.
 * bandwidth: PCIe, pinning, the update on the host, the disk, the GPU.
-* 13b-24g: 13B parameters in compact states within 24 GB of GPU memory and 100 GiB of the host's.
-* 8b-cpu: 8B exact in CPU memory. 8b-disk: 8B in compact states on disk (`scratch`). 2b-disk: 2B exact on disk, with
-  generations (two slots).
+* activations: 2B exact in CPU memory, what autograd saves kept on the GPU and in CPU memory: time and GPU memory.
+* 8b-cpu: 8B exact in CPU memory. 13b-24g: 13B parameters in compact states within 24 GB of GPU memory and 100 GiB of
+  the host's.
+* 2b-disk: 2B exact on disk, with generations (two slots). 8b-disk: 8B in compact states on disk (`scratch`).
 * deepspeed: 2B exact in CPU memory, beside DeepSpeed ZeRO-3 with CPU offload, where that is installed.
 
 A training section has tokens/s and TFLOP/s (each multiplication of the model counted once, those of recompute not) at
@@ -20,7 +24,8 @@ disk's bytes, all at rates of the same process. It prints the tokens per step fr
 measured and by those rates.
 
 --quick takes the rates only; --rehearse runs everything on the CPU with tiny sizes. Wants 128 GiB of memory and 64 GiB
-of disk: where less is free, models on disk have fewer layers. Ends with 3 where there is no GPU, or no DeepSpeed.
+of disk: where less memory is free than a plan says, its section is left out and says so; where less disk is, models on
+it have fewer layers. Ends with 3 where there is no GPU, no native library, or no DeepSpeed.
 """
 
 from __future__ import annotations
@@ -39,13 +44,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _gpu_activations import activations
 from _gpu_machine import Machine
 from _gpu_sections import bandwidth, correctness, deepspeed
 from _gpu_training import JOBS, Clock, Report, train
 from _rows import Row, missing, row, show
 from _train_systems import INSTALL
 
-REHEARSAL_LIMIT_S = 120
+from zero_offload.kernels.choice import find
+
+REHEARSAL_LIMIT_S = 240
 
 
 @dataclass(frozen=True)
@@ -55,14 +63,16 @@ class Section:
 
 
 SECTIONS = {
-    "correctness": Section(1, 340),
-    "deepspeed": Section(1, 200),
-    "bandwidth": Section(2, 60),
+    "correctness": Section(1, 300),
+    "bandwidth": Section(1, 60),
+    "activations": Section(1, 120),
     "8b-cpu": Section(2, 220),
     "13b-24g": Section(2, 260),
-    "2b-disk": Section(3, 220),
-    "8b-disk": Section(3, 320),
+    "2b-disk": Section(3, 190),
+    "8b-disk": Section(3, 290),
+    "deepspeed": Section(4, 200),
 }
+GROUPS = sorted({section.group for section in SECTIONS.values()})
 
 
 def limit_of(name: str, machine: Machine) -> float:
@@ -76,6 +86,7 @@ def run_section(name: str, machine: Machine, directory: Path, limit_s: float, re
     others: dict[str, Callable[[Machine, Path, float, Report], Iterator[Row]]] = {
         "correctness": correctness,
         "bandwidth": bandwidth,
+        "activations": activations,
         "deepspeed": deepspeed,
     }
     return others[name](machine, directory, limit_s, report)
@@ -95,6 +106,7 @@ def serve(name: str, machine: Machine, directory: Path, limit_s: float, result: 
         print(f"  {what}: {_short(figures)}", flush=True)
         write()
 
+    machine.use_all_cores()
     report("machine", machine.describe())
     for each in run_section(name, machine, directory, limit_s, report):
         found["rows"].append(each)
@@ -106,7 +118,7 @@ def _short(figures: Any) -> str:
         return str(figures)
     plain = {key: value for key, value in figures.items() if isinstance(value, int | float | str)}
     shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items())
-    return ", ".join(text for text in shown if len(text) < 100)
+    return ", ".join(text for text in shown if len(text) < 300)
 
 
 def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -149,7 +161,7 @@ def rows_of(name: str, section: dict[str, Any]) -> list[Row]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help=f"sections, with commas: {', '.join(SECTIONS)}")
-    parser.add_argument("--group", type=int, choices=[1, 2, 3], help="the sections of one group")
+    parser.add_argument("--group", type=int, choices=GROUPS, help="the sections of one group")
     parser.add_argument("--quick", action="store_true", help="rates only; within three minutes")
     parser.add_argument("--plan", action="store_true", help="print what would run, and how long at most")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
@@ -180,10 +192,10 @@ def main() -> int:
     show_plan(args.sections)
     if args.plan:
         return 0
-    if not args.rehearse and not torch.cuda.is_available():
-        rows = [missing(name, 0.0, "s", "no CUDA device here", 1.05) for name in args.sections]
-        _write(args.json, {}, {}, rows)
-        print("no CUDA device here; --rehearse runs everything on the CPU, with tiny sizes")
+    if not args.rehearse and (lacking := _lacking()) is not None:
+        what, remedy = lacking
+        _write(args.json, {}, {}, [missing(name, 0.0, "s", what, 1.05) for name in args.sections])
+        print(f"{what}; {remedy}")
         return 3
     sections: dict[str, dict[str, Any]] = {}
     rows: list[Row] = []
@@ -199,6 +211,15 @@ def main() -> int:
         print(f"a peer is missing: {INSTALL.partition(', then')[0]}")
         return 3
     return 0
+
+
+def _lacking() -> tuple[str, str] | None:
+    """What is not here without which there is nothing to measure, and what to do."""
+    if not torch.cuda.is_available():
+        return "no CUDA device here", "--rehearse runs everything on the CPU, with tiny sizes"
+    if find().name != "native":
+        return "no native library here", "python setup.py -q build_ext --inplace builds it"
+    return None
 
 
 def _write(path: Path | None, machine: dict[str, Any], sections: dict[str, Any], rows: list[Row]) -> None:

@@ -15,6 +15,11 @@ from tests.helpers.activations import make_small
 from tests.helpers.late_device import LateDevice
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from zero_offload.device import Handoff, HostDevice
+from zero_offload.memory.arena import Arena
+from zero_offload.runtime.saved import host_tier, tiers
+from zero_offload.runtime.saved.host_tier import HostTier
+from zero_offload.telemetry.events import Counters
+from zero_offload.types import MIB
 
 offload_module = importlib.import_module("zero_offload.offload")
 
@@ -79,7 +84,6 @@ def test_a_missing_wait_is_seen(
     """In the way of activations alone: the rest keeps its waits."""
     on_device(HostDevice())
     expected = train(zo.OffloadConfig(), False)
-    tiers = importlib.import_module("zero_offload.runtime.saved.tiers")
     store = importlib.import_module("zero_offload.runtime.saved.activations")
 
     class Careless(LateDevice):
@@ -101,7 +105,7 @@ def test_a_missing_wait_is_seen(
         return Handoff(handoff.tensor, NoWait(handoff.ready)) if forgotten == kind else handoff
 
     on_device(LateDevice())
-    for name, kind in (("HostTier", tiers.HostTier), ("DiskTier", tiers.DiskTier)):
+    for name, kind in (("HostTier", host_tier.HostTier), ("DiskTier", tiers.DiskTier)):
 
         def careless(device: Any, *args: Any, kind: Any = kind) -> Any:
             return kind(Careless(), *args)
@@ -111,3 +115,96 @@ def test_a_missing_wait_is_seen(
     config = zo.OffloadConfig(activations=activations, nvme=tmp_path / "nvme", durability="scratch")
     with pytest.warns(UserWarning):
         assert train(config, False) != expected
+
+
+class HostBench:
+    """The tier in host memory, without a model."""
+
+    def __init__(self) -> None:
+        self.device = LateDevice()
+        self.arena = Arena(0, pinner=self.device)
+        self.tier = HostTier(self.device, self.arena, Counters())
+
+    @property
+    def bytes_out(self) -> int:
+        return sum(source.nbytes for _, _, source in self.device.downloads.queue)
+
+
+def sources(*sizes: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(256, (size,), dtype=torch.uint8, generator=generator) for size in sizes]
+
+
+def test_downloads_on_their_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "BYTES_OUT", 8 * MIB)
+    bench = HostBench()
+    there = sources(*[MIB, 3 * MIB + 5, 2 * MIB, 20 * MIB, MIB + 1, 7 * MIB, MIB] * 3)
+    stored, most = [], 0
+    for source in there:
+        stored.append(bench.tier.put(source))
+        assert bench.bytes_out <= max(8 * MIB, source.nbytes)
+        most = max(most, bench.bytes_out - source.nbytes)
+    assert most > 4 * MIB, "a host may launch ahead"
+    for source, pieces in reversed([*zip(there, stored, strict=True)]):
+        assert torch.equal(bench.tier.arrival(pieces).finish(), source)
+
+
+def test_an_interrupted_wait_for_room_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_tier, "BYTES_OUT", 4 * MIB)
+    bench = HostBench()
+    there = sources(3 * MIB, 3 * MIB)
+    first = bench.tier.put(there[0])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(bench.device.downloads, "run_until", _interrupt)
+        bench.tier.put(there[1])
+    second = bench.tier.put(there[1])
+    assert bench.bytes_out == 3 * MIB
+    for source, pieces in zip(there, (first, second), strict=True):
+        assert torch.equal(bench.tier.arrival(pieces).finish(), source)
+    assert bench.arena.num_registrations == 1
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_between_two_copies_gives_the_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = HostBench()
+    (source,) = sources(40 * MIB)
+    download = bench.device.download
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        first = iter([download])
+        patch.setattr(bench.device, "download", lambda *args: next(first, _interrupt)(*args))
+        bench.tier.put(source)
+    pieces = bench.tier.put(source)
+    assert torch.equal(bench.tier.arrival(pieces).finish(), source)
+    assert bench.arena.num_registrations == 2
+
+
+def test_a_copy_per_storage_step_after_step() -> None:
+    """Three of them lie in one slab; one is larger than a slab, and so in two."""
+    bench = HostBench()
+    there = sources(5 * MIB + 1, 2 * MIB, 9 * MIB, 40 * MIB)
+    for _ in range(3):
+        before = bench.device.downloads.launched
+        stored = [bench.tier.put(source) for source in there]
+        assert [len(pieces) for pieces in stored] == [1, 1, 1, 2]
+        assert bench.device.downloads.launched - before == 5
+        for source, pieces in reversed([*zip(there, stored, strict=True)]):
+            assert torch.equal(bench.tier.arrival(pieces).finish(), source)
+            bench.tier.release(pieces)
+        assert bench.arena.num_registrations == 2
+
+
+def test_blocks_of_what_nobody_read_are_used_again() -> None:
+    bench = HostBench()
+    (dropped, kept) = sources(3 * MIB, 3 * MIB)
+    bench.tier.release(bench.tier.put(dropped))
+    pieces = bench.tier.put(kept)
+    arrival = bench.tier.arrival(pieces)
+    arrival.start()
+    arrival.abandon()
+    bench.tier.release(pieces)
+    pieces = bench.tier.put(dropped)
+    assert torch.equal(bench.tier.arrival(pieces).finish(), dropped)
+    assert pieces[0].run == range(3) and bench.arena.num_registrations == 1

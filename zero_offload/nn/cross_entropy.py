@@ -4,6 +4,10 @@ Owns the order of the computation: chunk after chunk of tokens, in forward and a
 (tokens, vocabulary) logits only one chunk exists at a time. Keeps nothing of them from forward to backward: a third of
 the head's work more, three times a chunk in memory. Never fetches: an offloaded weight comes because it is touched.
 
+In memory at the peak, beside what goes in and comes out: three chunks of fp32 logits; the weight's gradient in fp32
+where its dtype has 16 bits; and one slice of a 16-bit product. `_Sizes` says how large chunks and slices are, by where
+the tensors are.
+
 Calls, in order: `chunked_cross_entropy` -> `_TokenLosses` (a loss per token) -> `_reduce`.
 """
 
@@ -20,10 +24,22 @@ from torch.autograd.function import once_differentiable
 from zero_offload.errors import ConfigError
 from zero_offload.types import MIB
 
-CHUNK_BYTES = 48 * MIB
-"""Without `chunk_tokens`: fp32 logits of one chunk, at most."""
-PRODUCT_NUMEL = 1 << 22
-"""Elements of a weight gradient that a 16-bit product gives at a time."""
+
+class _Sizes(NamedTuple):
+    """What is computed at a time, where nothing else is asked for."""
+
+    chunk_bytes: int
+    """Of the fp32 logits of one chunk, at most."""
+    product_numel: int
+    """Elements of a weight gradient that a 16-bit product gives, at most."""
+
+
+CPU_SIZES = _Sizes(48 * MIB, 1 << 22)
+"""144 MiB of logits at the peak, and slices of 8 MiB: memory is what a CPU saves, and small products are as fast."""
+DEVICE_SIZES = _Sizes(256 * MIB, 1 << 28)
+"""768 MiB of logits at the peak, and slices of 512 MiB. Each chunk reads and writes the weight's whole gradient, and
+each product is some launches: with 128k words and 32k tokens the sizes of a CPU are 512 chunks of 126 products, seconds
+of a GPU's time; these are 64 chunks of one or two."""
 GRAIN = 64
 """Chunks and slices chosen here are multiples of it: kernels like it, and the fp32 products tried then round alike."""
 
@@ -53,7 +69,8 @@ def chunked_cross_entropy(
 
     `hidden` is (..., features), `targets` (...) int64, `weight` (vocabulary, features), `bias` (vocabulary,); the other
     arguments mean what they mean in `F.cross_entropy`. `chunk_tokens=None` takes as many tokens as give 48 MiB of
-    logits in fp32. Logits are made in the dtype of the inputs (or autocast's) and widened to fp32; fp64 stays fp64.
+    logits in fp32 on a CPU, 256 MiB on a GPU; three times that is in memory at the peak. Logits are made in the dtype
+    of the inputs (or autocast's) and widened to fp32; fp64 stays fp64.
 
     With one chunk, loss and gradients are torch's, bit for bit, but for label smoothing, which changes the order of
     some additions. With several, the loss is the same as far as a product of fewer rows rounds alike (on the CPU tried:
@@ -66,7 +83,7 @@ def chunked_cross_entropy(
     Raises ConfigError when shapes, dtypes or options do not fit together.
     """
     options = _Options(
-        _chunk_tokens_for(weight) if chunk_tokens is None else chunk_tokens, ignore_index, label_smoothing
+        _chunk_tokens_for(hidden, weight) if chunk_tokens is None else chunk_tokens, ignore_index, label_smoothing
     )
     if problems := list(_problems(hidden, weight, targets, bias, reduction, options)):
         raise ConfigError("chunked_cross_entropy: " + "; ".join(problems))
@@ -161,7 +178,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
         total = torch.zeros(left.shape[0], right.shape[1], dtype=torch.float32, device=left.device)
     # 16-bit products are tensors of their own before they are added, and a CPU's kernels take fp32 scratch of the
     # same size: some rows at a time.
-    num_rows = max(GRAIN, PRODUCT_NUMEL // max(1, right.shape[1]) // GRAIN * GRAIN)
+    num_rows = max(GRAIN, _sizes_for(left).product_numel // max(1, right.shape[1]) // GRAIN * GRAIN)
     for some_total, some_left in zip(total.split(num_rows), left.split(num_rows), strict=True):
         some_total.add_(some_left @ right)
     return total
@@ -191,8 +208,12 @@ def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tens
     return cast(hidden), cast(weight), None if bias is None else cast(bias)
 
 
-def _chunk_tokens_for(weight: Tensor) -> int:
-    most = CHUNK_BYTES // (4 * max(1, weight.shape[:1].numel()))
+def _sizes_for(tensor: Tensor) -> _Sizes:
+    return CPU_SIZES if tensor.device.type == "cpu" else DEVICE_SIZES
+
+
+def _chunk_tokens_for(hidden: Tensor, weight: Tensor) -> int:
+    most = _sizes_for(hidden).chunk_bytes // (4 * max(1, weight.shape[:1].numel()))
     return most // GRAIN * GRAIN or max(1, most)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
 from zero_offload.errors import ConfigError
+from zero_offload.nn import cross_entropy
 
 FEATURES, VOCAB, SHAPE = 48, 301, (3, 13)
 ALL_TOKENS = 39
@@ -286,21 +288,51 @@ def test_the_whole_logits_never_exist(dtype: torch.dtype) -> None:
     assert chunked.numel == max(40 * VOCAB, VOCAB * FEATURES, 400 * FEATURES)
 
 
-@pytest.mark.parametrize(("vocab", "chunk_tokens"), [(1 << 20, 12), (1 << 17, 64), (50257, 192), (1 << 25, 1)])
-def test_the_default_chunk_is_48_mib_of_logits(vocab: int, chunk_tokens: int) -> None:
-    rows: list[int] = []
+class Products(TorchDispatchMode):
+    """The shape of each product that is a tensor of its own."""
 
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.mm.default:
-                rows.append(args[0].shape[0])
-            return func(*args, **(kwargs or {}))
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
 
-    with Products(), torch.no_grad():
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.shapes.append(tuple(out.shape))
+        return out
+
+
+@pytest.fixture
+def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which torch has not for meta tensors; these stand for a GPU's, since whatever is no CPU has its sizes."""
+    monkeypatch.setattr(cross_entropy, "_autocast", lambda *tensors: tensors)
+    monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
+
+
+CHUNKS = [("cpu", 1 << 20, 12), ("cpu", 1 << 17, 64), ("cpu", 50257, 192), ("cpu", 1 << 25, 1)]
+CHUNKS += [("meta", 1 << 17, 512), ("meta", 32000, 2048), ("meta", 1 << 28, 1)]
+
+
+@pytest.mark.usefixtures("without_autocast")
+@pytest.mark.parametrize(("device", "vocab", "chunk_tokens"), CHUNKS)
+def test_the_default_chunk_is_48_mib_of_logits_and_256_on_a_gpu(device: str, vocab: int, chunk_tokens: int) -> None:
+    with Products() as products, torch.no_grad(), torch.device(device):
         zo.nn.chunked_cross_entropy(
             torch.zeros(2 * chunk_tokens, 1), torch.zeros(vocab, 1), torch.zeros(2 * chunk_tokens, dtype=torch.int64)
         )
-    assert rows == [chunk_tokens] * 2
+    assert products.shapes == [(chunk_tokens, vocab)] * 2
+
+
+@pytest.mark.usefixtures("without_autocast")
+def test_a_gpu_has_a_few_large_products() -> None:
+    """Of the largest heads: 32k tokens, 128k words."""
+    tokens, vocab, features = 1 << 15, 128256, 4096
+    with Products() as products, torch.device("meta"):
+        hidden, weight = (torch.zeros(rows, features, dtype=torch.bfloat16) for rows in (tokens, vocab))
+        zo.nn.chunked_cross_entropy(hidden, weight.requires_grad_(), torch.zeros(tokens, dtype=torch.int64)).backward()
+    chunk = (512, vocab)  # 250.5 MiB in fp32
+    slices = [(65536, features), (vocab - 65536, features)]  # of the weight's gradient, 512 MiB at most
+    assert products.shapes == [chunk] * 64 + [chunk, *slices] * 64
 
 
 @pytest.mark.parametrize("chunk_tokens", [3, 8])

@@ -23,8 +23,9 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.plan.dealer import Dealer
+from zero_offload.runtime.saved.host_tier import HostTier
 from zero_offload.runtime.saved.tensors import VersionCheck
-from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, HostTier, Pieces
+from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, Pieces
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.swap_file import SwapFile

@@ -1,8 +1,8 @@
-"""Bytes that leave the compute device between forward and backward, and come back: in host memory, or in a file.
+"""Bytes that leave the compute device between forward and backward, and come back: what a tier is, and one in a file.
 
-Owns the blocks: each is leased to a piece of one tensor's memory and given back with it, so that nothing grows once a
-step has taken what it needs. Decides nothing. The calls: `put` launches the way out, `arrival` stands for the way back:
-`start` launches what there is room for, `finish` gives the bytes; `release` when nobody wants them any more.
+Owns the file's blocks: each is leased to a piece of one tensor's memory and given back with it, so that nothing grows
+once a step has taken what it needs. Decides nothing. The calls: `put` launches the way out, `arrival` stands for the
+way back: `start` launches what there is room for, `finish` gives the bytes; `release` when nobody wants them any more.
 
 On a GPU both ways go over the copy lanes. On the way to a file and back bytes pass through page-aligned host memory, of
 constant size: `ACTIVATION_BLOCKS_OUT` and `ACTIVATION_BLOCKS_BACK` blocks.
@@ -26,11 +26,7 @@ from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.swap_file import Transfer
-from zero_offload.telemetry.events import Counters
-from zero_offload.types import SECTOR, Tier
-
-_SLAB_BLOCKS = 32
-"""Blocks of host memory that are taken and registered at once."""
+from zero_offload.types import SECTOR
 
 Pieces = Sequence[Any]
 
@@ -95,81 +91,6 @@ def _wait(last: Handoff | Transfer | None) -> None:
         last.wait()
     elif last is not None:
         last.take_on_host()
-
-
-# In host memory, beside a GPU
-
-
-@dataclass
-class _HostPiece:
-    block: Tensor
-    nbytes: int
-    last: Handoff
-    """The copy that wrote it, or the latest that read it."""
-
-
-class HostTier:
-    """Pinned host memory; as much as was ever away at once."""
-
-    def __init__(self, device: Device, arena: Arena, counters: Counters) -> None:
-        self._device = device
-        self._blocks = _Blocks(arena)
-        self._counters = counters
-
-    def put(self, source: Tensor) -> Pieces:
-        self._counters.written(Tier.CPU, source.nbytes)
-        pieces = []
-        for part in _cut(source):
-            if not self._blocks.available:
-                self._blocks.grow(_SLAB_BLOCKS)
-            block = self._blocks.lease()
-            pieces.append(_HostPiece(block, part.nbytes, self._device.download(block[: part.nbytes], part)))
-        return pieces
-
-    def arrival(self, pieces: Pieces) -> Arrival:
-        return _FromHost(self._device, self._counters, pieces)
-
-    def release(self, pieces: Pieces) -> None:
-        for piece in pieces:
-            self._blocks.give_back(piece.block, piece.last)
-
-
-class _FromHost:
-    """Uploads, all at once."""
-
-    def __init__(self, device: Device, counters: Counters, pieces: Sequence[_HostPiece]) -> None:
-        self._device = device
-        self._counters = counters
-        self._pieces = pieces
-        self._target: Tensor | None = None
-
-    def start(self) -> bool:
-        if self._target is None:
-            nbytes = sum(piece.nbytes for piece in self._pieces)
-            self._counters.read(Tier.CPU, nbytes)
-            self._target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-            for piece, part in zip(self._pieces, _cut(self._target), strict=True):
-                # The lanes know nothing of each other: through compute, the upload comes after the download.
-                source = piece.last.take()[: piece.nbytes]
-                piece.last = Handoff(source, self._device.upload(part, source).ready)
-        return True
-
-    def finish(self) -> Tensor:
-        self.start()
-        for piece in self._pieces:
-            piece.last.take()
-        target, self._target = self._target, None
-        assert target is not None
-        return target
-
-    def abandon(self) -> None:
-        if self._target is not None:
-            for piece in self._pieces:
-                piece.last.take()  # what gets its memory next comes after the uploads
-            self._target = None
-
-
-# In a file
 
 
 @dataclass
