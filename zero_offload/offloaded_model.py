@@ -53,7 +53,7 @@ class OffloadedModel:
         )
         self.session = Session(parts.units, parts.residency, self.grads, parts.activations)
         self.access = ParamAccess(
-            parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
+            parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency
         )
         self.step_count = 0
         self.skipped_steps = 0
