@@ -188,12 +188,24 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
 
     Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
     `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
-    nothing. Raises ConfigError when `extra` is not JSON.
+    nothing. Raises ConfigError when `extra` is not JSON, or `optimizer` has no parameter of the model.
     """
     owner = _need_runtime(model, "zo.commit")
+    _check_trains(optimizer, owner, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
     owner.groups = group_records(optimizer)
     owner.commit(capture_rng, _json(extra))
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call: str) -> None:
+    """Raise where the hyperparameters are those of something else: no resume could use them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(owner_of(param) is owner for param in params):
+        raise ConfigError(
+            f"{call} was given an optimizer ({type(optimizer).__name__}) of {len(params)} parameters, none of which is "
+            "offloaded with this model; pass the optimizer that trains it, built after zo.offload: "
+            "zo.AdamW(model.parameters(), ...)"
+        )
 
 
 def _json(extra: Any) -> Any:
@@ -211,6 +223,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
     """
     owner = _need_runtime(model, "zo.save_checkpoint")
+    _check_trains(optimizer, owner, "zo.save_checkpoint")
     owner.groups = group_records(optimizer)
     owner.save(Path(path), capture_rng, _json(extra))
 
@@ -226,6 +239,7 @@ def load_checkpoint(
     written, LockError when a run is at work in `path`.
     """
     owner = _need_runtime(model, "zo.load_checkpoint")
+    _check_trains(optimizer, owner, "zo.load_checkpoint")
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
     _restore(generation, (optimizer, scaler), rng, str(path))
     return _resumed(generation)
@@ -269,6 +283,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     optimizer differs.
     """
     owner = _need_runtime(model, "zo.resume")
+    _check_trains(optimizer, owner, "zo.resume")
     keeper = owner.parts.keeper
     if keeper is None or keeper.found is None:
         return None

@@ -1,0 +1,57 @@
+"""What the public functions refuse, and what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_offload as zo
+
+Call = Callable[[nn.Module, torch.optim.Optimizer, Path], Any]
+
+
+def offloaded(**settings: Any) -> tuple[nn.Module, zo.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zo.offload(model, zo.OffloadConfig(**settings))
+    return model, zo.AdamW(model.parameters(), lr=0.1)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 8)).float().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WITH_OPTIMIZER: dict[str, Call] = {
+    "zo.commit": lambda model, optimizer, _: zo.commit(model, optimizer),
+    "zo.save_checkpoint": lambda model, optimizer, path: zo.save_checkpoint(model, optimizer, path / "saved"),
+    "zo.load_checkpoint": lambda model, optimizer, path: zo.load_checkpoint(model, optimizer, path / "saved"),
+    "zo.resume": lambda model, optimizer, _: zo.resume(model, optimizer),
+}
+
+
+@pytest.mark.parametrize("call", WITH_OPTIMIZER)
+def test_an_optimizer_of_something_else_is_refused(call: str, tmp_path: Path) -> None:
+    model, optimizer = offloaded(nvme=tmp_path / "nvme")
+    step(model, optimizer)
+    others = [offloaded()[1], torch.optim.AdamW(nn.Linear(8, 8).parameters()), zo.SGD(nn.Linear(8, 8).parameters())]
+    for other in others:
+        with pytest.raises(zo.ConfigError, match=rf"{call} .* none of which is offloaded .* zo\.AdamW"):
+            WITH_OPTIMIZER[call](model, other, tmp_path)
+    assert not (tmp_path / "saved").exists()
+    zo.close(model)
+
+
+def test_an_optimizer_of_a_part_of_the_model_will_do(tmp_path: Path) -> None:
+    model, _ = offloaded(nvme=tmp_path / "nvme")
+    part = zo.AdamW([*model[1].parameters(), *nn.Linear(8, 8).parameters()])
+    step(model, part)
+    zo.commit(model, part)
+    zo.save_checkpoint(model, part, tmp_path / "saved")
+    zo.close(model)
