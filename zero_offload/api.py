@@ -188,7 +188,8 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
 
     Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
     `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
-    nothing. Raises ConfigError when `extra` is not JSON, or `optimizer` has no parameter of the model.
+    nothing, and warns once unless durability="scratch" says so. Raises ConfigError when `extra` is not JSON, or
+    `optimizer` has no parameter of the model.
     """
     owner = _need_runtime(model, "zo.commit")
     _check_trains(optimizer, owner, "zo.commit")

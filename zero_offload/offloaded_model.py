@@ -40,6 +40,7 @@ from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
+from zero_offload.types import Durability
 from zero_offload.updates import Updates, failing
 
 
@@ -200,6 +201,14 @@ class OffloadedModel:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self.session.check_usable()
         check_closed(self.grads.ledger, "zo.commit")
+        config = self.parts.config
+        if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
+            warnings.warn(
+                f"zo.commit keeps nothing, neither step {self.step_count} nor later ones: there is no directory for "
+                'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
+                "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
+                stacklevel=3,
+            )
         self._commits.complete(lambda: self._record(capture_rng(), extra))
 
     def drain(self) -> None:

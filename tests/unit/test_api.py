@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,25 @@ def test_an_optimizer_of_a_part_of_the_model_will_do(tmp_path: Path) -> None:
     zo.commit(model, part)
     zo.save_checkpoint(model, part, tmp_path / "saved")
     zo.close(model)
+
+
+def test_a_commit_with_nowhere_to_go_warns_once() -> None:
+    model, optimizer = offloaded()
+    step(model, optimizer)
+    with pytest.warns(UserWarning, match=r"keeps nothing, neither step 1 .*OffloadConfig\(nvme=") as caught:
+        zo.commit(model, optimizer)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, optimizer)
+        zo.commit(model, optimizer)
+
+
+def test_a_commit_of_what_is_not_to_be_kept_is_silent(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for settings in ({}, {"nvme": tmp_path / "nvme"}):
+            model, optimizer = offloaded(durability="scratch", **settings)
+            step(model, optimizer)
+            zo.commit(model, optimizer)
+            zo.close(model)
