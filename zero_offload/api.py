@@ -49,6 +49,10 @@ class Resumed:
     """Of the generation, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
 
 
+_AFTER_CLOSE = ("zo.stats", "zo.close")
+"""What a closed model still answers."""
+
+
 def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> OffloadedModel | None:
     """The runtime of the first offloaded parameter, or None."""
     params = model.parameters() if isinstance(model, nn.Module) else model
@@ -63,6 +67,8 @@ def _need_runtime(model: nn.Module, call: str) -> OffloadedModel:
     owner = runtime_of(model)
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
+    if call not in _AFTER_CLOSE:
+        owner.session.check_alive()
     return owner
 
 
@@ -338,8 +344,9 @@ def checkpoint(
 def close(model: nn.Module) -> None:
     """Finish updates, make the last step a generation, and release files and locks.
 
-    The model is then of no use. On one rank an exit of the interpreter does the same; with several it may be one
-    rank's failure, so there only what is under way is finished.
+    The model is then of no use: `zo.stats` and a further `zo.close` work, all other calls raise. On one rank an exit of
+    the interpreter does the same; with several it may be one rank's failure, so there only what is under way is
+    finished.
     """
     _need_runtime(model, "zo.close").close()
 

@@ -62,7 +62,6 @@ class OffloadedModel:
         """Param groups as the last step or commit gave them."""
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
-        self._closed = False
         self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
         self.worker = Worker(parts.board)
@@ -75,8 +74,8 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
-        self.states = OptimizerStates(self.access, parts.store, self._commits)
-        self._updates = Updates(parts, self.grads.ledger, self.worker, self.states, self._commits, weakref.ref(self))
+        self._states = OptimizerStates(self.access, parts.store, self._commits)
+        self._updates = Updates(parts, self.grads.ledger, self.worker, self._states, self._commits, weakref.ref(self))
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
             self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)
@@ -85,6 +84,12 @@ class OffloadedModel:
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+
+    @property
+    def states(self) -> OptimizerStates:
+        """For optimizers."""
+        self.session.check_alive()
+        return self._states
 
     # Gradients
 
@@ -156,7 +161,7 @@ class OffloadedModel:
         if not ledger.any_held(taken):
             return False
         finite = taken is not None and ledger.norm(taken)[1]
-        counts, sections = dict(self.states.param_steps), []
+        counts, sections = dict(self._states.param_steps), []
         if finite:
             step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
             sections = section_updates(ledger, ledger.sections, step, counts)
@@ -166,7 +171,7 @@ class OffloadedModel:
             self.step_count += 1
             self.groups = list(groups)
             if finite:
-                self.states.param_steps = counts
+                self._states.param_steps = counts
                 self._updates.launch(hypers, sections)
             else:
                 names = ledger.non_finite(taken)
@@ -190,12 +195,12 @@ class OffloadedModel:
         """The shards are a generation's: so are the counts."""
         self.step_count = found.step
         steps = found.payload.get("param_steps", {})
-        self.states.param_steps = {name: int(steps.get(name, 0)) for name in self.states.param_steps}
+        self._states.param_steps = {name: int(steps.get(name, 0)) for name in self._states.param_steps}
         self._commits.start_at(found.step)
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
         scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
-        return StepRecord(self.step_count, dict(self.states.param_steps), self.groups, rng, extra, scaler)
+        return StepRecord(self.step_count, dict(self._states.param_steps), self.groups, rng, extra, scaler)
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
@@ -284,9 +289,9 @@ class OffloadedModel:
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
-        if self._closed:
+        if self.session.closed:
             return
-        self._closed = True
+        self.session.closed = True
         raised, exchange = sys.exc_info()[1] is not None, self.parts.ranks.exchange
         whole = together = same = False
         try:

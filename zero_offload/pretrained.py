@@ -123,7 +123,7 @@ def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
     owner = runtime_of(model)
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
-    owner.session.check_process()
+    owner.session.check_alive()
     if owner.parts.ranks.num_columns > 1:
         raise ConfigError(
             f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "

@@ -78,3 +78,57 @@ def test_a_commit_of_what_is_not_to_be_kept_is_silent(tmp_path: Path) -> None:
             step(model, optimizer)
             zo.commit(model, optimizer)
             zo.close(model)
+
+
+AFTER_CLOSE: dict[str, Call] = WITH_OPTIMIZER | {
+    "forward": lambda model, *_: model(torch.ones(2, 8)),
+    "forward of a part": lambda model, *_: model[1](torch.ones(2, 8)),
+    "step": lambda model, optimizer, _: optimizer.step(),
+    "state_dict": lambda model, *_: model.state_dict(),
+    "load_state_dict": lambda model, *_: model.load_state_dict({}),
+    "optimizer.state_dict": lambda model, optimizer, _: optimizer.state_dict(),
+    "read": lambda model, *_: model[0].weight.sum(),
+    "clip_grad_norm_": lambda model, *_: zo.clip_grad_norm_(model, 1.0),
+    "clip_grad_value_": lambda model, *_: zo.clip_grad_value_(model, 1.0),
+    "no_sync": lambda model, *_: zo.no_sync(model).__enter__(),
+    "accumulate": lambda model, *_: zo.accumulate(model, [torch.ones(2, 8)], lambda net, batch: net(batch).sum()),
+    "new optimizer": lambda model, *_: zo.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "load_pretrained": lambda model, _, path: zo.load_pretrained(model, path),
+    "export_pretrained": lambda model, _, path: zo.export_pretrained(model, path / "out"),
+    **{
+        f"gathered {kind} {mode}": lambda model, *_, kind=kind, mode=mode: zo.gathered(model, mode, kind).__enter__()
+        for kind, mode in [("params", "read"), ("params", "write"), ("master", "read"), ("grads", "read")]
+    },
+}
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("call", AFTER_CLOSE)
+def test_what_a_closed_model_is_asked_raises(call: str, place: str, tmp_path: Path) -> None:
+    on_disk = {"params": "nvme", "optimizer": "nvme", "nvme": tmp_path / "nvme"}
+    model, optimizer = offloaded(**on_disk if place == "nvme" else {})
+    step(model, optimizer)
+    model(torch.ones(2, 8)).float().sum().backward()
+    zo.close(model)
+    with pytest.raises(zo.ZeroOffloadError, match=r"this model was closed by zo\.close; build and offload it again"):
+        AFTER_CLOSE[call](model, optimizer, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_a_backward_after_close_raises(place: str, tmp_path: Path) -> None:
+    model, _ = offloaded(**{"params": "nvme", "nvme": tmp_path} if place == "nvme" else {})
+    loss = model(torch.ones(2, 8)).float().sum()
+    zo.close(model)
+    with pytest.raises(zo.ZeroOffloadError, match="this model was closed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_a_closed_model_has_its_figures_and_its_names(place: str, tmp_path: Path) -> None:
+    model, optimizer = offloaded(**{"params": "nvme", "nvme": tmp_path} if place == "nvme" else {})
+    step(model, optimizer)
+    zo.close(model)
+    zo.close(model)
+    assert zo.stats(model).step == 1
+    assert "0.weight" in repr(model[0].weight) and model[0].weight.shape == (8, 8)
+    optimizer.zero_grad()
