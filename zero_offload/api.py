@@ -30,6 +30,7 @@ from zero_offload.plan.forecast import Plan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
+from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
 from zero_offload.shards.registry import Owner, owner_of
@@ -287,7 +288,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
 
     Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
     number generators and the state of `scaler`, and returns the step and `extra`. Raises CheckpointError when the
-    optimizer differs.
+    optimizer differs, ConfigError when steps were taken since.
     """
     owner = _need_runtime(model, "zo.resume")
     _check_trains(optimizer, owner, "zo.resume")
@@ -295,6 +296,13 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     if keeper is None or keeper.found is None:
         return None
     found = keeper.found
+    if owner.step_count != found.step:
+        raise ConfigError(
+            f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
+            f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
+            "before the first step; to go back, start again with OffloadConfig(existing='resume')"
+        )
+    check_closed(owner.grads.ledger, "zo.resume")
     owner.resume_pending = False
     where = f"the generation of step {found.step}"
     _restore(found, (optimizer, scaler), keeper.rng, where)

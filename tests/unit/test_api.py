@@ -132,3 +132,36 @@ def test_a_closed_model_has_its_figures_and_its_names(place: str, tmp_path: Path
     assert zo.stats(model).step == 1
     assert "0.weight" in repr(model[0].weight) and model[0].weight.shape == (8, 8)
     optimizer.zero_grad()
+
+
+def resumed(nvme: Path) -> tuple[nn.Module, zo.AdamW]:
+    """At step 1 of an earlier run."""
+    model, optimizer = offloaded(nvme=nvme)
+    step(model, optimizer)
+    zo.commit(model, optimizer)
+    zo.close(model)
+    return offloaded(nvme=nvme, existing="resume")
+
+
+def test_a_resume_after_steps_is_refused(tmp_path: Path) -> None:
+    model, optimizer = resumed(tmp_path)
+    assert all(found is not None and found.step == 1 for found in [zo.resume(model, optimizer) for _ in range(2)])
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    state = torch.get_rng_state()
+    with pytest.raises(zo.ConfigError, match=r"generation of step 1, but this model is at step 2: .*existing='resume'"):
+        zo.resume(model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5 and torch.equal(torch.get_rng_state(), state)
+    zo.close(model)
+
+
+def test_a_resume_after_a_checkpoint_of_another_step_is_refused(tmp_path: Path) -> None:
+    other, its_optimizer = offloaded()
+    for _ in range(3):
+        step(other, its_optimizer)
+    zo.save_checkpoint(other, its_optimizer, tmp_path / "saved")
+    model, optimizer = resumed(tmp_path / "nvme")
+    zo.load_checkpoint(model, optimizer, tmp_path / "saved")
+    with pytest.raises(zo.ConfigError, match=r"step 1, but this model is at step 3: .* a checkpoint was loaded"):
+        zo.resume(model, optimizer)
+    zo.close(model)
