@@ -209,11 +209,12 @@ class ParamAccess:
         view = self._grads.view(param)
         if view is None:
             raise ZeroOffloadError(
-                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits "
-                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, "
-                "clip_value), unscale with zo.GradScaler, step with zo.AdamW, drop it with optimizer.zero_grad(), or "
-                "where no optimizer has the parameter with param.grad = None; read it with "
-                'zo.gathered(module, kind="grads")'
+                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits for the "
+                "optimizer's step; .grad does not have it. Step with zo.AdamW (or zo.SGD, ...), not torch.optim's; "
+                "clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, clip_value) instead of "
+                "torch's; unscale with zo.GradScaler; drop it with optimizer.zero_grad(), or where no optimizer has it "
+                "with param.grad = None. On one rank a copy is read by "
+                f'\'with zo.gathered(model, kind="grads") as grads: grads["{place.name}"]\''
             )
         if self._grads.loss_scale != 1.0:
             raise ZeroOffloadError(

@@ -165,3 +165,18 @@ def test_a_resume_after_a_checkpoint_of_another_step_is_refused(tmp_path: Path) 
     with pytest.raises(zo.ConfigError, match=r"step 1, but this model is at step 3: .* a checkpoint was loaded"):
         zo.resume(model, optimizer)
     zo.close(model)
+
+
+def test_the_message_of_grad_leads_to_the_gradient() -> None:
+    model, optimizer = offloaded()
+    model(torch.ones(2, 8)).float().sum().backward()
+    with zo.gathered(model, kind="grads"), pytest.raises(zo.ZeroOffloadError, match="does not have it") as caught:
+        _ = model[0].weight.grad
+    message = str(caught.value)
+    steps = ["zo.AdamW", "zo.clip_grad_norm_", 'with zo.gathered(model, kind="grads") as grads: grads["0.weight"]']
+    places = [message.index(text) for text in steps]
+    assert places == sorted(places)
+    with zo.gathered(model, kind="grads") as grads:
+        assert grads["0.weight"].shape == (8, 8) and grads["0.weight"].any()
+    optimizer.step()
+    assert model[0].weight.grad is None
