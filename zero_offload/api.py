@@ -32,6 +32,7 @@ from zero_offload.plan.forecast import Plan
 from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
+from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
 from zero_offload.shards.registry import Owner, owner_of
@@ -51,6 +52,10 @@ class Resumed:
     """Of the generation, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
 
 
+_AFTER_CLOSE = ("zo.stats", "zo.close")
+"""What a closed model still answers."""
+
+
 def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> OffloadedModel | None:
     """The runtime of the first offloaded parameter, or None."""
     for param in model.parameters() if isinstance(model, nn.Module) else model:
@@ -65,6 +70,8 @@ def need_runtime(model: nn.Module, call: str) -> OffloadedModel:
     owner = runtime_of(model)
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
+    if call not in _AFTER_CLOSE:
+        owner.session.check_alive()
     return owner
 
 
@@ -204,13 +211,26 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
 
     Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
     `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
-    nothing. Raises ConfigError when `extra` is not JSON.
+    nothing, and warns once unless durability="scratch" says so. Raises ConfigError when `extra` is not JSON, or
+    `optimizer` has no parameter of the model.
     """
     owner = need_runtime(model, "zo.commit")
     check_optimizer("zo.commit", optimizer)
+    _check_trains(optimizer, owner, "zo.commit")
     # A scheduler has changed the learning rate since `step`.
     owner.groups = group_records(optimizer)
     owner.commit(capture_rng, _json(extra))
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call: str) -> None:
+    """Raise where the hyperparameters are those of something else: no resume could use them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(owner_of(param) is owner for param in params):
+        raise ConfigError(
+            f"{call} was given an optimizer ({type(optimizer).__name__}) of {len(params)} parameters, none of which is "
+            "offloaded with this model; pass the optimizer that trains it, built after zo.offload: "
+            "zo.AdamW(model.parameters(), ...)"
+        )
 
 
 def _json(extra: Any) -> Any:
@@ -229,6 +249,7 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     """
     owner = need_runtime(model, "zo.save_checkpoint")
     check_optimizer("zo.save_checkpoint", optimizer)
+    _check_trains(optimizer, owner, "zo.save_checkpoint")
     owner.groups = group_records(optimizer)
     owner.save(Path(path), capture_rng, _json(extra))
 
@@ -245,6 +266,7 @@ def load_checkpoint(
     """
     owner = need_runtime(model, "zo.load_checkpoint")
     check_optimizer("zo.load_checkpoint", optimizer)
+    _check_trains(optimizer, owner, "zo.load_checkpoint")
     generation, rng = owner.load(Path(path), lambda found: check_groups(optimizer, _groups(found), str(path)))
     _restore(generation, (optimizer, scaler), rng, str(path))
     return _resumed(generation)
@@ -285,14 +307,22 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
 
     Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
     number generators and the state of `scaler`, and returns the step and `extra`. Raises CheckpointError when the
-    optimizer differs.
+    optimizer differs, ConfigError when steps were taken since.
     """
     owner = need_runtime(model, "zo.resume")
     check_optimizer("zo.resume", optimizer)
+    _check_trains(optimizer, owner, "zo.resume")
     keeper = owner.parts.keeper
     if keeper is None or keeper.found is None:
         return None
     found = keeper.found
+    if owner.step_count != found.step:
+        raise ConfigError(
+            f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
+            f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
+            "before the first step; to go back, start again with OffloadConfig(existing='resume')"
+        )
+    check_closed(owner.grads.ledger, "zo.resume")
     owner.resume_pending = False
     where = f"the generation of step {found.step}"
     _restore(found, (optimizer, scaler), keeper.rng, where)
@@ -344,8 +374,9 @@ def checkpoint(
 def close(model: nn.Module) -> None:
     """Finish updates, make the last step a generation, and release files and locks.
 
-    The model is then of no use. On one rank an exit of the interpreter does the same; with several it may be one
-    rank's failure, so there only what is under way is finished.
+    The model is then of no use: `zo.stats` and a further `zo.close` work, all other calls raise. On one rank an exit of
+    the interpreter does the same; with several it may be one rank's failure, so there only what is under way is
+    finished.
     """
     need_runtime(model, "zo.close").close()
 

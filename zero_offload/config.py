@@ -122,7 +122,7 @@ class OffloadConfig:
 
     @property
     def effective_durability(self) -> Durability:
-        """Without a directory there is nowhere to keep a generation: then `scratch`, whatever was asked."""
+        """Without a directory there is nowhere to keep a generation: then `scratch`."""
         return Durability(self.durability) if self.nvme_dirs else Durability.SCRATCH
 
     def placement_of(self, kind: StateKind) -> Mapping[Tier, float] | Literal["auto"]:
@@ -272,6 +272,10 @@ def _check_nvme(settings: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={request!r} needs a directory; {hint}"
     if (capacity := settings["nvme_capacity"]) is not None:
         yield f"nvme_capacity={capacity!r} limits no directory; {hint}, or leave the limit out"
+    if settings["existing"] == Existing.RESUME.value:
+        yield f"existing='resume' goes on from no directory, and nothing is kept for a resume; {hint}, or leave it out"
+    if settings["durability"] == Durability.COMMIT.value:
+        yield f"durability='commit' has no directory to commit to, and nothing is kept; {hint}, or leave it out"
 
 
 def _check_generation(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from zero_offload.inputs import params_of
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.param_access import Place
 from zero_offload.runtime.grads.ledger import check_not_updated
+from zero_offload.runtime.units.guard import unguard
 from zero_offload.shards.registry import owner_of
 
 KINDS = ("params", "master", "grads")
@@ -30,10 +31,13 @@ Values = dict[str, torch.Tensor]
 def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kind: str = "params") -> Iterator[Values]:
     """Inside, full values of the parameters of `module` are readable; yields them by name, host or device.
 
-    `kind="params"`: the parameters themselves (compute dtype) may be used like any tensor, and the dict holds
-    them. `kind="master"`: the dict holds fp32 masters (frozen: values). `kind="grads"`: the dict holds copies of
-    gradients that no step has consumed, fp32. `mode="write"`: what the dict's tensors hold at the end is
-    written back (not for "grads"); moments stay.
+    `kind="params"`: the parameters themselves (compute dtype) are read like any tensor, and the dict holds them; what
+    would change one, or a view of one, raises before anything is changed. `kind="master"`: the dict holds fp32 masters
+    (frozen: values), copies. `kind="grads"`: the dict holds copies of gradients that no step has consumed, fp32.
+    `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back; moments stay. With
+    "params" that is so after an exception too, as in plain torch; with "master" nothing is written then.
+    Several ranks: `kind="params"` with `mode="read"` only, and every rank enters. Writes to an address (`data_ptr()`,
+    DLPack) are not seen.
 
     Raises ConfigError for an unknown kind or mode, and when no parameter is offloaded.
     """
@@ -62,24 +66,61 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         if mode == "write":
             _write_back(owner, places, values)
         return
+    read_params = _params if mode == "read" else _changed_params
+    with read_params(owner, places) as values:
+        yield values
+
+
+@contextmanager
+def _params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
     with _present(owner, places):
+        # At rest for all that they are here: so they ask the owner, which lets them be read and no more.
         yield {place.name: param for place, param in places.items()}
-        values = {place.name: param.detach().clone() for place, param in places.items()} if mode == "write" else {}
-    if mode == "write":
-        _write_back(owner, places, values)
+
+
+@contextmanager
+def _changed_params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
+    values: Values = {}
+    try:
+        with _present(owner, places), _writable(places):
+            try:
+                yield {place.name: param for place, param in places.items()}
+            except BaseException:
+                owner.set_aside()  # half of a change is nothing to resume from
+                raise
+            finally:
+                values = {place.name: param.detach().clone() for place, param in places.items()}
+    finally:
+        # After an exception too: what is changed where it rests has lost what it was.
+        if values:
+            _write_back(owner, places, values)
+
+
+@contextmanager
+def _writable(places: dict[Place, nn.Parameter]) -> Iterator[None]:
+    """These parameters are plain, and no others of their units: what is written to those would be lost."""
+    units = {place.unit.index: place.unit for place in places}.values()
+    named = [(unit, [param for place, param in places.items() if place.unit is unit]) for unit in units]
+    for unit, params in named:
+        unguard(params)
+        unit.writable.append(params)
+    try:
+        yield
+    finally:
+        for unit, params in named:
+            unit.writable = [each for each in unit.writable if each is not params]
+            unit.close()
 
 
 @contextmanager
 def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[None]:
     """The units of these parameters are on the device, and stay."""
-    units = {place.unit.index: place.unit for place in places}.values()
     held = []
     try:
-        for unit in units:
+        for unit in {place.unit.index: place.unit for place in places}.values():
             unit.gathered_uses += 1
             held.append(unit)
             owner.parts.residency.bring(unit)
-            unit.open()
         owner.parts.residency.meet("zo.gathered")
         yield
     finally:

@@ -40,6 +40,7 @@ from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
+from zero_offload.types import Durability
 from zero_offload.updates import Updates, failing
 
 
@@ -53,7 +54,7 @@ class OffloadedModel:
         )
         self.session = Session(parts.units, parts.residency, self.grads, parts.activations)
         self.access = ParamAccess(
-            parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency.forget
+            parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency
         )
         self.step_count = 0
         self.skipped_steps = 0
@@ -61,7 +62,6 @@ class OffloadedModel:
         """Param groups as the last step or commit gave them."""
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
-        self._closed = False
         self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
         self.worker = Worker(parts.board)
@@ -74,8 +74,8 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
-        self.states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index)
-        self._updates = Updates(parts, self.grads.ledger, self.worker, self.states, self._commits, weakref.ref(self))
+        self._states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index)
+        self._updates = Updates(parts, self.grads.ledger, self.worker, self._states, self._commits, weakref.ref(self))
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
             self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)
@@ -84,6 +84,12 @@ class OffloadedModel:
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+
+    @property
+    def states(self) -> OptimizerStates:
+        """For optimizers."""
+        self.session.check_alive()
+        return self._states
 
     # Gradients
 
@@ -155,7 +161,7 @@ class OffloadedModel:
         if not ledger.any_held(taken):
             return False
         finite = taken is not None and ledger.norm(taken)[1]
-        counts, sections = dict(self.states.param_steps), []
+        counts, sections = dict(self._states.param_steps), []
         if finite:
             step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
             sections = section_updates(ledger, ledger.sections, step, counts)
@@ -165,7 +171,7 @@ class OffloadedModel:
             self.step_count += 1
             self.groups = list(groups)
             if finite:
-                self.states.param_steps = counts
+                self._states.param_steps = counts
                 self._updates.launch(hypers, sections)
             else:
                 names = ledger.non_finite(taken)
@@ -188,17 +194,25 @@ class OffloadedModel:
     def adopt_generation(self, found: Generation) -> None:
         """The shards are a generation's: so are the counts."""
         self.step_count = found.step
-        self.states.adopt(found.payload.get("param_steps", {}))
+        self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start_at(found.step)
 
     def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
         scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
-        return StepRecord(self.step_count, dict(self.states.param_steps), self.groups, rng, extra, scaler)
+        return StepRecord(self.step_count, dict(self._states.param_steps), self.groups, rng, extra, scaler)
 
     def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self.session.check_usable()
         check_closed(self.grads.ledger, "zo.commit")
+        config = self.parts.config
+        if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
+            warnings.warn(
+                f"zo.commit keeps nothing, neither step {self.step_count} nor later ones: there is no directory for "
+                'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
+                "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
+                stacklevel=3,
+            )
         self._commits.complete(lambda: self._record(capture_rng(), extra))
 
     def drain(self) -> None:
@@ -274,9 +288,9 @@ class OffloadedModel:
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
-        if self._closed:
+        if self.session.closed:
             return
-        self._closed = True
+        self.session.closed = True
         raised, exchange = sys.exc_info()[1] is not None, self.parts.ranks.exchange
         whole = together = same = False
         try:

@@ -24,6 +24,7 @@ from zero_offload.checkpoint.values import (
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
+from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component
@@ -58,10 +59,9 @@ class ParamAccess:
         board: UpdateBoard,
         grads: GradLedger,
         session: Session,
-        forget: Callable[[Unit], None],
+        residency: Residency,
     ) -> None:
-        """`forget` drops a unit's copy on the device after its values were replaced."""
-        self._forget = forget
+        self._residency = residency
         self._store = store
         self._board = board
         self._grads = grads
@@ -90,30 +90,45 @@ class ParamAccess:
 
     # Data
 
-    def touch(self, params: list[nn.Parameter], func: object) -> None:
-        """Let an operation read parameters: always inside a forward or backward; outside if they are here."""
+    def touch(self, params: Sequence[nn.Parameter], func: object, changed: Sequence[nn.Parameter]) -> bool:
+        """Let an operation read parameters: always inside a forward or backward; outside if they are here.
+
+        Nothing is changed outside: neither what rests elsewhere nor the other half of an fp32 master would follow.
+        """
         self._session.check_usable()
         units = list({self.place(param).unit.index: self.place(param).unit for param in params}.values())
         if self._session.active:
             self._session.touch(units)
-            return
+            return False
         for unit in units:
-            if unit.readable and not _writes(func):
-                self._board.wait(unit.index)
-            else:
+            here = unit.gathered_uses > 0 or (unit.readable and not _is_data(func))
+            if changed:
                 raise ZeroOffloadError(
-                    f"{_name_of(func)} needs the data of parameter "
-                    f"{self.describe(params[0])}, outside of the model's forward. Use "
-                    "'with zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' "
+                    f"{_name_of(func)} changes parameter {self.describe(changed[0])}, outside of the model's forward: "
+                    "the change would be lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a "
+                    "copy (.clone())"
+                )
+            if not here:
+                raise ZeroOffloadError(
+                    f"{_name_of(func)} needs the data of parameter {self.describe(params[0])}, outside of the model's "
+                    "forward. Use 'with zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' "
                     "to change it"
                 )
+            if unit.gathered_uses > 0:
+                self._residency.bring(unit)  # a step or a load may have replaced its values meanwhile
+            else:
+                self._board.wait(unit.index)
+        return True
+
+    def is_gathered(self, param: nn.Parameter) -> bool:
+        return self.place(param).unit.gathered_uses > 0
 
     def begin_walk(self) -> None:
         """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do."""
         self._session.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
         self._session.settle()
-        self._need_whole("model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
+        _need_whole(self._places.values(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walking, self._last = True, None
         self._writes.clear()
         self._copies.clear()
@@ -127,7 +142,7 @@ class ParamAccess:
         sections = {id(place.section): place for place in self._places.values()}
         for key, values in self._writes.items():
             self.write_section(sections[key].section, values, {})
-            self._forget(sections[key].unit)
+            self._residency.forget(sections[key].unit)
         self._writes.clear()
 
     @property
@@ -168,10 +183,6 @@ class ParamAccess:
         self._store.write_components(shard, ComponentSource(shard, fill_from_array(new_master), arrays))
         self._last = None
 
-    def _need_whole(self, call: str, instead: str) -> None:
-        if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in self._places.values()):
-            raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
-
     # Gradients
 
     def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
@@ -201,11 +212,12 @@ class ParamAccess:
         view = self._grads.view(param)
         if view is None:
             raise ZeroOffloadError(
-                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits "
-                "for the optimizer's step. Clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, "
-                "clip_value), unscale with zo.GradScaler, step with zo.AdamW, drop it with optimizer.zero_grad(), or "
-                "where no optimizer has the parameter with param.grad = None; read it with "
-                'zo.gathered(module, kind="grads")'
+                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits for the "
+                "optimizer's step; .grad does not have it. Step with zo.AdamW (or zo.SGD, ...), not torch.optim's; "
+                "clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, clip_value) instead of "
+                "torch's; unscale with zo.GradScaler; drop it with optimizer.zero_grad(), or where no optimizer has it "
+                "with param.grad = None. On one rank a copy is read by "
+                f'\'with zo.gathered(model, kind="grads") as grads: grads["{place.name}"]\''
             )
         if self._grads.loss_scale != 1.0:
             raise ZeroOffloadError(
@@ -232,7 +244,7 @@ class ParamAccess:
     def read_states(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, States]:
         """Copies of these states, of the parameter's shape, fp32; and of what its value lacks of the master: of bf16
         the "residual", int16, of fp16 the "master", fp32."""
-        self._need_whole("optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
+        _need_whole(self._places.values(), "optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         by_section: dict[int, list[nn.Parameter]] = {}
         for param in wanted:
             by_section.setdefault(id(self.place(param).section), []).append(param)
@@ -255,7 +267,7 @@ class ParamAccess:
         """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
         it to the master, as `read_states` returns it, or nothing: then the master stays as it is."""
         call = "taking states by optimizer.load_state_dict(), or from steps before zo.offload,"
-        self._need_whole(call, "zo.load_checkpoint(model, optimizer, path)")
+        _need_whole(self._places.values(), call, "zo.load_checkpoint(model, optimizer, path)")
         place, zeros = self.place(param), torch.zeros(1)
         piece, shard = place.piece, place.section.shard
         self._board.wait(place.unit.index)
@@ -286,14 +298,16 @@ def _part(array: torch.Tensor, piece: ParamSlice) -> torch.Tensor:
     return array[piece.begin : piece.end].view(piece.spec.shape).clone()
 
 
+def _need_whole(places: Iterable[Place], call: str, instead: str) -> None:
+    if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in places):
+        raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
+
+
 def _name_of(func: object) -> str:
     """A tensor function's name; properties such as `data` are functions of a descriptor."""
     return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", func))
 
 
-def _writes(func: object) -> bool:
-    """Whether a tensor function changes its operand or hands out an alias that could."""
-    name = getattr(func, "__name__", "")
-    owner = getattr(getattr(func, "__self__", None), "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in ("__set__", "__setitem__", "__delete__") or owner == "data"
+def _is_data(func: object) -> bool:
+    """Whether it is `param.data`: an alias to write through, more often than not."""
+    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"

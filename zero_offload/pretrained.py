@@ -121,7 +121,6 @@ def export_pretrained(
 def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
     """The runtime of a model, all of whose parameters are its own."""
     owner = need_runtime(model, call)
-    owner.session.check_process()
     if owner.parts.ranks.num_columns > 1:
         raise ConfigError(
             f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "

@@ -364,8 +364,8 @@ def test_what_was_frozen_at_offload_cannot_be_thawed() -> None:
         model.requires_grad_(True)
     assert not model.blocks[0].up.weight.requires_grad
     optimizer = adamw(model.parameters())
-    with zo.gathered(model):
-        # In use a parameter has no guard.
+    with zo.gathered(model, mode="write"):
+        # What may be changed has no guard.
         model.blocks[0].up.weight.requires_grad_(True)
     model(tokens_of(0)).backward()
     with pytest.raises(zo.ConfigError, match=r"blocks\.0\.up\.weight was frozen .* freeze it right after"):

@@ -77,6 +77,8 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"optimizer": "nvme"}, "optimizer='nvme' needs a directory; add nvme="),
         ({"optimizer": {"cpu": 0.5, "nvme": 0.5}}, "needs a directory"),
         ({"nvme_capacity": "1GiB"}, "limits no directory"),
+        ({"existing": "resume"}, "existing='resume' goes on from no directory"),
+        ({"durability": "commit", "commit_every": 10}, "durability='commit' has no directory to commit to"),
         ({"nvme": 7}, "nvme=7 is neither"),
         ({"nvme": ""}, "empty path"),
         ({"nvme": ["a", "a"]}, "names a directory twice"),
@@ -147,8 +149,10 @@ def test_wrong_names_are_listed_with_wrong_values() -> None:
 
 
 def test_durability_needs_a_directory() -> None:
-    assert OffloadConfig(durability="commit").effective_durability is Durability.SCRATCH
+    assert OffloadConfig().effective_durability is Durability.SCRATCH
     assert OffloadConfig(durability="commit", nvme="x").effective_durability is Durability.COMMIT
+    message = problems_of(existing="resume", durability="commit", generation=7)
+    assert message.count("\n  - ") == 3 and message.count("add nvme=") == 2
 
 
 @pytest.mark.parametrize(

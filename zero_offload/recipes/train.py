@@ -148,8 +148,9 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
         model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
     if gpt.recompute is Recompute.BLOCK:
         zo.checkpoint(model.blocks)
-    settings = replace(config.offload, existing=existing.value)
-    zo.offload(model, settings)
+    # Without a directory for generations a second start begins anew, whatever lies in the run's.
+    has_generations = existing is not Existing.RESUME or config.offload.nvme_dirs
+    zo.offload(model, replace(config.offload, existing=existing.value) if has_generations else config.offload)
     matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
     others = [weight for weight in model.parameters() if weight.dim() < 2]
     groups = [

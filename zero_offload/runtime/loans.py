@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.saved.tensors import Saved
+from zero_offload.runtime.units.read_only import ReadOnly
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.state import UnitState
 
@@ -117,7 +118,7 @@ def _names_of_views(unit: Unit) -> Iterator[str]:
     """The parameters under the views that Python knows; slow."""
     objects = gc.get_objects()
     ours = {id(each.kept) for each in objects if type(each) is Saved}
-    for tensor in (each for each in objects if type(each) is Tensor and id(each) not in ours):
+    for tensor in (each for each in objects if type(each) in (Tensor, ReadOnly) and id(each) not in ours):
         for section in unit.sections:
             if tensor is not section.flat and section.holds(tensor):
                 begin = tensor.storage_offset()

@@ -89,6 +89,8 @@ class Session:
         """The forwards that take turns, while they do; whoever makes them begins and ends the cycle."""
         self._backward_runs = False
         self._pid = os.getpid()
+        self.closed = False
+        """Nothing but its figures can be asked for any more."""
         self.lacks_weights = False
         """Values were left out, and none have been loaded in their place."""
         self.half_loaded = ""
@@ -101,17 +103,23 @@ class Session:
         """If `grads` are used by the backward that makes them: set by whoever uses them, which knows this object."""
         self._saved = SavedTensors(units, activations, always=grads.passing)
 
-    def check_process(self) -> None:
-        """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
+    def check_alive(self) -> None:
+        """A forked child has neither our pages nor our threads: it must not get as far as touching them. Nor has
+        anybody the files and threads of a model that was closed."""
         if os.getpid() != self._pid:
             raise ZeroOffloadError(
                 f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
                 f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
             )
+        if self.closed:
+            raise ZeroOffloadError(
+                "this model was closed by zo.close; build and offload it again (existing='resume' goes on from the "
+                "last generation)"
+            )
 
     def check_usable(self) -> None:
         """Whether there is something to compute with or to read."""
-        self.check_process()
+        self.check_alive()
         self._residency.board.check_whole()
         if self.updates is not None and not in_backward():
             self.updates.check_whole()
@@ -265,6 +273,7 @@ class Session:
     def settle(self) -> None:
         """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients
         are not whole, and none may be used; units that it used are at rest then."""
+        self.check_alive()
         if self._backward_runs and not self.active:
             self._recover()
 
@@ -324,6 +333,7 @@ class Session:
     def note_backward(self) -> None:
         """Called on every sign of a backward: makes sure that its end is noticed."""
         if not self._backward_runs:
+            self.check_alive()
             self.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 

@@ -22,8 +22,14 @@ if TYPE_CHECKING:
 class ParamAccess(Protocol):
     """What a guarded parameter may be asked."""
 
-    def touch(self, params: list[nn.Parameter], func: object) -> None:
-        """Make the data of `params` readable for an operation, or raise naming `zo.gathered`."""
+    def touch(self, params: Sequence[nn.Parameter], func: object, changed: Sequence[nn.Parameter]) -> bool:
+        """Make the data of `params` readable for an operation, or raise naming `zo.gathered`.
+
+        `changed`: those that the operation changes. Returns whether what shares memory with them may only be read.
+        """
+
+    def is_gathered(self, param: nn.Parameter) -> bool:
+        """Whether it may be read now as it stands, inside of `zo.gathered`."""
 
     @property
     def walking(self) -> bool:

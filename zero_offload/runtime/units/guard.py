@@ -18,6 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.runtime.units.read_only import changed_by, lend, refuse_changes
 from zero_offload.shards.registry import owner_of
 
 _HARMLESS_PROPERTIES = (
@@ -149,6 +151,15 @@ def refuse_copy(self: object, *_: Any) -> NoReturn:
     )
 
 
+def _copy_of(param: nn.Parameter) -> nn.Parameter:
+    """An ordinary parameter, where `zo.gathered` has brought the values."""
+    owner = owner_of(param)
+    if owner is None or not owner.access.is_gathered(param):
+        refuse_copy(param)
+    with torch.no_grad():
+        return nn.Parameter(param.clone(), requires_grad=param.requires_grad)
+
+
 class AtRest:
     """What an offloaded parameter at rest does instead of its own class; see the module's docstring."""
 
@@ -173,8 +184,11 @@ class AtRest:
             return func(*_as_edges(args), **_as_edges(kwargs))
         return _touch_and_call(func, args, kwargs)
 
-    __deepcopy__ = refuse_copy
-    __reduce_ex__ = refuse_copy
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return _copy_of(cast(nn.Parameter, self))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _copy_of(cast(nn.Parameter, self)).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         param = cast(nn.Parameter, self)
@@ -209,17 +223,27 @@ def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     params = [
         cast(nn.Parameter, leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AtRest | nn.Parameter)
     ]
-    written = {id(leaf) for leaf in tree_leaves(kwargs.get("out"))}
+    targets = changed_by(func, args, kwargs)
+    refuse_changes(targets, func)
+    changed_ids = set(map(id, targets))
     by_owner: dict[int, list[nn.Parameter]] = {}
     for param in params:
         by_owner.setdefault(id(owner_of(param)), []).append(param)
+    lent: list[tuple[Tensor, str]] = []
     for owned in by_owner.values():
         owner = owner_of(owned[0])
-        if owner is not None:
-            # What is written through out= is changed like the target of copy_.
-            owner.access.touch(owned, Tensor.copy_ if written & set(map(id, owned)) else func)
+        changed = [param for param in owned if id(param) in changed_ids]
+        if owner is not None and owner.access.touch(owned, func, changed):
+            lent += [(_part_of(param), owner.access.name_of(param)) for param in owned]
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        return lend(result, lent) if lent else result
+
+
+def _part_of(param: nn.Parameter) -> Tensor:
+    """What this rank holds of it, asking nobody."""
+    kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
+    return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
 
 
 def guard(params: Iterable[nn.Parameter]) -> None:

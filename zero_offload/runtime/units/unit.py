@@ -94,6 +94,8 @@ class Unit:
         self._num_watched = 0
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
+        self.writable: list[Sequence[nn.Parameter]] = []
+        """Of `gathered` contexts that write: the parameters that each may change, plain until it ends."""
 
     @property
     def name(self) -> str:
@@ -181,11 +183,13 @@ class Unit:
         return names
 
     def close(self) -> None:
-        """Guard the parameters again, unless someone still uses them."""
-        if not self.in_use:
-            guard(self.params)
-            self.passing = False
-            self._versions, self._fingerprints = [], []
+        """Guard the parameters again, unless someone still computes with them or may change them."""
+        if self.runs:
+            return
+        open_ids = {id(param) for params in self.writable for param in params}
+        guard(param for param in self.params if id(param) not in open_ids)
+        self.passing = False
+        self._versions, self._fingerprints = [], []
 
     # Views that others hold. Who touches one while the unit is away gets a fault, not an exception.
 

@@ -1,0 +1,181 @@
+"""What `zo.gathered` lets a program do: read; and change what it has named, in mode="write"."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_offload as zo
+from tests.helpers.models import NARROW, TinyLM, build
+from tests.helpers.reference import read_masters
+from tests.helpers.twins import train
+
+Model = partial(TinyLM, NARROW)
+NAME = "blocks.0.up.weight"
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "in place": lambda p: p.zero_(),
+    "augmented": lambda p: p.__iadd__(1),
+    "item": lambda p: p.__setitem__(0, 1.0),
+    "data": lambda p: p.data.normal_(),
+    "set data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
+    "detached": lambda p: p.detach().copy_(torch.ones(p.shape)),
+    "row": lambda p: p[0].zero_(),
+    "view of a view": lambda p: p.view(-1)[3:7].fill_(1.0),
+    "one of several": lambda p: p.chunk(2)[1].zero_(),
+    "iterated": lambda p: [row.zero_() for row in p],
+    "out": lambda p: torch.add(p, 1, out=p),
+    "out of a view": lambda p: torch.neg(p, out=p.detach()),
+    "foreach": lambda p: torch._foreach_mul_([p.data, p.data[0]], 2.0),
+    "init": lambda p: nn.init.normal_(p),
+}
+
+
+def settings_of(place: str, nvme: Path) -> dict[str, Any]:
+    if place == "nvme":
+        return {"params": "nvme", "optimizer": "nvme", "nvme": nvme, "durability": "scratch"}
+    return {"params": place}
+
+
+def trained(precision: str, **settings: Any) -> tuple[TinyLM, zo.AdamW]:
+    model = zo.offload(build(Model), zo.OffloadConfig(precision=precision, **settings))
+    assert isinstance(model, TinyLM)
+    optimizer = zo.AdamW(model.parameters())
+    list(train(model, optimizer, range(2)))
+    return model, optimizer
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_a_write_in_a_block_for_reading_raises_and_changes_nothing(place: str, write: str, nvme: Path) -> None:
+    model, optimizer = trained("bf16", **settings_of(place, nvme))
+    before = read_masters(model)
+    raises = pytest.raises(zo.ZeroOffloadError, match=r'parameter blocks\.0\.up\.weight.* mode="write"')
+    with raises, zo.gathered(model), torch.no_grad():
+        WRITES[write](model.blocks[0].up.weight)
+    assert same(read_masters(model), before)
+    list(train(model, optimizer, [2]))
+    again, its_optimizer = trained("bf16")
+    list(train(again, its_optimizer, [2]))
+    assert same(read_masters(model), read_masters(again))
+    zo.close(model)
+
+
+@pytest.mark.parametrize("write", ["detached", "row", "one of several", "iterated", "out of a view"])
+def test_a_view_of_what_is_always_in_memory_is_for_reading_too(write: str) -> None:
+    model, _ = trained("bf16")
+    before = read_masters(model)
+    with pytest.raises(zo.ZeroOffloadError, match=r'blocks\.0\.up\.weight.* mode="write"'), torch.no_grad():
+        WRITES[write](model.blocks[0].up.weight)
+    assert same(read_masters(model), before)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_an_array_of_a_parameter_is_for_reading(place: str, nvme: Path) -> None:
+    model, _ = trained("fp32", **settings_of(place, nvme))
+    with zo.gathered(model):
+        weight = model.blocks[0].up.weight.detach()
+        assert weight.numpy()[0, 0] == weight[0, 0].item()
+        for array in (weight.numpy(), weight[1:].numpy(), weight.__array__()):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 1.0
+        weight.clone().numpy()[0] = 1.0
+        weight.double().numpy()[0] = 1.0
+    zo.close(model)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_what_is_read_is_computed_with_and_copied_like_any_tensor(place: str, nvme: Path) -> None:
+    model, _ = trained("bf16", **settings_of(place, nvme))
+    average = torch.zeros(4 * NARROW, NARROW)
+    with zo.gathered(model) as params, torch.no_grad():
+        weight = params[NAME]
+        assert weight is model.blocks[0].up.weight
+        average.lerp_(weight.float(), 0.5).add_(weight).mul_(weight.data)
+        assert type(weight @ weight.t()) is Tensor and type(weight.t() @ weight) is Tensor
+        assert torch.cat(list(weight)).numel() == weight.numel()
+        expected = weight.clone()
+        file = io.BytesIO()
+        torch.save({"param": weight, "view": weight.data[1]}, file)
+        copies = [copy.deepcopy(weight), copy.deepcopy(weight.data)]
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert isinstance(copies[0], nn.Parameter) and type(copies[0]) is type(saved["param"]) is nn.Parameter
+    assert all(torch.equal(each, expected) for each in (*copies, saved["param"]))
+    assert type(saved["view"]) is Tensor and torch.equal(saved["view"], expected[1])
+    full = expected.float()
+    assert torch.equal(average, (full / 2 + full) * full)
+    zo.close(model)
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+@pytest.mark.parametrize("kind", ["params", "master"])
+def test_an_exception_inside_is_the_programs_own(kind: str, mode: str) -> None:
+    model, _ = trained("bf16")
+    error = RuntimeError("mine")
+    with pytest.raises(RuntimeError) as caught, zo.gathered(model, mode=mode, kind=kind):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_what_was_written_before_an_exception_stays_whole(place: str, nvme: Path) -> None:
+    model, optimizer = trained("bf16", **settings_of(place, nvme))
+    with pytest.raises(RuntimeError, match="mine"), zo.gathered(model, mode="write"), torch.no_grad():
+        model.blocks[0].up.weight.fill_(0.3)
+        raise RuntimeError("mine")
+    assert torch.equal(read_masters(model)[NAME], torch.full((4 * NARROW, NARROW), 0.3).bfloat16().float())
+    list(train(model, optimizer, [2]))
+    assert all(torch.isfinite(master).all() for master in read_masters(model).values())
+    zo.close(model)
+
+
+def test_half_of_a_change_is_not_committed(nvme: Path) -> None:
+    model, optimizer = trained("bf16", nvme=nvme, commit_every=10)
+    zo.commit(model, optimizer)
+    with pytest.raises(RuntimeError, match="mine"), zo.gathered(model, mode="write"), torch.no_grad():
+        model.blocks[0].up.weight.fill_(0.3)
+        raise RuntimeError("mine")
+    with pytest.warns(UserWarning, match="step 2 is not made a generation"):
+        zo.close(model)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_only_what_is_named_can_be_written(place: str, nvme: Path) -> None:
+    model, _ = trained("bf16", **settings_of(place, nvme))
+    before = read_masters(model)
+    weight, bias = model.blocks[0].up.weight, model.blocks[0].up.bias
+    with zo.gathered([weight], mode="write"), torch.no_grad():
+        weight.zero_()
+        with pytest.raises(zo.ZeroOffloadError, match=r"parameter blocks\.0\.up\.bias"):
+            bias.zero_()
+        with zo.gathered(model):
+            assert not weight.any() and bias.any()
+        weight.add_(1)
+    after = read_masters(model)
+    assert torch.equal(after.pop(NAME), torch.ones(4 * NARROW, NARROW))
+    assert all(torch.equal(after[name], before[name]) for name in after)
+    with torch.no_grad(), pytest.raises(zo.ZeroOffloadError, match="zo.gathered"):
+        weight.zero_()
+    zo.close(model)
+
+
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+def test_a_step_inside_is_seen(place: str, nvme: Path) -> None:
+    model, optimizer = trained("fp32", **settings_of(place, nvme))
+    with zo.gathered(model) as params:
+        list(train(model, optimizer, [2]))
+        found = {name: param.detach().clone() for name, param in params.items()}
+    assert same(found, read_masters(model))
+    zo.close(model)
