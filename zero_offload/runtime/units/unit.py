@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -128,16 +129,15 @@ class Unit:
         return tuple((*place, param) for place, param in zip(places, self.params, strict=True))
 
     def attach(self) -> bool:
-        """Put pages under all buffers; False, and none attached, when there are too few."""
-        attached: list[Buffer] = []
-        for section in self.sections:
-            if section.buffer is None:
-                continue
-            if not section.buffer.attach():
-                for buffer in attached:
-                    buffer.detach()
-                return False
-            attached.append(section.buffer)
+        """Put pages under all buffers. None of them has any where there are too few, which is a False or an error."""
+        with ExitStack() as undo:
+            for section in self.sections:
+                if section.buffer is None:
+                    continue
+                if not section.buffer.attach():
+                    return False
+                undo.callback(section.buffer.detach)
+            undo.pop_all()
         return True
 
     def detach(self) -> None:
