@@ -2,8 +2,9 @@
 
 Nothing is initialised at import. On a CPU the device is the host itself: buffers are read into and computed on in
 place, and no lane exists. On a GPU, copies run on two streams beside compute, and whatever is made on one stream
-and used on another is a `Handoff`: a tensor and the event that makes it valid. Tests put a device with late lanes in
-the GPU's place (same calls, copies as late as the waits permit, targets poisoned meanwhile).
+and used on another is a `Handoff`: a tensor and the event that makes it valid. `take` makes a stream wait, and not the
+host: before host memory that an upload reads is written, or given to somebody else, its event is synchronized with.
+Tests put a device with late lanes in the GPU's place (tests/helpers/late_device.py).
 """
 
 from __future__ import annotations
@@ -238,6 +239,9 @@ class CudaDevice:
             self._pinned.remove(address)
             # In a forked child, or late in a process, there is no CUDA any more.
             with contextlib.suppress(RuntimeError), _current(self.torch_device):
+                # Nobody may have waited for the last copies from there, and the pages go next.
+                self._uploads.synchronize()
+                self._downloads.synchronize()
                 _cudart().cudaHostUnregister(address)
 
     def free_bytes(self) -> int | None:

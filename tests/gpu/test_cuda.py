@@ -15,6 +15,7 @@ from torch import nn
 import zero_offload as zo
 from zero_offload.api import runtime_of
 from zero_offload.kernels import device_grads
+from zero_offload.kernels.fingerprint import device_fingerprints, fingerprints
 from zero_offload.kernels.grads import sum_of_squares
 from zero_offload.telemetry.spans import Lane
 
@@ -236,6 +237,18 @@ def test_registered_memory_copies_asynchronously() -> None:
     uploaded = device.upload(target, host)
     device.download(back, uploaded.take()).take_on_host()
     assert torch.equal(host, back)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_fingerprints_are_the_same_numbers_everywhere(dtype: torch.dtype) -> None:
+    """And take a bounded part of the device's memory: sums and products of integers have 8 bytes a word."""
+    tensors = [torch.randn(numel).to(dtype) for numel in (1, 4097, 5_000_001)]
+    assert torch.equal(fingerprints([tensor.cuda() for tensor in tensors]).cpu(), device_fingerprints(tensors))
+    large = torch.zeros(1 << 26, dtype=dtype, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    fingerprints([large])
+    assert torch.cuda.max_memory_allocated() - before < 80 << 20
 
 
 def test_a_trace_has_copies_with_their_times(tmp_path: Path) -> None:

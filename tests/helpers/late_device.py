@@ -1,8 +1,19 @@
 """A device for tests that behaves like a GPU at its worst: memory of its own, copies as late as the waits permit.
 
-A copy is queued, its target poisoned; it happens when somebody waits for it, together with all earlier copies of the
-same lane. A missing wait is then a NaN (or a wild integer) in the result, and a source that is changed or freed too
-early is a wrong number, not a lucky pass. Threads beside the one that computes must say after which compute a download
+A copy is queued, its target poisoned; it happens when compute or the host waits for it, together with all earlier
+copies of the same lane. A missing wait is then a NaN (or a wild integer) in the result, and a source that is changed
+before that is a wrong number, not a lucky pass.
+
+Compute itself is not late: operations run when they are called. On a GPU they may all still be queued, and so may the
+copies that they wait for, when the host goes on. So what the host does with its own memory is checked apart. Each
+event has a clock: which copies are over when it has come. The host knows of a copy only when it has waited for an event
+that comes after it; to ask whether one is `done` never helps. Until it knows, what a download has brought is not in
+host memory, and the source of an upload must stay as it is: a change is an error when the host learns of the upload,
+when the same memory is uploaded again, or in `check_sources`. Results of compute that tests read (a loss) tell nobody
+anything, though on a GPU they would.
+
+Not seen: a copy that begins too early, after a mark that is older than compute which uses its target; and memory that
+goes back to an allocator under a copy. Threads beside the one that computes must say after which compute a download
 comes.
 """
 
@@ -10,6 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
@@ -17,43 +29,65 @@ from zero_offload.device import Event, Handoff
 from zero_offload.telemetry.spans import Spans
 
 
+class Clock(NamedTuple):
+    """How many uploads and downloads are over."""
+
+    uploads: int = 0
+    downloads: int = 0
+
+    def joined(self, other: Clock) -> Clock:
+        return Clock(max(self.uploads, other.uploads), max(self.downloads, other.downloads))
+
+
+class _Copy(NamedTuple):
+    number: int
+    target: torch.Tensor
+    source: torch.Tensor
+    """When it is made, and the host does not know: a copy of it."""
+    before: Clock
+    """What comes before it."""
+
+
 class _Lane:
-    """Copies in order, none of them done before somebody waits."""
+    """Copies in order, none of them made before somebody waits."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
-        """Control and the threads of updates and commits share a lane, as they share a stream."""
-        self.queue: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
+        self.queue: deque[_Copy] = deque()
         self.launched = 0
         self.finished = 0
+        self._before = Clock()
+        """What comes before the next one, since it came before the last."""
 
-    def launch(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
-        with self._lock:
-            poison(target)
-            self.launched += 1
-            self.queue.append((self.launched, target, source))
-            return LateEvent(self, self.launched)
+    def launch(self, target: torch.Tensor, source: torch.Tensor, before: Clock) -> Clock:
+        """What is over when the copy's predecessors are; it has the number `launched`."""
+        poison(target)
+        self.launched += 1
+        self._before = self._before.joined(before)
+        self.queue.append(_Copy(self.launched, target, source, self._before))
+        return self._before
 
-    def run_until(self, number: int) -> None:
-        with self._lock:
-            while self.finished < number:
-                finished, target, source = self.queue.popleft()
-                target.copy_(source)
-                self.finished = finished
+    def taken(self, number: int) -> list[_Copy]:
+        """The copies up to this one that are not made yet, off the queue."""
+        found = []
+        while self.finished < number:
+            found.append(self.queue.popleft())
+            self.finished = found[-1].number
+        return found
 
 
 class LateEvent:
-    def __init__(self, lane: _Lane, number: int) -> None:
-        self._lane = lane
-        self._number = number
+    def __init__(self, device: LateDevice, clock: Clock) -> None:
+        self._device = device
+        self.clock = clock
 
     def wait(self) -> None:
-        self._lane.run_until(self._number)
+        self._device.compute_waits(self.clock)
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        self._device.host_waits(self.clock)
 
     def done(self) -> bool:
-        return self._lane.finished >= self._number
+        return self._device.known.joined(self.clock) == self._device.known
 
 
 def poison(target: torch.Tensor) -> None:
@@ -72,16 +106,26 @@ class LateDevice:
     numa_node = 0
 
     def __init__(self) -> None:
+        self._lock = threading.RLock()
+        """Control and the threads of updates and commits share lanes, as they share streams."""
         self.uploads = _Lane()
         self.downloads = _Lane()
+        self.known = Clock()
+        """What the host knows to be over."""
+        self._compute = Clock()
+        """What compute launched so far has waited for."""
+        self._read: dict[tuple[int, int], _Copy] = {}
+        """Uploads that are made, and that may still be under way for all the host knows: by address and size."""
+        self._arrived: deque[_Copy] = deque()
+        """Downloads that are made, and have not come to host memory."""
         self.pinned: dict[int, int] = {}
         self._computes_on = threading.get_ident()
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         self._check_pinned(source)
-        if after is not None:
-            after.wait()
-        return Handoff(target, self.uploads.launch(target, source))
+        with self._lock:
+            before = self.uploads.launch(target, source, self._before(after))
+            return Handoff(target, LateEvent(self, before._replace(uploads=self.uploads.launched)))
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         self._check_pinned(target)
@@ -89,12 +133,71 @@ class LateDevice:
             # A micro-batch's thread computes on the stream of the thread that made it.
             computes = threading.get_ident() == self._computes_on or "micro-batch" in threading.current_thread().name
             assert computes, "a download of another thread comes after no compute"
-        else:
-            after.wait()
-        return Handoff(target, self.downloads.launch(target, source))
+        with self._lock:
+            self._release(self._before(after).uploads)  # out of the same memory, maybe
+            before = self.downloads.launch(target, source, self._before(after))
+            return Handoff(target, LateEvent(self, before._replace(downloads=self.downloads.launched)))
 
     def mark(self) -> LateEvent:
-        return LateEvent(self.uploads, 0)  # compute is done at once
+        return LateEvent(self, self._compute)
+
+    def _before(self, after: Event | None) -> Clock:
+        if after is None:
+            return self._compute
+        assert isinstance(after, LateEvent)
+        return after.clock
+
+    # What waits are for
+
+    def compute_waits(self, clock: Clock) -> None:
+        with self._lock:
+            self._make(clock)
+            self._compute = self._compute.joined(clock)
+
+    def host_waits(self, clock: Clock) -> None:
+        with self._lock:
+            self._make(clock)
+            self.known = self.known.joined(clock)
+            self._bring(self.known.downloads)
+            self._release(self.known.uploads)
+
+    def _make(self, clock: Clock) -> None:
+        """Make all copies up to these."""
+        for copy in self.downloads.taken(clock.downloads):
+            self._make(copy.before)
+            self._arrived.append(copy._replace(source=copy.source.clone()))
+        for copy in self.uploads.taken(clock.uploads):
+            self._make(copy.before)
+            self._bring(copy.before.downloads)
+            copy.target.copy_(copy.source)
+            place = copy.source.data_ptr(), copy.source.nbytes
+            if place in self._read:
+                self._check(self._read[place])
+            # Who knows of this one knows of the one before.
+            self._read[place] = copy._replace(target=copy.source, source=copy.source.clone())
+
+    def _bring(self, count: int) -> None:
+        """So many downloads have come to host memory."""
+        while self._arrived and self._arrived[0].number <= count:
+            copy = self._arrived.popleft()
+            self._release(copy.before.uploads)
+            copy.target.copy_(copy.source)
+
+    def _release(self, count: int) -> None:
+        """So many uploads have read their sources."""
+        for place, copy in list(self._read.items()):
+            if copy.number <= count:
+                self._check(self._read.pop(place))
+
+    def check_sources(self) -> None:
+        """Nothing has changed that an upload may still read."""
+        with self._lock:
+            for copy in self._read.values():
+                self._check(copy)
+
+    def _check(self, copy: _Copy) -> None:
+        same = torch.equal(copy.target.view(torch.uint8), copy.source.view(torch.uint8))
+        assert same, "host memory has changed while an upload could still read it"
 
     def pin(self, address: int, nbytes: int) -> None:
         self.pinned[address] = nbytes

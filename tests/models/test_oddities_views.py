@@ -264,7 +264,7 @@ def test_parameters_changed_through_data_in_forward_raise(
 
 
 def test_a_change_that_starts_later_is_seen_later(nvme_config: zo.OffloadConfig) -> None:
-    """Every use is not looked at, only the first, second, fourth, eighth ..."""
+    """Not every forward is looked at, only the first, second, fourth, eighth ..."""
     model = zo.offload(build(changing(CHANGES[0], 4)), nvme_config)
     optimizer = zo.AdamW(model.parameters())
     list(train(model, optimizer, range(4)))

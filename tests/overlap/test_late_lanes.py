@@ -6,7 +6,7 @@ Results must be the CPU path's bits: a missing wait, or a source reused too earl
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,8 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.late_device import LateDevice
 from zero_offload.device import Handoff, HostDevice
+from zero_offload.kernels.fingerprint import device_fingerprints
+from zero_offload.runtime.units import unit as unit_module
 
 offload_module = importlib.import_module("zero_offload.offload")
 
@@ -129,4 +131,67 @@ def test_memory_is_pinned_exactly_and_unpinned(on_device: Callable[[object], Non
     model(torch.zeros(1, 8, dtype=torch.long)).backward()
     allocated = zo.stats(model).resident_bytes["cpu"]
     assert sum(device.pinned.values()) == allocated
+    zo.close(model)
+
+
+class Negating(Block):
+    """From a certain call on, it changes a weight past torch's versions."""
+
+    def __init__(self, width: int, first: int) -> None:
+        super().__init__(width)
+        self.calls, self.first = 0, first
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls >= self.first:
+            self.up.weight.data.neg_()
+        return super().forward(x)
+
+
+def test_a_device_sees_parameters_changed_through_data(
+    monkeypatch: pytest.MonkeyPatch, on_device: Callable[[object], None]
+) -> None:
+    """By the words it computes itself; in uses where nothing is changed they raise nothing."""
+    monkeypatch.setattr(unit_module, "fingerprints", device_fingerprints)
+    on_device(HostDevice())
+    expected = train(zo.OffloadConfig(), 1)
+    on_device(LateDevice())
+    assert train(zo.OffloadConfig(), 1) == expected
+    model = Model()
+    model.blocks[1] = Negating(32, 4)
+    model = zo.offload(model, zo.OffloadConfig())  # its unit has the embedding too, and is used three times a forward
+    for _ in range(3):
+        model(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(zo.ZeroOffloadError, match=r"forward has changed blocks\.1\.up\.weight in place"):
+        model(torch.zeros(1, 8, dtype=torch.long))
+    zo.close(model)
+
+
+def test_fingerprints_are_downloaded_once_per_use(
+    monkeypatch: pytest.MonkeyPatch, on_device: Callable[[object], None]
+) -> None:
+    """A download waits for the compute before it, so there is none at the beginning of a use and one at its end."""
+    on_device(LateDevice())
+    model = zo.offload(Model(), zo.OffloadConfig())
+    log, tolist = [], torch.Tensor.tolist
+
+    def take(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        log.append("take")
+        return device_fingerprints(tensors)
+
+    def download(self: torch.Tensor) -> object:
+        log.append("download")
+        return tolist(self)
+
+    def refuse(self: torch.Tensor) -> object:
+        raise AssertionError("a download of one number")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "tolist", download)
+        patch.setattr(torch.Tensor, "item", refuse)
+        patch.setattr(torch.Tensor, "__int__", refuse)
+        patch.setattr(unit_module, "fingerprints", take)
+        model(torch.zeros(1, 8, dtype=torch.long))
+    uses = len(log) // 3
+    assert uses > 5 and log == ["take", "take", "download"] * uses
     zo.close(model)

@@ -219,7 +219,7 @@ class Logging(LateDevice):
         self.log: list[tuple[str, Any]] = []
 
     def mark(self) -> Any:
-        mark = SimpleNamespace(wait=lambda: None, synchronize=lambda: None, done=lambda: True)
+        mark = super().mark()
         self.log.append(("mark", id(mark)))
         self.marks = [*getattr(self, "marks", ()), mark]  # an id is one object's as long as it lives
         return mark
@@ -408,7 +408,7 @@ class Marking(LateDevice):
         self.after: list[int] = []
 
     def mark(self) -> Any:
-        self.marks.append(SimpleNamespace(wait=lambda: None))
+        self.marks.append(super().mark())
         return self.marks[-1]
 
     def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Any = None) -> Handoff:

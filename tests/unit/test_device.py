@@ -56,7 +56,8 @@ def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_one_warning(
     forgotten: list[None] = []
     monkeypatch.setattr(device, "_cudart", lambda: runtime)
     monkeypatch.setattr(device, "_forget_failure", lambda: forgotten.append(None))
-    monkeypatch.setattr(device.torch.cuda, "Stream", lambda: None)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(device.torch.cuda, "Stream", lambda: stream)
     monkeypatch.setattr(device.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(device.torch.cuda, "get_device_properties", lambda _: GPU)
     monkeypatch.setattr(device.torch.cuda, "device", lambda _: contextlib.nullcontext())
@@ -125,7 +126,11 @@ class _Cuda(threading.local):
 
 class _Stream:
     def __init__(self, cuda: _Cuda, index: int) -> None:
+        self._cuda = cuda
         self.device = torch.device("cuda", index)
+
+    def synchronize(self) -> None:
+        self._cuda.note("await stream")
 
     def wait_event(self, event: Any) -> None:
         """There, too."""
@@ -161,7 +166,9 @@ def test_threads_beside_the_one_that_computes_touch_no_other_gpu(monkeypatch: py
     thread.start()
     thread.join()
     assert found == [(4.0, 0)]  # and the thread's current device is what it was
-    calls = ["set stream", "synchronize", "query", "set stream", "register", "unregister", "register", "forget"]
+    calls = ["set stream", "synchronize", "query", "set stream"]
+    # Copies from and to memory are over before it goes.
+    calls += ["register", "await stream", "await stream", "unregister", "register", "forget"]
     assert cuda.noted == [(call, place.index) for call in calls]
 
 

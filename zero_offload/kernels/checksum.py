@@ -40,10 +40,3 @@ def crc32c_of_tensor(tensor: torch.Tensor, *, seed: int = 0) -> int:
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ConfigError(f"a checksum needs a contiguous CPU tensor, got strides {tensor.stride()} on {tensor.device}")
     return crc32c(tensor.data_ptr(), tensor.numel() * tensor.element_size(), seed=seed)
-
-
-def fingerprint(tensor: torch.Tensor) -> int:
-    """Of a contiguous tensor on any device, to see whether its values change; no format contains it."""
-    if tensor.device.type == "cpu":
-        return crc32c_of_tensor(tensor)
-    return int(torch.hash_tensor(tensor))  # the bits of all elements, combined by xor on the device

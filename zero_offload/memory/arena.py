@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -205,21 +205,45 @@ class MovableBuffer:
         return nullcontext()
 
     def attach(self) -> bool:
-        """Put pages under the range; False when the arena has too few. The contents are undefined."""
+        """Put pages under the range; False when the arena has too few. The contents are undefined.
+
+        Raises CapacityError, and has taken nothing, where the system refuses.
+        """
         assert self._frames is None
         frames = self._arena.lease_frames(self.num_frames)
         if frames is None:
             return False
-        for i, frame in enumerate(frames):
-            pages.move_frame(frame, self.region.address + i * FRAME)
+        try:
+            _move_all(frames, self._places())
+        except BaseException:
+            pages.protect(self.region.address, self.region.nbytes)
+            self._arena.release_frames(frames)
+            raise
         self._frames = frames
         return True
 
     def detach(self) -> None:
         """Take the pages back."""
         assert self._frames is not None
-        for i, frame in enumerate(self._frames):
-            pages.move_frame(self.region.address + i * FRAME, frame)
+        _move_all(self._places(), self._frames)
         pages.protect(self.region.address, self.region.nbytes)
         self._arena.release_frames(self._frames)
         self._frames = None
+
+    def _places(self) -> range:
+        """The address of each frame while it is here."""
+        begin = self.region.address
+        return range(begin, begin + self.num_frames * FRAME, FRAME)
+
+
+def _move_all(sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Move frames, all of them or none."""
+    moved: list[tuple[int, int]] = []
+    try:
+        for move in zip(sources, targets, strict=True):
+            pages.move_frame(*move)
+            moved.append(move)
+    except BaseException:
+        for source, target in reversed(moved):
+            pages.move_frame(target, source)
+        raise

@@ -66,11 +66,9 @@ class FrameBudget:
         self._frame_limit += count
         return True
 
-    def take(self, count: int) -> bool:
-        if count > self.free_frames:
-            return False
+    def take(self, count: int) -> None:
+        assert count <= self.free_frames
         self._taken += count
-        return True
 
     def give_back(self, count: int) -> None:
         self._taken -= count
@@ -98,15 +96,22 @@ class ResizableBuffer:
     def addressable(self) -> Iterator[None]:
         """Views of the tensor can be made inside: torch checks their bounds against memory that is there."""
         self._storage.resize_(self._nbytes)
-        yield
-        self._storage.resize_(0)
+        try:
+            yield
+        finally:
+            self._storage.resize_(0)
 
     def attach(self) -> bool:
-        """Take memory; False when the budget has too little. The contents are undefined."""
+        """Take memory; False when the budget has too little. The contents are undefined.
+
+        Raises torch.OutOfMemoryError, and has taken nothing, where the device has too little for what it promised:
+        activations, and whatever else computes there, are in no budget.
+        """
         assert not self._attached
-        if not self._budget.take(self.num_frames):
+        if self.num_frames > self._budget.free_frames:
             return False
         self._storage.resize_(self._nbytes)
+        self._budget.take(self.num_frames)
         self._attached = True
         return True
 

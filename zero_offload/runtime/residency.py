@@ -7,8 +7,11 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+
+import torch
 
 from zero_offload.errors import CapacityError
 from zero_offload.memory.arena import MovableBuffer
@@ -136,14 +139,16 @@ class Residency:
                 if unit.state is not UnitState.AWAITING:
                     self._advance(unit, UnitState.AWAITING)
                 self._offer(unit)
-        if in_backward:
-            self._look_ahead()
-            return
-        for unit in stale:
-            if unit.state is UnitState.AWAY:
-                if unit.num_frames > self._budget.free_frames:
-                    break
-                self._reserve(unit)
+        # The step counts by now, and must not break off for what is only ahead: its next use asks for memory again.
+        with contextlib.suppress(torch.OutOfMemoryError):
+            if in_backward:
+                self._look_ahead()
+                return
+            for unit in stale:
+                if unit.state is UnitState.AWAY:
+                    if unit.num_frames > self._budget.free_frames:
+                        break
+                    self._reserve(unit)
 
     def refresh_kept(self) -> None:
         """The update is launched: views that others hold show the new values when this returns."""
@@ -237,7 +242,13 @@ class Residency:
             self._advance(unit, UnitState.PRESENT)
             return
         self._advance(unit, UnitState.FETCHING)
-        self._carrier.launch(unit, unit.to_read, urgency)
+        try:
+            self._carrier.launch(unit, unit.to_read, urgency)
+        except BaseException:
+            # Only a part may be on its way: whoever asks next launches all of it.
+            self._carrier.abandon(unit)
+            self._advance(unit, UnitState.AWAITING)
+            raise
 
     def _finish(self, unit: Unit) -> None:
         if not self.gatherer.has(unit):

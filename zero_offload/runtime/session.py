@@ -87,6 +87,10 @@ class Session:
         """Runs the forwards on the stack."""
         self.round: Round | None = None
         """The forwards that take turns, while they do; whoever makes them begins and ends the cycle."""
+        self._num_cycles = {"grad": 0, "no_grad": 0}
+        """Outermost forwards, or rounds, that have begun."""
+        self._watches = False
+        """Whether changes of parameters by this one are looked for beyond torch's versions."""
         self._backward_runs = False
         self._pid = os.getpid()
         self.closed = False
@@ -254,7 +258,8 @@ class Session:
         if unit.forward_uses == 1:
             self._residency.acquire(unit)
             unit.open()
-            unit.watch()
+            if self._watches:
+                unit.watch()
             if self.round is not None:
                 self.round.hold(unit)
 
@@ -268,7 +273,12 @@ class Session:
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
         self._saved.begin()
-        self._residency.begin_cycle("grad" if torch.is_grad_enabled() else "no_grad")
+        kind = "grad" if torch.is_grad_enabled() else "no_grad"
+        self._num_cycles[kind] += 1
+        # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
+        # a unit may be used by several modules in turn.
+        self._watches = self._num_cycles[kind].bit_count() == 1
+        self._residency.begin_cycle(kind)
 
     def settle(self) -> None:
         """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients

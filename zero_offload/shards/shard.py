@@ -28,7 +28,7 @@ from enum import StrEnum
 import torch
 
 from zero_offload.abi import StateFormat
-from zero_offload.device import Device
+from zero_offload.device import Device, Event
 from zero_offload.kernels.states import num_scales
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.replica import Replica
@@ -170,6 +170,9 @@ class Shard:
     """Changed in memory since it was last written to a slot."""
     writes: list[Transfer] = field(default_factory=list)
     """Writes not yet known to be complete."""
+    last_copy: Event | None = None
+    """Between values in host memory, which may be part of a replica, and the compute device: none that came before it
+    ends later, and for all the host knows it is under way."""
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -203,6 +206,16 @@ class Shard:
         """Return when what was written can be read. Raises StorageError when a write failed."""
         for transfer in list(self.writes):
             transfer.wait()
+
+    def wait_for_copies(self) -> None:
+        """Return when values in host memory may change.
+
+        Compute only lets its stream wait for copies. Gradients that have come down tell the host of those before them,
+        so that in a training loop this finds an event that is complete.
+        """
+        if self.last_copy is not None:
+            self.last_copy.synchronize()
+            self.last_copy = None
 
     def writable_slot(self) -> int:
         """The slot that may be overwritten now."""

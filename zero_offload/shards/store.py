@@ -68,6 +68,7 @@ class OpenChunk:
             read.wait()
         if self.copied is not None:
             self.copied()
+        self.shard.wait_for_copies()
 
 
 class ShardStore:
@@ -143,7 +144,7 @@ class ShardStore:
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
-        a fetch goes to disk."""
+        a fetch goes to disk. Who uploads them leaves the event in `Shard.last_copy`."""
         if shard.cache is not None or Component.VALUE not in shard.memory:
             return None
         self.counters.read(shard.memory_tier, shard.layout.shard_nbytes)
@@ -243,6 +244,7 @@ class ShardStore:
         self.snapshots.wait_for_slots()
         self.places.make_writable(shard)
         self.places.ensure_cache(shard)
+        shard.wait_for_copies()
         staging = self.staging.region
         for row, (begin, end) in enumerate(shard.layout.chunks()):
             chunk = OpenChunk(shard, row, begin, end, {})
@@ -266,6 +268,7 @@ class ShardStore:
     def load_memory(self, shard: Shard, slot: int) -> None:
         """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""
         self.places.ensure_cache(shard)
+        shard.wait_for_copies()
         for component, array in shard.memory.items():
             extent = shard.slots[slot][component]
             if not shard.on_device:

@@ -4,10 +4,13 @@ import gc
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
+from zero_offload.errors import CapacityError
+from zero_offload.memory import pages
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import FRAME
 
@@ -65,6 +68,40 @@ def test_a_buffer_keeps_its_address_while_pages_come_and_go() -> None:
         assert two.attach() and not one.attached
         two.detach()
     assert arena.frame_bytes == 2 * FRAME, "all of it reused"
+
+
+@pytest.mark.parametrize("moves", [0, 1, 2])
+def test_frames_move_all_or_none(monkeypatch: pytest.MonkeyPatch, moves: int) -> None:
+    """The system may refuse: a process has a limited number of mappings."""
+    arena = Arena(3)
+    buffer = MovableBuffer(arena, 3 * FRAME)
+    view = buffer.region.tensor(torch.uint8, 3 * FRAME)
+    move_frame, left = pages.move_frame, moves
+
+    def refuse(source: int, target: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise CapacityError("mremap failed")
+        move_frame(source, target)
+
+    def is_refused(call: Callable[[], object]) -> None:
+        nonlocal left
+        left = moves
+        with monkeypatch.context() as patch:
+            patch.setattr(pages, "move_frame", refuse)
+            with pytest.raises(CapacityError):
+                call()
+
+    is_refused(buffer.attach)
+    assert not buffer.attached and arena.free_frames == 3
+    assert buffer.attach()
+    view.fill_(7)
+    is_refused(buffer.detach)
+    assert buffer.attached and arena.free_frames == 0
+    assert view.sum(dtype=torch.int64).item() == 7 * 3 * FRAME
+    buffer.detach()
+    assert arena.free_frames == 3
 
 
 def test_attached_twice_or_detached_twice_is_a_bug() -> None:

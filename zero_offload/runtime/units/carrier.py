@@ -3,7 +3,7 @@
 `HostCarrier` reads straight into the buffers. `DeviceCarrier` uploads: values in CPU memory go from where they rest,
 values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT` of the largest. Both launch without waiting;
 `advance` pushes on what can go on, `finish` makes the values valid for compute, `abandon` ends it so that the
-buffers may be detached or their source changed.
+buffers may be detached. After `finish` copies may be under way for all the host knows: `Shard.last_copy`.
 """
 
 from __future__ import annotations
@@ -142,6 +142,7 @@ class DeviceCarrier:
                 continue
             if source is not None:
                 landing.uploads.append(self._device.upload(target, source))
+                section.shard.last_copy = landing.uploads[-1].ready
                 continue
             landing.region = landing.region or self._lease(nbytes)
             address = landing.region.address + offset
@@ -190,6 +191,8 @@ class DeviceCarrier:
         target = replica.memory if region is None else region.tensor(section.flat.dtype, section.flat.numel())
         assert target is not None
         download = self._device.download(target, section.flat)
+        if region is None:
+            section.shard.last_copy = download.ready
         self._keeping.setdefault(unit.index, []).append(_Keeping(replica, download, region))
         replica.fresh = True
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from zero_offload.kernels.checksum import fingerprint
+from zero_offload.kernels.fingerprint import fingerprints
 from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
 from zero_offload.plan.tensor_parallel import local_part
@@ -89,9 +90,8 @@ class Unit:
         """Somebody holds a view of its buffers: it stays until a cycle begins, and is looked at again."""
         self._versions: list[int] = []
         """Of the parameters, when they were opened."""
-        self._fingerprints: list[int] = []
-        """The same; empty in most uses."""
-        self._num_watched = 0
+        self._fingerprints: torch.Tensor | None = None
+        """The same, (params,) where they are; None in most uses."""
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
         self.writable: list[Sequence[nn.Parameter]] = []
@@ -131,16 +131,15 @@ class Unit:
         return tuple((*place, param) for place, param in zip(places, self.params, strict=True))
 
     def attach(self) -> bool:
-        """Put pages under all buffers; False, and none attached, when there are too few."""
-        attached: list[Buffer] = []
-        for section in self.sections:
-            if section.buffer is None:
-                continue
-            if not section.buffer.attach():
-                for buffer in attached:
-                    buffer.detach()
-                return False
-            attached.append(section.buffer)
+        """Put pages under all buffers. None of them has any where there are too few, which is a False or an error."""
+        with ExitStack() as undo:
+            for section in self.sections:
+                if section.buffer is None:
+                    continue
+                if not section.buffer.attach():
+                    return False
+                undo.callback(section.buffer.detach)
+            undo.pop_all()
         return True
 
     def detach(self) -> None:
@@ -154,18 +153,15 @@ class Unit:
         self._versions = [param._version for param in self.params]
 
     def watch(self) -> None:
-        """After `open`: in some uses, also see changes that torch counts no version for, made through `.data`.
+        """After `open`: see changes in this use that torch counts no version for, too, made through `.data`.
 
-        In the first, second, fourth, eighth use and so on, so that it costs nothing in the long run.
+        A pass over the parameters, and one more in `changed`, which on a GPU is the first to wait.
         """
-        if self.updates_in_place:
-            return
-        self._num_watched += 1
-        if self._num_watched & (self._num_watched - 1) == 0:
-            self.take_fingerprints()
+        if not self.updates_in_place:
+            self._fingerprints = self._take_fingerprints()
 
-    def take_fingerprints(self) -> None:
-        self._fingerprints = [fingerprint(local_part(param).detach()) for param in self.params]
+    def _take_fingerprints(self) -> torch.Tensor:
+        return fingerprints([local_part(param).detach() for param in self.params])
 
     def changed(self) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
@@ -174,11 +170,10 @@ class Unit:
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
             if not section.holds(local_part(param)) or (param._version != version and not self.updates_in_place):
                 names.append(piece.spec.name)
-        if self._fingerprints and not names:
+        if self._fingerprints is not None and not names:
+            differ = (self._take_fingerprints() != self._fingerprints).tolist()
             names = [
-                piece.spec.name
-                for (_, piece, param), before in zip(self.placed_params, self._fingerprints, strict=True)
-                if fingerprint(local_part(param).detach()) != before
+                piece.spec.name for (_, piece, _), differs in zip(self.placed_params, differ, strict=True) if differs
             ]
         return names
 
@@ -189,7 +184,7 @@ class Unit:
         open_ids = {id(param) for params in self.writable for param in params}
         guard(param for param in self.params if id(param) not in open_ids)
         self.passing = False
-        self._versions, self._fingerprints = [], []
+        self._versions, self._fingerprints = [], None
 
     # Views that others hold. Who touches one while the unit is away gets a fault, not an exception.
 
