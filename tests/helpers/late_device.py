@@ -26,11 +26,14 @@ class _Lane:
         self.queue: deque[tuple[int, torch.Tensor, torch.Tensor]] = deque()
         self.launched = 0
         self.finished = 0
+        self.nbytes = 0
+        """Of all that was launched."""
 
     def launch(self, target: torch.Tensor, source: torch.Tensor) -> LateEvent:
         with self._lock:
             poison(target)
             self.launched += 1
+            self.nbytes += target.nbytes
             self.queue.append((self.launched, target, source))
             return LateEvent(self, self.launched)
 
