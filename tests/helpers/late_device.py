@@ -57,11 +57,14 @@ class _Lane:
         self.finished = 0
         self._before = Clock()
         """What comes before the next one, since it came before the last."""
+        self.nbytes = 0
+        """Of all that was launched."""
 
     def launch(self, target: torch.Tensor, source: torch.Tensor, before: Clock) -> Clock:
         """What is over when the copy's predecessors are; it has the number `launched`."""
         poison(target)
         self.launched += 1
+        self.nbytes += target.nbytes
         self._before = self._before.joined(before)
         self.queue.append(_Copy(self.launched, target, source, self._before))
         return self._before

@@ -5,7 +5,9 @@ Sizes are multiples of a frame however they are divided, so that nothing is roun
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
+from tests.helpers.late_device import LateDevice
 from tests.helpers.ranks import RankPools
 from zero_offload.api import runtime_of
+from zero_offload.device import Device
 from zero_offload.plan.partition import STAGES
 from zero_offload.types import Tier
+
+offload_module: Any = importlib.import_module("zero_offload.offload")
 
 NARROW, BROAD = 1024, 6144
 """Their product in fp32 is 24 MiB: twelve frames."""
@@ -40,6 +46,21 @@ def pools() -> Iterator[RankPools]:
     pools = RankPools()
     yield pools
     pools.close()
+
+
+@contextmanager
+def computing_on(device: Device) -> Iterator[None]:
+    before, offload_module.compute_device = offload_module.compute_device, lambda: device
+    try:
+        yield
+    finally:
+        offload_module.compute_device = before
+
+
+def measure_late(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """The same beside a device with memory of its own."""
+    with computing_on(LateDevice()):
+        return measure(rank, world_size, settings)
 
 
 def measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -77,6 +98,26 @@ def check(stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path) 
         assert found["nvme"] == found["planned"][Tier.NVME]
         assert 0 <= found["frames"] <= found["in_flight"][Tier.DEVICE]
         assert (found["planned"][Tier.NVME] > 0) == (tier == "nvme")
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize(("stage", "world_size"), [(3, 1), (0, 2), (1, 2), (2, 2), (3, 2), (1, 3)])
+def test_host_memory_beside_a_device_is_what_the_plan_says(
+    stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path
+) -> None:
+    settings = {"params": tier, "grads": tier, "optimizer": tier, "stage": stage, "precision": "fp32"}
+    for found in pools.of(world_size).succeed(measure_late, settings | ({"nvme": nvme} if tier == "nvme" else {})):
+        planned = found["planned"][Tier.CPU] + found["in_flight"][Tier.CPU]
+        # Pages of gradients on their way to disk are as many as were ever needed at once.
+        assert (
+            found["memory"] < found["memory"] + found["frames"] <= planned
+            if tier == "nvme"
+            else (
+                found["memory"],
+                found["frames"],
+            )
+            == (planned, 0)
+        )
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

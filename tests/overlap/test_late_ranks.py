@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.late_device import LateDevice
+from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import Row, all_rows, label, pairwise
 from tests.helpers.ranks import Case, Outcome, RankPools
+from zero_offload.api import runtime_of
 from zero_offload.plan.partition import STAGES
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
@@ -91,3 +95,39 @@ def test_late_lanes_give_the_bits_of_hosts_in_every_placement(
     row: Row, nvme: Path, pools: RankPools, on_hosts: Any
 ) -> None:
     check(row, nvme, pools, on_hosts)
+
+
+def crossing(rank: int, world_size: int, settings: dict[str, Any]) -> list[tuple[int, int]]:
+    """Bytes that three forwards after an update take to the device and from it: as it sees them, and as counted."""
+    device, before = LateDevice(), offload_module.compute_device
+    offload_module.compute_device = lambda: device
+    try:
+        model = zo.offload(build(TinyLM), zo.OffloadConfig(**settings))
+        optimizer = zo.AdamW(model.parameters())
+        model(tokens_of(rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        runtime: Any = runtime_of(model)
+        runtime.drain()
+        counters = runtime.parts.store.counters
+        first, (up, down) = counters.snapshot(), (device.uploads.nbytes, device.downloads.nbytes)
+        with torch.no_grad():
+            for _ in range(3):
+                model(tokens_of(rank))
+        last = counters.snapshot()
+        found = [(device.uploads.nbytes - up, "read.cpu"), (device.downloads.nbytes - down, "written.cpu")]
+        zo.close(model)
+        return [(nbytes, int(last.get(name, 0) - first.get(name, 0))) for nbytes, name in found]
+    finally:
+        offload_module.compute_device = before
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "optimizer"), [(1, 3, "cpu"), (1, 3, "device"), (2, 3, "cpu"), (2, 2, "cpu")]
+)
+def test_what_crosses_is_counted_once(world_size: int, stage: int, optimizer: str, pools: RankPools) -> None:
+    settings = {"params": "cpu", "optimizer": optimizer, "stage": stage}
+    for (up, counted_up), (down, counted_down) in pools.of(world_size).succeed(crossing, settings):
+        assert (counted_up, counted_down) == (up, down)
+        assert (up > 0) == (optimizer == "cpu"), "what a device updates is there"
+        assert (down > 0) == (stage == 2), "replicas"

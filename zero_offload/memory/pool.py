@@ -16,9 +16,9 @@ class SpanPool:
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self._arena = arena
-        self._nbytes = _round_up(nbytes)
+        self.nbytes = _round_up(nbytes)
         self._region: Region | None = None
-        self._free = [(0, self._nbytes)]
+        self._free = [(0, self.nbytes)]
         """Spans (begin, end), in order, no two of them neighbours."""
 
     def fits(self, nbytes: int) -> bool:
@@ -28,7 +28,7 @@ class SpanPool:
     def lease(self, nbytes: int) -> Region:
         """A sector-aligned region; the caller makes sure that it `fits`."""
         if self._region is None:
-            self._region = self._arena.allocate(self._nbytes)
+            self._region = self._arena.allocate(self.nbytes)
         size = _round_up(nbytes)
         index, (begin, end) = next((i, span) for i, span in enumerate(self._free) if span[1] - span[0] >= size)
         self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []

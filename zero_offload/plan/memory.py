@@ -42,7 +42,7 @@ UNITS_IN_FLIGHT = 3
 GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
 STAGED_SECTIONS = 3
-"""Of the largest sections, whose gradients are on their way from a device at once."""
+"""Of the largest sections, whose gradients are on their way from a device's memory to the host's at once."""
 GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward: the one that backward fills,
 a leftover that it completes at its end, one whose sums a GPU is still making, one whose update waits, and one that is
@@ -302,7 +302,7 @@ def _staging_bytes(
 ) -> dict[Tier, int]:
     num_shards = partition.param_shards
     shared = placement.budget.shared_memory
-    arriving, landing, trained = [0], [0], [0]
+    arriving, landing, trained, staged, written = [0], [0], [0], [0], [0]
     passing: dict[bool, list[int]] = {True: [], False: []}
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
@@ -312,14 +312,18 @@ def _staging_bytes(
             arriving.append(unit.frozen_bytes if stays else unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
+        trained_bytes = (unit.params_bytes - unit.frozen_bytes) * num_shards
+        if tiers[StateKind.GRADS] is not Tier.DEVICE and not shared:
+            staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition))
         passing[tiers[StateKind.GRADS] is Tier.DEVICE and not shared].append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
-        # what arrives from them, and on its way to disk the sum has pages of its own.
+        # what arrives from them. On its way to disk the sum has pages of its own, the host's.
+        on_its_way = unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0
         if partition.world_size == 1:
-            trained.append(unit.params_bytes - unit.frozen_bytes)
+            trained.append(trained_bytes)
         else:
-            on_its_way = unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0
-            trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way)
+            trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way * shared)
+        written.append(0 if shared else on_its_way)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
     chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
@@ -341,12 +345,23 @@ def _staging_bytes(
         + ring_bytes(passing[True])
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
+        + sum(sorted(staged)[-STAGED_SECTIONS:])
+        + max(written)
         + ring_bytes(passing[False])
         + CHUNKS_IN_FLIGHT * update_bytes
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
         + activation_bytes * activations_on_nvme,
         Tier.NVME: 0,
     }
+
+
+def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
+    """What the gradients of so many elements take of host memory on their way from a device: `nbytes` as backward makes
+    them; over ranks this one's part of their sum, fp32, and where that is deferred the former or the latter."""
+    if partition.world_size == 1:
+        return nbytes
+    reduced = _divide_up(numel * 4, partition.optimizer_shards)
+    return max(nbytes, reduced) if partition.defers_reduction else reduced
 
 
 def ring_bytes(unit_bytes: Iterable[int]) -> int:

@@ -136,7 +136,8 @@ class ShardStore:
         value = self.value_in_memory(shard)
         if value is not None:
             if address != value.data_ptr():
-                ctypes.memmove(address, value.data_ptr(), shard.layout.shard_nbytes)
+                self.counters.read(shard.memory_tier, value.nbytes)
+                ctypes.memmove(address, value.data_ptr(), value.nbytes)
             return []
         shard.settle()
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
@@ -144,11 +145,8 @@ class ShardStore:
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
-        a fetch goes to disk. Who uploads them leaves the event in `Shard.last_copy`."""
-        if shard.cache is not None or Component.VALUE not in shard.memory:
-            return None
-        self.counters.read(shard.memory_tier, shard.layout.shard_nbytes)
-        return shard.memory[Component.VALUE]
+        a fetch goes to disk. Whoever uploads them counts that, and leaves the event in `Shard.last_copy`."""
+        return None if shard.cache is not None else shard.memory.get(Component.VALUE)
 
     @property
     def device_bytes(self) -> int:

@@ -21,7 +21,7 @@ from zero_offload.plan.memory import (
     measure_units,
 )
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.plan.partition import Partition
+from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.shards.shard import planned_components, shard_bytes
 from zero_offload.types import GIB, MIB, StateKind, Tier
 
@@ -206,7 +206,8 @@ def test_gradients_that_backward_uses_pass_through_a_ring() -> None:
             OffloadConfig(nvme="x", durability="scratch"),
         )
         assert [plan.rest_bytes[each, GRADS] for each in Tier] == [0, 0, 0]
-        assert plan.staging_bytes[home] - held.staging_bytes[home] == largest
+        pages = 2 * 7 * N if (tier, budget) == ("nvme", GPU) else 0  # what is held goes to the drive by way of them
+        assert plan.staging_bytes[home] - held.staging_bytes[home] == largest - pages
         assert plan.nvme_written_bytes_per_step == 0
     (summed,) = measure_units([UnitNumel("a", N)], config, num_micro_batches=2)
     assert (summed.grads_bytes, summed.passing_grads_bytes) == (4 * N, 0)
@@ -225,9 +226,33 @@ def test_staging_on_a_cpu_device_needs_no_copy_of_params_in_memory() -> None:
 
 
 def test_staging_on_a_gpu_passes_through_cpu_memory() -> None:
-    plan = estimate(("nvme", "cpu", "cpu"), budget=GPU)
-    assert plan.staging_bytes[Tier.DEVICE] == 2 * 3 * N + 2 * 2 * N
-    assert plan.staging_bytes[Tier.CPU] == 2 * 3 * N
+    plan = estimate(("nvme", "device", "device"), budget=GPU, durability="scratch", frozen=500)
+    assert plan.staging_bytes[Tier.DEVICE] == 2 * 500 + 2 * 2 * N
+    assert plan.staging_bytes[Tier.CPU] == 2 * (3 * N + 500)
+
+
+@pytest.mark.parametrize(("precision", "nbytes"), [("bf16", 2), ("fp32", 4)])
+def test_gradients_on_their_way_from_a_gpu_are_staged_as_they_are_made(precision: str, nbytes: int) -> None:
+    """Three units of them; over ranks, this one's part of fp32 sums, or where those are deferred its own gradients."""
+
+    def staged(grads: str, partition: Partition = ONE_RANK, budget: Budget = GPU, **settings: Any) -> int:
+        config = OffloadConfig(nvme="x", precision=precision, durability="scratch", **settings)
+        units = measure_units([UnitNumel(str(i), i * N, frozen=9 * N) for i in range(1, 6)], config, partition)
+        placed = {PARAMS: Tier.CPU, GRADS: Tier(grads), OPTIMIZER: Tier.CPU}
+        placement = Placement((placed,) * 5, budget)
+        return estimate_memory(units, placement, config, partition).staging_bytes[Tier.CPU]
+
+    largest = (5 + 4 + 3) * N
+    assert staged("cpu") == nbytes * largest
+    pages = nbytes * 5 * N
+    assert staged("nvme") == nbytes * largest + pages + CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4
+    assert staged("device") == CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4
+    assert staged("cpu", budget=ROOMY) == 0
+    ring = nbytes * sum(range(1, 6)) * N
+    assert staged("cpu", overlap="backward") == nbytes * largest + ring
+    for stage, expected in {0: 4, 1: nbytes, 2: 4 / 4, 3: 4 / 4}.items():
+        assert staged("cpu", Partition(stage, 4)) == expected * largest
+    assert staged("cpu", Partition(3, 4, num_replicas=4)) == 4 * largest
 
 
 @pytest.mark.parametrize(
@@ -238,9 +263,11 @@ def test_gradients_that_an_update_on_the_host_does_not_find_in_its_memory_are_st
     grads: str, budget: Budget, chunk_bytes: int
 ) -> None:
     plan = estimate(("device", grads, "cpu"), budget=budget)
-    assert plan.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * chunk_bytes
+    # What a GPU makes and the host keeps is staged too, and on its way to a drive has pages.
+    from_gpu = {"device": 0, "cpu": 2 * 3 * N, "nvme": 2 * 3 * N + 2 * 2 * N}[grads] * (not budget.shared_memory)
+    assert plan.staging_bytes[Tier.CPU] == from_gpu + CHUNKS_IN_FLIGHT * chunk_bytes
     with_states = estimate(("device", grads, "nvme"), budget=budget)
-    assert with_states.staging_bytes[Tier.CPU] == CHUNKS_IN_FLIGHT * 16 * MIB
+    assert with_states.staging_bytes[Tier.CPU] == from_gpu + CHUNKS_IN_FLIGHT * 16 * MIB
 
 
 def test_gradients_in_the_memory_of_a_gpu_are_counted_there() -> None:

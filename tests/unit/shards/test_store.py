@@ -72,6 +72,19 @@ def test_what_is_written_is_read_back(tiers: tuple[str, str, str], dtype: torch.
             assert torch.equal(fetched(store, shard), values[Component.VALUE])
 
 
+def test_values_in_memory_count_where_they_are_copied(nvme: Path) -> None:
+    with open_store(LARGE(), ("cpu", "cpu", "cpu"), nvme) as store:
+        (shard,) = store.shards
+        fill(store, shard, 0)
+        value = store.value_in_memory(shard)
+        assert value is not None
+        before = store.counters.snapshot()
+        store.launch_fetch(shard, value.data_ptr(), Urgency.URGENT)
+        assert store.counters.snapshot() == before, "they are used in place"
+        fetched(store, shard)
+        assert store.counters.snapshot()["read.cpu"] - before.get("read.cpu", 0) == shard.layout.shard_nbytes
+
+
 @pytest.mark.parametrize("tiers", PLACEMENTS, ids=lambda tiers: "-".join(tiers))
 def test_chunks_update_what_rests_anywhere(tiers: tuple[str, str, str], nvme: Path) -> None:
     with open_store(LARGE(), tiers, nvme, dtype=torch.float32) as store:

@@ -14,7 +14,8 @@ import torch
 
 from zero_offload.device import Device
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
-from zero_offload.plan.memory import GRADS_IN_FLIGHT
+from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
+from zero_offload.plan.partition import Partition
 from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import REDUCED, SectionGrads
 from zero_offload.runtime.grads.staging import GradStaging
@@ -31,13 +32,19 @@ no hole in the heap when it goes."""
 class GradKeeper:
     """Brings gradients to rest."""
 
-    def __init__(self, device: Device, store: ShardStore, units: Sequence[Unit], shard_index: int) -> None:
+    def __init__(
+        self, device: Device, store: ShardStore, units: Sequence[Unit], partition: Partition, shard_index: int
+    ) -> None:
         self._device = device
         self._shard_index = shard_index
         self._passes = store.grad_ring is not None
-        sections = [section for unit in units for section in unit.sections]
-        layouts = [section.layout for section in sections if not rests_on(device, section)]
-        self._staging = GradStaging(device, store.arena, layouts, self._land, self._rested)
+        room = {
+            section.layout.index: staged_grad_bytes(section.layout.numel, section.layout.nbytes, partition)
+            for unit in units
+            for section in unit.sections
+            if section.layout.trainable and not rests_on(device, section)
+        }
+        self._staging = GradStaging(device, store.arena, room, self._land, self._rested)
         self._open: list[SectionGrads] = []
         """With pages, the longest unused first."""
 

@@ -44,7 +44,7 @@ class GradReducer:
         device: Device,
     ) -> None:
         self._device = device
-        self.keeper = GradKeeper(device, store, units, collectives.shard_index)
+        self.keeper = GradKeeper(device, store, units, collectives.partition, collectives.shard_index)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency

@@ -2,14 +2,16 @@
 
 The calls: `stage` for each gradient of a section, `seal` when the section is complete, `drain` at the end of backward.
 Downloads run beside backward; what is complete is handed to `land`, gradient by gradient in the order in which they
-were staged, then `rest` ends the section. There is room for the `STAGED_SECTIONS` largest sections.
+were staged, then `rest` ends the section. There is room for the `STAGED_SECTIONS` largest sections, as the plan counts
+them, and for a larger gradient when one comes: one rank's own of a section that ranks have cut (`no_sync`), or one that
+`Tensor.grad_dtype` makes wider than its parameter.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +19,9 @@ import torch
 from zero_offload.device import Device, Handoff
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import SpanPool
-from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.layout import ALIGN_NUMEL
 from zero_offload.plan.memory import STAGED_SECTIONS
 from zero_offload.runtime.grads.ledger import SectionGrads
-from zero_offload.types import SECTOR
 
 Land = Callable[[SectionGrads, int, torch.Tensor, bool], None]
 """land(grads, index, gradient on the host, adds)."""
@@ -43,13 +44,15 @@ class GradStaging:
         self,
         device: Device,
         arena: Arena,
-        sections: Iterable[SectionLayout],
+        room: Mapping[int, int],
         land: Land,
         rest: Callable[[SectionGrads], None],
     ) -> None:
-        """`sections` are all that may be staged."""
+        """`room` has the bytes of each section that may be staged, by the section's index."""
         self._device = device
-        self._pool = SpanPool(arena, sum(sorted(map(_staged_bytes, sections))[-STAGED_SECTIONS:]))
+        self._arena = arena
+        self._room = room
+        self._pool = SpanPool(arena, sum(sorted(room.values())[-STAGED_SECTIONS:]))
         # Weak: whoever lands the gradients holds this object, and a cycle would outlive a dropped model.
         self._land = weakref.WeakMethod(land)
         self._rest = weakref.WeakMethod(rest)
@@ -58,14 +61,15 @@ class GradStaging:
 
     def stage(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Launch the download of `grad`, (numel,) on the device; `adds` to what the step holds already."""
+        # Spaced as in the section, so that every gradient starts where any dtype may, and they take what it takes.
+        nbytes = -(-grad.numel() // ALIGN_NUMEL) * ALIGN_NUMEL * grad.itemsize
         batch = self._filling.get(id(grads))
-        if batch is None or batch.used_bytes + grad.nbytes > batch.region.nbytes:
+        if batch is None or batch.used_bytes + nbytes > batch.region.nbytes:
             if batch is not None:
                 self.seal(grads)
-            batch = self._filling[id(grads)] = _Batch(grads, self._lease(_staged_bytes(grads.layout)))
+            batch = self._filling[id(grads)] = _Batch(grads, self._lease(max(self._room[grads.layout.index], nbytes)))
         target = batch.region.tensor(grad.dtype, grad.numel(), batch.used_bytes)
-        # Sector by sector, so that every gradient starts where any dtype may.
-        batch.used_bytes += -(-grad.nbytes // SECTOR) * SECTOR
+        batch.used_bytes += nbytes
         batch.downloads.append((index, adds, self._device.download(target, grad)))
 
     def seal(self, grads: SectionGrads) -> None:
@@ -90,6 +94,9 @@ class GradStaging:
             self._finish(self._sealed.popleft())
 
     def _lease(self, nbytes: int) -> Region:
+        if nbytes > self._pool.nbytes:
+            self.drain()
+            self._pool = SpanPool(self._arena, nbytes)
         while not self._pool.fits(nbytes):
             if not self._sealed:
                 self.seal(next(iter(self._filling.values())).grads)
@@ -104,8 +111,3 @@ class GradStaging:
             land(batch.grads, index, handoff.take_on_host(), adds)
         rest(batch.grads)
         self._pool.release(batch.region)
-
-
-def _staged_bytes(layout: SectionLayout) -> int:
-    """What a section's gradients take at most: fp32, each on sectors of its own."""
-    return layout.numel * 4 + len(layout.params) * SECTOR

@@ -22,6 +22,7 @@ from zero_offload.shards.replica import Replica
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.swap_file import Transfer
+from zero_offload.types import Tier
 
 
 class Carrier(Protocol):
@@ -118,6 +119,7 @@ class DeviceCarrier:
 
     def __init__(self, store: ShardStore, device: Device, pool: SpanPool, shard_index: int) -> None:
         self._store = store
+        self._counters = store.counters
         self._device = device
         self._pool = pool
         self._shard_index = shard_index
@@ -138,9 +140,10 @@ class DeviceCarrier:
             target, source = self._ends(section)
             if section.shard.on_device and section.shard.fresh_replica is None:
                 assert source is not None
-                _copy_within(target, source)
+                self._copy_within(target, source)
                 continue
             if source is not None:
+                self._counters.read(Tier.CPU, source.nbytes)
                 landing.uploads.append(self._device.upload(target, source))
                 section.shard.last_copy = landing.uploads[-1].ready
                 continue
@@ -148,6 +151,12 @@ class DeviceCarrier:
             address = landing.region.address + offset
             landing.reads.append((target, offset, self._launch_reads(section, address, urgency)))
             offset += target.nbytes
+
+    def _copy_within(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """In the device's memory, in the order of compute, which has updated the source; they may be the same."""
+        if target.data_ptr() != source.data_ptr():
+            self._counters.read(Tier.DEVICE, source.nbytes)
+            target.copy_(source)
 
     def _landing_bytes(self, sections: Sequence[Section]) -> int:
         """Of what comes from disk."""
@@ -190,6 +199,8 @@ class DeviceCarrier:
         region = None if replica.memory is not None else self._lease(section.flat.nbytes)
         target = replica.memory if region is None else region.tensor(section.flat.dtype, section.flat.numel())
         assert target is not None
+        if region is None:
+            self._counters.written(Tier.CPU, target.nbytes)
         download = self._device.download(target, section.flat)
         if region is None:
             section.shard.last_copy = download.ready
@@ -264,9 +275,3 @@ class DeviceCarrier:
             upload.synchronize()
         if landing.region is not None:
             self._pool.release(landing.region)
-
-
-def _copy_within(target: torch.Tensor, source: torch.Tensor) -> None:
-    """In the device's memory, in the order of compute, which has updated the source; they may be the same."""
-    if target.data_ptr() != source.data_ptr():
-        target.copy_(source)
