@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,12 @@ class Device(Protocol):
     def mark(self) -> Event:
         """When compute launched so far is done."""
 
+    def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
+        """What is launched inside, on a stream of its own, comes after these and after compute launched so far.
+
+        For collectives, which come after the stream on which they are launched: compute need not wait.
+        """
+
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
 
@@ -116,6 +122,9 @@ class HostDevice:
 
     def mark(self) -> Event:
         raise AssertionError("a CPU computes at once")
+
+    def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
+        raise AssertionError("a CPU has no streams")
 
     def pin(self, address: int, nbytes: int) -> None: ...
 
@@ -169,7 +178,7 @@ class _Copy(NamedTuple):
 
 
 class CudaDevice:
-    """One GPU. Both lanes live as long as the process: a stream per step would grow the allocator's pools."""
+    """One GPU. Its streams live as long as the process: a stream per step would grow the allocator's pools."""
 
     is_host = False
 
@@ -178,6 +187,7 @@ class CudaDevice:
         # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
         self._uploads = torch.cuda.Stream()
         self._downloads = torch.cuda.Stream()
+        self._following = torch.cuda.Stream()
         self._pinned: set[int] = set()
         self._pins_all = True
         self._spans = Spans()
@@ -214,6 +224,14 @@ class CudaDevice:
 
     def mark(self) -> Event:
         return _CudaEvent(_recorded(torch.cuda.current_stream(self.torch_device)), self.torch_device)
+
+    @contextlib.contextmanager
+    def following(self, events: Iterable[Event]) -> Iterator[None]:
+        for event in (self.mark(), *events):
+            assert isinstance(event, _CudaEvent)
+            event.let_wait(self._following)
+        with _current(self.torch_device), torch.cuda.stream(self._following):
+            yield
 
     def pin(self, address: int, nbytes: int) -> None:
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.

@@ -19,8 +19,10 @@ comes.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -144,11 +146,24 @@ class LateDevice:
     def mark(self) -> LateEvent:
         return LateEvent(self, self._compute)
 
+    @contextlib.contextmanager
+    def following(self, events: Iterable[Event]) -> Iterator[None]:
+        for event in events:
+            assert isinstance(event, LateEvent)
+            with self._lock:
+                self._make(event.clock)  # compute has not waited for it
+        yield
+
     def _before(self, after: Event | None) -> Clock:
         if after is None:
             return self._compute
         assert isinstance(after, LateEvent)
         return after.clock
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something has come after an upload that compute has not waited for."""
+        return self._compute.uploads < self.uploads.finished
 
     # What waits are for
 

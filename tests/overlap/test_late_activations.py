@@ -127,7 +127,7 @@ class HostBench:
 
     @property
     def bytes_out(self) -> int:
-        return sum(source.nbytes for _, _, source in self.device.downloads.queue)
+        return sum(copy.target.nbytes for copy in self.device.downloads.queue)
 
 
 def sources(*sizes: int) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from tests.helpers.late_device import LateDevice
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import Row, all_rows, label, pairwise
 from tests.helpers.ranks import Case, Outcome, RankPools
+from tests.overlap.test_late_lanes import Model
 from zero_offload.api import runtime_of
 from zero_offload.plan.partition import STAGES
 
@@ -131,3 +132,25 @@ def test_what_crosses_is_counted_once(world_size: int, stage: int, optimizer: st
         assert (counted_up, counted_down) == (up, down)
         assert (up > 0) == (optimizer == "cpu"), "what a device updates is there"
         assert (down > 0) == (stage == 2), "replicas"
+
+
+def gathers_ahead(rank: int, world_size: int) -> list[bool]:
+    """Of each block's forward: whether the next unit's gather has its upload, and compute goes on without."""
+    device, before = LateDevice(), offload_module.compute_device
+    offload_module.compute_device = lambda: device
+    try:
+        model: Any = zo.offload(Model(), zo.OffloadConfig(stage=3))
+        found: list[bool] = []
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(lambda module, inputs: found.append(device.is_ahead))
+        for _ in range(3):
+            model(torch.zeros(2, 8, dtype=torch.long)).backward()
+        zo.close(model)
+        return found[-len(model.blocks) :]
+    finally:
+        offload_module.compute_device = before
+
+
+def test_a_gather_ahead_does_not_hold_up_compute(pools: RankPools) -> None:
+    for found in pools.of(2).succeed(gathers_ahead):
+        assert any(found[:-1])

@@ -172,6 +172,32 @@ def test_threads_beside_the_one_that_computes_touch_no_other_gpu(monkeypatch: py
     assert cuda.noted == [(call, place.index) for call in calls]
 
 
+def test_what_follows_copies_runs_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the copies and for compute launched before; compute waits for nothing."""
+    cuda, waits, current = _Cuda(), [], []
+    monkeypatch.setattr(device.torch, "cuda", cuda)
+    monkeypatch.setattr(_Stream, "wait_event", lambda stream, event: waits.append((stream, event)))
+    stream = cuda.stream
+
+    @contextlib.contextmanager
+    def note(wanted: _Stream) -> Iterator[None]:
+        current.append(wanted)
+        with stream(wanted):
+            yield
+        current.pop()
+
+    monkeypatch.setattr(cuda, "stream", note)
+    gpu = CudaDevice()
+    uploaded = gpu.upload(torch.zeros(4), torch.ones(4)).ready
+    waits.clear()
+    with gpu.following([uploaded]):
+        inside = list(current)
+    (stream_of_mark, _), (stream_of_copy, event) = waits
+    assert [stream_of_mark, stream_of_copy] == inside * 2
+    assert event is uploaded._event  # type: ignore[attr-defined]
+    assert inside[0] not in (gpu._uploads, gpu._downloads)
+
+
 def test_memory_goes_where_there_is_no_cuda_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = _Cuda()
     monkeypatch.setattr(device.torch, "cuda", cuda)

@@ -83,8 +83,8 @@ class Residency:
             if unit.state is UnitState.AWAITING:
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
-                self._carrier.finish(unit)
-                self.gatherer.launch(unit)
+                with self._carrier.ahead(unit):
+                    self.gatherer.launch(unit)
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
@@ -251,8 +251,7 @@ class Residency:
             raise
 
     def _finish(self, unit: Unit) -> None:
-        if not self.gatherer.has(unit):
-            self._carrier.finish(unit)
+        self._carrier.finish(unit)
         self.gatherer.finish(unit)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)

@@ -9,6 +9,7 @@ buffers may be detached. After `finish` copies may be under way for all the host
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,6 +33,9 @@ class Carrier(Protocol):
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None: ...
 
     def advance(self, unit: Unit) -> None: ...
+
+    def ahead(self, unit: Unit) -> AbstractContextManager[None]:
+        """What is launched inside comes after the values are in the buffers, and compute need not; `finish` follows."""
 
     def finish(self, unit: Unit) -> None: ...
 
@@ -70,6 +74,10 @@ class HostCarrier:
         if replica is not None:
             self._transfers.setdefault(unit.index, []).append(replica.launch_save(section.flat.data_ptr()))
             replica.fresh = True
+
+    def ahead(self, unit: Unit) -> AbstractContextManager[None]:
+        self.finish(unit)
+        return nullcontext()
 
     def finish(self, unit: Unit) -> None:
         # Forgotten when it is over: a Ctrl-C may break off the wait, and not the transfer.
@@ -182,6 +190,11 @@ class DeviceCarrier:
         landing = self._flying.get(unit.index)
         if landing is not None and landing.arrived():
             self._upload(landing)
+
+    def ahead(self, unit: Unit) -> AbstractContextManager[None]:
+        landing = self._flying[unit.index]
+        self._upload(landing)
+        return self._device.following([handoff.ready for handoff in landing.uploads])
 
     def finish(self, unit: Unit) -> None:
         landing = self._flying[unit.index]
