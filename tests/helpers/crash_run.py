@@ -156,7 +156,7 @@ class Run:
         shard.settle()
         shard.writes.clear()
         region = self._staging.region
-        chunk = self.store.open_chunk(shard, 0, region.address)
+        chunk = self.store.open_chunks(shard, range(1), region.address)
         chunk.wait()
         for i, component in enumerate(shard.components):
             values = shard.memory.get(component)
@@ -164,7 +164,7 @@ class Run:
                 values = region.tensor(torch.float32, SHARD_NUMEL, i * SHARD_NUMEL * 4)
                 assert values.data_ptr() == chunk.addresses[component]
             values += STRIDE
-        self.store.close_chunk(chunk)
+        self.store.close_chunks(chunk)
         self.store.finish_update(shard)
 
     def commit(self) -> None:

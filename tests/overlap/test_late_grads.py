@@ -225,14 +225,14 @@ def test_a_missing_wait_is_seen(missing: str, on_device: Use, monkeypatch: pytes
 def test_what_is_dropped_beside_an_update_is_not_taken_from_it(on_device: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer of some parameters steps; those of the others in the section go while its update has not begun."""
     go = threading.Event()
-    opens = DeviceGradShard.open_chunk
+    opens = DeviceGradShard.open_chunks
 
-    def open_chunk(self: DeviceGradShard, row: int, staging: int) -> Any:
+    def open_chunks(self: DeviceGradShard, rows: range, staging: int) -> Any:
         assert go.wait(20)
-        return opens(self, row, staging)
+        return opens(self, rows, staging)
 
     on_device(LateDevice())
-    monkeypatch.setattr(DeviceGradShard, "open_chunk", open_chunk)
+    monkeypatch.setattr(DeviceGradShard, "open_chunks", open_chunks)
     model, plain = zo.offload(build(make), zo.OffloadConfig(precision="fp32", grads="device")), build(make)
     for each in (model, plain):
         optimizer = adamw([each.blocks[0].up.weight])

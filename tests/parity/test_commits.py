@@ -23,7 +23,7 @@ from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
 from zero_offload.shards.snapshot import Snapshots
-from zero_offload.shards.store import OpenChunk
+from zero_offload.shards.store import OpenChunks
 
 offload_module = importlib.import_module("zero_offload.offload")
 
@@ -121,7 +121,7 @@ def test_a_generation_has_its_step_while_the_next_one_runs(
     assert_is_generation(nvme, STEPS, masters[-1], settings)
 
 
-def _reads_only(chunk: OpenChunk) -> None:
+def _reads_only(chunk: OpenChunks) -> None:
     for read in chunk.reads:
         read.wait()
 
@@ -162,7 +162,7 @@ def test_a_missing_wait_is_seen(missing: str, nvme: Path, monkeypatch: pytest.Mo
     with monkeypatch.context() as patches:
         make_writes_late(patches)
         if missing == "chunk":
-            patches.setattr(OpenChunk, "wait", _reads_only)
+            patches.setattr(OpenChunks, "wait", _reads_only)
         else:
             patches.setattr(Snapshots, "wait_for_slots", lambda self: None)
         train_with_late_commits(nvme, Gate(patches), settings)

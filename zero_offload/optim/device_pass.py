@@ -83,7 +83,7 @@ class DevicePass:
         if section.grads.on_disk:
             self._await_uploads(0)
             region = self._from_disk.region
-            (source,), reads = section.grads.open_chunk(rows[0], region.address)
+            (source,), reads = section.grads.open_chunks(rows, region.address)
             for read in reads:
                 read.wait()
             grad = region.tensor(section.grads.dtype, source.end - source.begin)

@@ -1,9 +1,10 @@
 """The update pass: read | compute | write, for every chunk of every unit, with bounded staging.
 
 Owns the order of an update and its staging memory. Chunks whose states rest on disk are read ahead, updated by
-one fused kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all; chunks in
-memory are updated in place. Gradients on a disk, or in the memory of a GPU, come by staging too. `run` works on
-whatever thread calls it; `UpdateBoard` tells the others how far it is.
+one fused kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all. Gradients on a
+disk, or in the memory of a GPU, come by staging too. What is in memory is updated in place: a whole shard in one pass,
+since Python takes as long for a chunk as for a shard, and keeps the thread that drives a GPU waiting; chunk by chunk
+while a commit needs the shard. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far it is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
 from zero_offload.shards.grad_shard import Arrival, GradShard, GradSource
 from zero_offload.shards.shard import Component, Shard, is_packed
-from zero_offload.shards.store import OpenChunk, ShardStore
+from zero_offload.shards.store import OpenChunks, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import Transfer
 from zero_offload.telemetry.spans import Lane, now
@@ -48,14 +49,15 @@ class SectionUpdate:
 
 @dataclass
 class _Task:
-    """A chunk between its reads and the end of its writes."""
+    """A chunk, or all of a shard's, between reads and the end of writes."""
 
     section: SectionUpdate
-    row: int
+    rows: range
     first: bool
+    """Of its unit's."""
     last: bool
     staging: Region | None = None
-    chunk: OpenChunk | None = None
+    chunks: OpenChunks | None = None
     grads: list[GradSource] = field(default_factory=list)
     grad_reads: Sequence[Arrival] = ()
     writes: list[Transfer] = field(default_factory=list)
@@ -122,14 +124,15 @@ class UpdatePipeline:
         for i, section in enumerate(sections):
             first = i == 0 or sections[i - 1].unit != section.unit
             last = i == len(sections) - 1 or sections[i + 1].unit != section.unit
-            rows = len(section.shard.layout.chunks())
-            for row in range(rows):
-                yield _Task(section, row, first and row == 0, last and row == rows - 1)
+            count = len(section.shard.layout.chunks())
+            together = self._store.may_open_all(section.shard) and not section.grads.needs_staging
+            for rows in [range(count)] if together else _each(range(count)):
+                yield _Task(section, rows, first and rows.start == 0, last and rows.stop == count)
 
     def _open(self, task: _Task) -> None:
-        """Launch a chunk's reads."""
+        """Launch the reads."""
         shard, grads = task.section.shard, task.section.grads
-        if task.row == 0:
+        if task.rows.start == 0:
             # The last update's writes must have landed before they are read.
             shard.settle()
             shard.writes.clear()
@@ -137,35 +140,32 @@ class UpdatePipeline:
         if shard.on_disk or grads.needs_staging:
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
-        task.chunk = self._store.open_chunk(shard, task.row, staging)
-        task.grads, task.grad_reads = grads.open_chunk(task.row, staging + state_bytes)
+        task.chunks = self._store.open_chunks(shard, task.rows, staging)
+        task.grads, task.grad_reads = grads.open_chunks(task.rows, staging + state_bytes)
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
-        """Update a chunk and launch its writes."""
-        chunk, section = task.chunk, task.section
-        assert chunk is not None
+        """Update what was read and launch its writes."""
+        chunks, section = task.chunks, task.section
+        assert chunks is not None
         begin_ns = now() if self._spans.on else 0
-        chunk.wait()
+        chunks.wait()
         for read in task.grad_reads:
             read.wait()
         self._record("wait for reads", begin_ns)
         begin_ns = now() if self._spans.on else 0
         dtype = section.shard.layout.dtype
-        out = 0 if delivery is None else delivery[section.position] + chunk.begin * dtype.itemsize
+        out = 0 if delivery is None else delivery[section.position] + chunks.begin * dtype.itemsize
         if delivery is not None and not section.complete:
             # The kernel writes segments only; parameters that this step leaves alone are delivered too.
-            ctypes.memmove(out, chunk.addresses[Component.VALUE], (chunk.end - chunk.begin) * dtype.itemsize)
-        for rule, segments in section.segments.items():
-            for source in task.grads:
-                begin, end = chunk.begin + source.begin, chunk.begin + source.end
-                buffers = _buffers(section, chunk, STATES[rule], source.address, out)
-                fused_update(rule, buffers, cut_segments(segments, chunk.begin, begin, end), self._num_threads)
+            ctypes.memmove(out, chunks.addresses[Component.VALUE], (chunks.end - chunks.begin) * dtype.itemsize)
+        for each in _passes(section, chunks, task.grads, out):
+            fused_update(*each, self._num_threads)
         self._record("compute", begin_ns)
         begin_ns = now() if self._spans.on else 0
-        task.writes = self._store.close_chunk(chunk)
+        task.writes = self._store.close_chunks(chunks)
         self._record("write", begin_ns)
         self._writing.append(task)
-        if task.row == len(section.shard.layout.chunks()) - 1:
+        if task.rows.stop == len(section.shard.layout.chunks()):
             self._store.finish_update(section.shard)
             section.grads.release()
 
@@ -206,30 +206,55 @@ class UpdatePipeline:
             self._free.append(task.staging)
 
 
+def _each(rows: range) -> list[range]:
+    """One by one."""
+    return [range(row, row + 1) for row in rows]
+
+
+def _passes(
+    section: SectionUpdate, chunks: OpenChunks, grads: Sequence[GradSource], value_out: int
+) -> Iterator[tuple[Rule, UpdateBuffers, SegmentArray]]:
+    """The kernel's calls, as few as the arrays allow: each chunk of packed states has scales behind its codes."""
+    layout = section.shard.layout
+    for rule, segments in section.segments.items():
+        kept = [Component(name) for name in STATES[rule]]
+        packed = any(is_packed(layout, each) for each in kept)
+        for rows in _each(chunks.rows) if packed else [chunks.rows]:
+            first, last = layout.elements(rows)
+            for source in grads:
+                begin, end = max(first, chunks.begin + source.begin), min(last, chunks.begin + source.end)
+                if begin < end:
+                    buffers = _buffers(section, chunks, rows, kept, (source.address, value_out))
+                    yield rule, buffers, cut_segments(segments, first, begin, end)
+
+
 def _buffers(
-    section: SectionUpdate, chunk: OpenChunk, states: Sequence[str], grad: int, value_out: int
+    section: SectionUpdate, chunks: OpenChunks, rows: range, states: Sequence[Component], beside: tuple[int, int]
 ) -> UpdateBuffers:
-    layout, kept = chunk.shard.layout, [Component(name) for name in states]
+    """Of some of the chunks; `beside` has the addresses of gradients and of the second copy, of element 0 of all."""
+    layout, at = section.shard.layout, chunks.addresses_of(rows[0])
+    (begin, end), (grad, value_out) = layout.elements(rows), beside
+    ahead = begin - chunks.begin
     return UpdateBuffers(
-        value=chunk.addresses[Component.VALUE],
-        residual=chunk.addresses.get(Component.RESIDUAL, 0),
-        master=chunk.addresses.get(Component.MASTER, 0),
-        states=tuple(chunk.addresses[component] for component in kept),
-        grad=grad,
-        value_out=value_out,
+        value=at[Component.VALUE],
+        residual=at.get(Component.RESIDUAL, 0),
+        master=at.get(Component.MASTER, 0),
+        states=tuple(at[each] for each in states),
+        grad=grad + ahead * section.grads.dtype.itemsize,
+        value_out=value_out and value_out + ahead * layout.dtype.itemsize,
         value_dtype=layout.dtype,
         grad_dtype=section.grads.dtype,
         # Behind the codes.
-        scales=tuple(chunk.addresses[each] + chunk.end - chunk.begin for each in kept if is_packed(layout, each)),
+        scales=tuple(at[each] + end - begin for each in states if is_packed(layout, each)),
         state_format=layout.state_format,
         seed=layout.index,
-        origin=section.origin + chunk.begin,
+        origin=section.origin + begin,
     )
 
 
 def cut_segments(segments: SegmentArray, origin: int, begin: int, end: int) -> SegmentArray:
     """The parts of sorted segments inside [begin, end), counted from `origin`."""
-    inside = segments[(segments["begin"] < end) & (segments["end"] > begin)].copy()
+    inside = segments[(segments["begin"] < end) & (segments["end"] > begin)]  # a copy
     inside["begin"] = np.maximum(inside["begin"], begin) - origin
     inside["end"] = np.minimum(inside["end"], end) - origin
     return inside

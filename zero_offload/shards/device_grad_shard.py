@@ -63,10 +63,10 @@ class DeviceGradShard(GradShard):
             self._adopted[index] = self._adopted[index].float()  # one by one: each frees the one that it replaces
         self.dtype = torch.float32
 
-    def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
-        begin, end = self.layout.chunks()[row]
+    def open_chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
+        begin, end = self.layout.elements(rows)
         found, size = [], self.dtype.itemsize
-        for piece in self.pieces(range(row, row + 1)):
+        for piece in self.pieces(rows):
             target = _host_tensor(staging + piece.begin * size, self.dtype, piece.end - piece.begin)
             found.append(self._device.download(target, piece.grad, after=self._made))
             self._store.counters.read(Tier.DEVICE, target.nbytes)

@@ -3,7 +3,7 @@
 Owns one buffer per trainable section: (shard_numel,) in the compute dtype while a step has one micro-batch on
 one rank, fp32 from the first accumulation on (compute dtype -> fp32 is exact, so the switch changes no bit).
 On the NVMe tier the buffer's pages are attached only while backward writes it. The calls: `open`, writes to
-the array, `close`; `lend` to an update, which takes `open_chunk`, then calls `release`; or `drop`. `held` is cleared
+the array, `close`; `lend` to an update, which takes `open_chunks`, then calls `release`; or `drop`. `held` is cleared
 by whoever consumed the gradients. A large gradient that autograd has computed in host memory is not copied: `adopt`
 keeps its tensor. In the memory of a GPU gradients rest in a `DeviceGradShard`. Where the update runs inside of
 backward, the buffer is leased from the `GradRing` of the store, whatever the tier, as far as nothing is held.
@@ -35,7 +35,7 @@ class Arrival(Protocol):
 
 
 class GradSource(NamedTuple):
-    """Elements [begin, end) of a chunk have their gradients at `address`, which is that of element 0 of the chunk."""
+    """Elements [begin, end) of opened chunks have their gradients at `address`, which is that of element 0 of them."""
 
     begin: int
     end: int
@@ -85,7 +85,7 @@ class GradShard:
 
     @property
     def comes_by_staging(self) -> bool:
-        """Whether `open_chunk` may have to bring gradients to staging memory."""
+        """Whether `open_chunks` may have to bring gradients to staging memory."""
         return self.tier is Tier.NVME
 
     @property
@@ -198,13 +198,14 @@ class GradShard:
         if narrow is not None:
             wide.copy_(narrow)
 
-    def open_chunk(self, row: int, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
-        """Where the update finds a chunk's gradients, and what to wait for before using them."""
-        begin, end = self.layout.chunks()[row]
+    def open_chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
+        """Where the update finds the gradients of neighbouring chunks, and what to wait for before using them; one
+        chunk where it `needs_staging`."""
         if self.on_disk:
-            read = self._store.disk.launch_read(self._extent(), slice(row, row + 1), staging)
+            begin, end = self.layout.elements(rows)
+            read = self._store.disk.launch_read(self._extent(), slice(rows.start, rows.stop), staging)
             return [GradSource(0, end - begin, staging)], [read]
-        size, rows = self.dtype.itemsize, range(row, row + 1)
+        size = self.dtype.itemsize
         return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(rows)], []
 
     def pieces(self, rows: range) -> list[GradPiece]:

@@ -109,9 +109,12 @@ def array_bytes(layout: SectionLayout, components: Iterable[Component], numel: i
 
 
 def array_range(layout: SectionLayout, component: Component, begin: int, end: int) -> slice:
-    """Where the chunk [begin, end) is in the array of a whole shard."""
-    first = begin // CHUNK_NUMEL * array_numel(layout, component, CHUNK_NUMEL)
-    return slice(first, first + array_numel(layout, component, end - begin))
+    """Where neighbouring chunks, elements [begin, end), are in the array of a whole shard."""
+    if not is_packed(layout, component):
+        return slice(begin, end)
+    packed = array_numel(layout, component, CHUNK_NUMEL)
+    (before, _), (whole, rest) = divmod(begin, CHUNK_NUMEL), divmod(end - begin, CHUNK_NUMEL)
+    return slice(before * packed, (before + whole) * packed + array_numel(layout, component, rest))
 
 
 def shard_bytes(layout: SectionLayout, components: Iterable[Component]) -> int:

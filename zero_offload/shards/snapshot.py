@@ -133,6 +133,10 @@ class Snapshots:
 
     # Threads that would change what is being written
 
+    def needs(self, shard: Shard) -> bool:
+        """Whether a commit under way is made of what the shard has in memory."""
+        return (shard.layout.index, 0) in self._copies
+
     def ask(self, shard: Shard, row: int) -> Callable[[], None] | None:
         """An update comes to a chunk in memory: the wait that comes before its first change, if there is one."""
         copy = self._copies.get((shard.layout.index, row))

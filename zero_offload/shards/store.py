@@ -5,7 +5,7 @@ nothing. The calls, and who makes them:
     `places.lay_out`, or `restore` each section of a generation; `places.place_memory`, `write_components`   (offload);
     `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`                             parameters for forward and backward (runtime);
-    `open_chunk`, the kernel, `close_chunk`, after a section `finish_update`   (optim);
+    `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
     `snapshots`, `mark_committed`              generations (checkpoint).
 Whatever is launched returns transfers; the caller waits for them.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,25 +51,41 @@ ChunkSource = Callable[[Component, int, int], torch.Tensor]
 
 
 @dataclass
-class OpenChunk:
-    """Elements [begin, end) of a shard made addressable for the update kernel."""
+class OpenChunks:
+    """Neighbouring chunks, elements [begin, end) of a shard, made addressable for the update kernel."""
 
     shard: Shard
-    row: int
+    rows: range
     begin: int
     end: int
     addresses: dict[Component, int]
+    """Of the first chunk's arrays."""
+    memory_bytes: int = 0
+    """Of what rests in memory."""
     reads: list[Transfer] = field(default_factory=list)
-    copied: Callable[[], None] | None = None
-    """The wait for a commit that still needs what is in memory."""
+    copied: list[Callable[[], None]] = field(default_factory=list)
+    """The waits for a commit that still needs what is in memory."""
 
     def wait(self) -> None:
-        """Return when the chunk may be read and changed. Raises StorageError or IntegrityError."""
+        """Return when the chunks may be read and changed. Raises StorageError or IntegrityError."""
         for read in self.reads:
             read.wait()
-        if self.copied is not None:
-            self.copied()
+        for copied in self.copied:
+            copied()
         self.shard.wait_for_copies()
+
+    def addresses_of(self, row: int) -> dict[Component, int]:
+        """Of the arrays of one of the chunks."""
+        if row == self.rows.start:
+            return self.addresses
+        return {
+            each: address + (row - self.rows.start) * self._strides[each] for each, address in self.addresses.items()
+        }
+
+    @cached_property
+    def _strides(self) -> dict[Component, int]:
+        """Bytes from a chunk's array to the next one's: only the last of a shard is shorter."""
+        return {each: array_bytes(self.shard.layout, [each], CHUNK_NUMEL) for each in self.addresses}
 
 
 class ShardStore:
@@ -153,7 +170,7 @@ class ShardStore:
         """Of shards in the device's own memory."""
         return sum(array.nbytes for shard in self.shards if shard.on_device for array in shard.memory.values())
 
-    # The optimizer's update, chunk by chunk
+    # The optimizer's update: chunk by chunk, or all of a shard's at once
 
     def open_on_device(self, shard: Shard, rows: range) -> dict[Component, torch.Tensor]:
         """The arrays of neighbouring chunks of a shard that is `on_device`, when they may be changed; `finish_update`
@@ -168,43 +185,46 @@ class ShardStore:
         self.counters.written(Tier.DEVICE, nbytes)
         return found
 
-    def open_chunk(self, shard: Shard, row: int, staging: int) -> OpenChunk:
-        """Make chunk `row` addressable; what rests on disk is read into `staging` (`state_staging_bytes` long).
+    def may_open_all(self, shard: Shard) -> bool:
+        """Whether all chunks of a shard in host memory may be opened together: there is nothing to read, to write, or
+        to wait for; until the next commit begins."""
+        return not (shard.on_disk or shard.cache is not None or shard.on_device or self.snapshots.needs(shard))
 
-        It is to be used after `OpenChunk.wait`.
+    def open_chunks(self, shard: Shard, rows: range, staging: int) -> OpenChunks:
+        """Make chunks addressable, one unless `may_open_all`; what rests on disk is read into `staging`
+        (`state_staging_bytes` long). To be used after `OpenChunks.wait`.
         """
-        begin, end = shard.layout.chunks()[row]
-        chunk, rows = OpenChunk(shard, row, begin, end, {}), slice(row, row + 1)
+        opened = OpenChunks(shard, rows, *shard.layout.elements(rows), {})
         for component in shard.components:
-            nbytes = array_bytes(shard.layout, [component], end - begin)
             if component in shard.memory:
-                address = shard.array(component, row).data_ptr()
-                self.counters.read(Tier.CPU, nbytes)
+                array = shard.memory[component][array_range(shard.layout, component, opened.begin, opened.end)]
+                address = array.data_ptr()
+                opened.memory_bytes += array.nbytes
             else:
-                address, staging = staging, staging + nbytes
-                chunk.reads.append(self.disk.launch_read(shard.slots[shard.current][component], rows, address))
-            chunk.addresses[component] = address
-        chunk.copied = self.snapshots.ask(shard, row)
-        return chunk
+                address = staging
+                staging += array_bytes(shard.layout, [component], opened.end - opened.begin)
+                extent = shard.slots[shard.current][component]
+                opened.reads.append(self.disk.launch_read(extent, _slice(rows), address))
+            opened.addresses[component] = address
+        self.counters.read(Tier.CPU, opened.memory_bytes)
+        asked = (self.snapshots.ask(shard, row) for row in rows)
+        opened.copied = [copied for copied in asked if copied is not None]
+        return opened
 
-    def close_chunk(self, chunk: OpenChunk) -> list[Transfer]:
-        """Write the chunk where it rests; its memory may be reused when the transfers are done.
+    def close_chunks(self, opened: OpenChunks) -> list[Transfer]:
+        """Write the chunks where they rest; their memory may be reused when the transfers are done.
 
         A slot is written when the commit under way is complete: before, both may be needed.
         """
-        shard, rows = chunk.shard, slice(chunk.row, chunk.row + 1)
+        shard, rows = opened.shard, _slice(opened.rows)
         writes: list[Transfer] = []
         if shard.on_disk:
             self.snapshots.wait_for_slots()
-        for component in shard.components:
-            if shard.on_disk:
-                extent = shard.slots[shard.writable_slot()][component]
-                writes.append(self.disk.launch_write(extent, rows, chunk.addresses[component]))
-            if component in shard.memory:
-                nbytes = array_bytes(shard.layout, [component], chunk.end - chunk.begin)
-                self.counters.written(shard.memory_tier, nbytes)
+            slot = shard.slots[shard.writable_slot()]
+            writes += [self.disk.launch_write(slot[each], rows, opened.addresses[each]) for each in shard.components]
+        self.counters.written(shard.memory_tier, opened.memory_bytes)
         if shard.cache is not None:
-            writes.append(self.disk.launch_write(shard.cache, rows, chunk.addresses[Component.VALUE]))
+            writes.append(self.disk.launch_write(shard.cache, rows, opened.addresses[Component.VALUE]))
         shard.writes += writes
         return writes
 
@@ -245,18 +265,19 @@ class ShardStore:
         shard.wait_for_copies()
         staging = self.staging.region
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            chunk = OpenChunk(shard, row, begin, end, {})
+            chunk = OpenChunks(shard, range(row, row + 1), begin, end, {})
             used = 0
             for component in shard.components:
                 values = source(component, begin, end)
                 if component in shard.memory:
                     target = shard.array(component, row)
+                    chunk.memory_bytes += target.nbytes
                 else:
                     target = staging.tensor(values.dtype, values.numel(), used)
                     used += values.nbytes
                 target.copy_(values)
                 chunk.addresses[component] = target.data_ptr()
-            self.close_chunk(chunk)
+            self.close_chunks(chunk)
             shard.settle()
         self.finish_update(shard)
         shard.writes.clear()
@@ -286,6 +307,10 @@ class ShardStore:
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:
     return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, device))
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
 
 
 def _on_host(shard: Shard, array: torch.Tensor) -> torch.Tensor:

@@ -98,10 +98,6 @@ class UpdateBoard:
     def pending(self, unit: int) -> bool:
         return self._status[unit] is not UpdateStatus.IDLE
 
-    def queued(self, unit: int) -> bool:
-        """Whether a delivery can still be offered."""
-        return self._status[unit] is UpdateStatus.QUEUED
-
     def wait(self, unit: int) -> None:
         """Return when the unit's update is computed. Raises the worker's error."""
         if self._status[unit] is UpdateStatus.IDLE and self._error is None:

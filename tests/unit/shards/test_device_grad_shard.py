@@ -53,7 +53,7 @@ def update_reads(shard: DeviceGradShard, device: LateDevice) -> torch.Tensor:
     for row, (begin, end) in enumerate(shard.layout.chunks()):
         chunk = region.tensor(shard.dtype, end - begin)
         chunk.fill_(float("nan"))
-        (source,), arrivals = shard.open_chunk(row, region.address)
+        (source,), arrivals = shard.open_chunks(range(row, row + 1), region.address)
         assert source == (0, end - begin, region.address)
         assert chunk.isnan().all(), "it has not been waited for"
         for arrival in arrivals:
@@ -141,7 +141,7 @@ def test_a_copy_under_way_keeps_what_it_reads(nvme: Path) -> None:
         whole = fill(shard, range(1))
         shard.lend(device.mark())
         region = Arena(0, None, device).allocate(4 << 20)
-        _, arrivals = shard.open_chunk(0, region.address)
+        _, arrivals = shard.open_chunks(range(1), region.address)
         shard.held = False
         shard.release()
         arrivals[0].wait()

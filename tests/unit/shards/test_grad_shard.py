@@ -67,7 +67,7 @@ def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> No
         shard.close()
         staging = Arena(0).allocate(4 << 20)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            sources, reads = shard.open_chunk(row, staging.address)
+            sources, reads = shard.open_chunks(range(row, row + 1), staging.address)
             for read in reads:
                 read.wait()
             assert bool(reads) == (tier is Tier.NVME)
@@ -115,7 +115,7 @@ def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, n
         expected[weight : weight + grad.numel()] = grad
         found = torch.empty_like(expected)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            sources, reads = shard.open_chunk(row, 0)
+            sources, reads = shard.open_chunks(range(row, row + 1), 0)
             assert not reads and [s.begin for s in sources] == [0, *(s.end for s in sources)][: len(sources)]
             assert sources[-1].end == end - begin
             for source in sources:

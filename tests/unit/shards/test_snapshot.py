@@ -19,7 +19,7 @@ from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Component
 from zero_offload.shards.snapshot import ChunkCopy, Snapshot
-from zero_offload.shards.store import OpenChunk, ShardStore
+from zero_offload.shards.store import OpenChunks, ShardStore
 
 MEMORY, DISK = ("cpu", "cpu", "cpu"), ("cpu", "cpu", "nvme")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -34,11 +34,11 @@ def change(store: ShardStore, number: int, rows: tuple[int, ...] = (0, 1)) -> No
     """Put a number into all that is in memory of some chunks of the first shard, as an update does."""
     shard, staging = store.shards[0], store.staging.region
     for row in rows:
-        chunk = store.open_chunk(shard, row, staging.address)
+        chunk = store.open_chunks(shard, range(row, row + 1), staging.address)
         chunk.wait()
         for array in shard.memory.values():
             array[chunk.begin : chunk.end] = number
-        for write in store.close_chunk(chunk):
+        for write in store.close_chunks(chunk):
             write.wait()
     store.finish_update(shard)
 
@@ -117,7 +117,7 @@ def test_an_update_that_does_not_wait_is_seen(nvme: Path, monkeypatch: pytest.Mo
         make_writes_late(monkeypatch)
         expected = fill(store, store.shards[0], 0)
         snapshot = store.snapshots.begin()
-        monkeypatch.setattr(OpenChunk, "wait", lambda chunk: None)
+        monkeypatch.setattr(OpenChunks, "wait", lambda chunk: None)
         change(store, 7)
         finish(store, snapshot)
         with pytest.raises(AssertionError):

@@ -31,12 +31,12 @@ def update(store: ShardStore, shard: Shard, add: int) -> None:
     """Add a number to every component, chunk by chunk, as the optimizer does."""
     staging = Arena(0).allocate(store.state_staging_bytes)
     for row in range(len(shard.layout.chunks())):
-        chunk = store.open_chunk(shard, row, staging.address)
+        chunk = store.open_chunks(shard, range(row, row + 1), staging.address)
         chunk.wait()
         for component in shard.components:
             view = view_of(store, shard, chunk.addresses[component], component, chunk.end - chunk.begin, staging)
             view += add
-        for write in store.close_chunk(chunk):
+        for write in store.close_chunks(chunk):
             write.wait()
     store.finish_update(shard)
 

@@ -12,15 +12,15 @@ from zero_offload.telemetry.events import Counters
 def test_idle_units_are_not_waited_for() -> None:
     board = UpdateBoard(2)
     board.wait(1)
-    assert not board.pending(1) and not board.queued(1) and not board.offer(1, (1,))
+    assert not board.pending(1) and not board.offer(1, (1,))
 
 
 def test_a_delivery_is_taken_until_the_update_begins() -> None:
     board = UpdateBoard(2)
     board.queue([0, 1])
-    assert board.queued(0) and board.offer(0, (10, 20))
+    assert board.pending(0) and board.offer(0, (10, 20))
     assert board.start(0) == (10, 20)
-    assert not board.queued(0) and board.pending(0) and not board.offer(0, (30,))
+    assert board.pending(0) and not board.offer(0, (30,))
     assert board.start(1) is None
     board.complete(0)
     assert not board.pending(0) and board.pending(1)
@@ -33,8 +33,8 @@ def test_an_offer_can_be_withdrawn_until_the_update_begins() -> None:
     board = UpdateBoard(2)
     board.queue([0, 1])
     board.offer(0, (10,))
-    assert board.withdraw(0) and board.queued(0)
-    assert board.start(0) is None and not board.withdraw(0)
+    assert board.withdraw(0) and board.offer(0, (20,)), "another may be made"
+    assert board.withdraw(0) and board.start(0) is None and not board.withdraw(0)
     assert board.withdraw(1), "nothing was offered, and nothing will be delivered"
 
 
