@@ -155,7 +155,7 @@ def test_an_interrupted_wait_for_room_costs_nothing(monkeypatch: pytest.MonkeyPa
     there = sources(3 * MIB, 3 * MIB)
     first = bench.tier.put(there[0])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(bench.device.downloads, "run_until", _interrupt)
+        patch.setattr(bench.device, "host_waits", _interrupt)
         bench.tier.put(there[1])
     second = bench.tier.put(there[1])
     assert bench.bytes_out == 3 * MIB
