@@ -51,6 +51,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check(defaults)
+        self._versions: dict[nn.Parameter, int] = {}
+        """Of ordinary bf16 parameters, after their last update: another one means that somebody has changed the value,
+        and then the residual completes nothing."""
         super().__init__(params, defaults)
 
     # What a subclass says
@@ -204,6 +207,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._versions = {}
         for group in self.param_groups:
             fill_group(group, self.defaults)
 
@@ -266,12 +270,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         step = self._count_step(state, is_new)
         if param.numel() == 0:
             return
-        if param.dtype == torch.bfloat16 and "residual" not in state:
-            state["residual"] = torch.zeros_like(param, dtype=torch.int16)
+        if param.dtype == torch.bfloat16:
+            is_changed = self._versions.get(param, param._version) != param._version
+            if is_changed or "residual" not in state:
+                state["residual"] = torch.zeros_like(param, dtype=torch.int16)
         launch = _update_on_device if has_device_update(param) else _update_on_host
         segment = hyper.segment(0, param.numel(), 1.0, step)
         launch(param, grad.resolve_neg().contiguous(), state, hyper, segment)
         torch.autograd.graph.increment_version(param)
+        if param.dtype == torch.bfloat16:
+            self._versions[param] = param._version
 
 
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:

@@ -73,6 +73,22 @@ def test_bf16_parameters_have_a_master() -> None:
     assert torch.all(torchs == 1) and torch.all((ours.float() - 0.99).abs() < 2**-8)
 
 
+def test_a_bf16_value_that_was_written_is_its_master() -> None:
+    """A residual of the value before would make a NaN of 0."""
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(512).bfloat16())
+    optimizer = zo.AdamW([ours], lr=1e-3, weight_decay=0.0)
+    for written in (torch.zeros(512), torch.ones(512)):
+        ours.grad = torch.randn(512).bfloat16()
+        optimizer.step()
+        assert optimizer.state[ours]["residual"].any()
+        with torch.no_grad():
+            ours.copy_(written)
+        ours.grad = torch.randn(512).bfloat16()
+        optimizer.step()
+        assert torch.allclose(ours.float(), written, atol=0.01)
+
+
 def test_a_gradient_of_another_layout() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         ours, torchs = twins(torch.randn(8, 8).to(dtype))
