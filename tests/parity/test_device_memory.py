@@ -31,18 +31,19 @@ def config_of(nvme: Path, device_memory: int) -> zo.OffloadConfig:
 
 
 @pytest.mark.parametrize(("build", "num_frames"), [(lambda: TinyLM(WIDE), 2), (Scaled, 3)], ids=["flat", "nested"])
-def test_the_least_that_fits_runs_and_less_is_refused_with_what_fits(
+def test_the_least_that_a_plan_says_runs_and_less_does_not(
     build: type[nn.Module], num_frames: int, tmp_path: Path
 ) -> None:
+    """Less is no error of the plan: heads that work in tiles, and loading and exporting, need no more than a part."""
     enough = config_of(tmp_path / "nvme", num_frames * FRAME)
     less = config_of(tmp_path / "nvme", (num_frames - 1) * FRAME)
-    reason = f"device_memory, for units in use at once: needs {num_frames * 2} MiB, {num_frames * 2 - 2} MiB available"
+    words = f"device_memory is {num_frames * 2 - 2} MiB, units in use at once take {num_frames * 2} MiB"
     plan = zo.plan(build(), less)
-    assert not plan.fits and reason in plan.reasons[0] and "it does not fit" in plan.table()
-    with pytest.raises(zo.CapacityError, match=reason) as caught:
-        zo.offload(build(), less)
-    offered = f"would fit: device_memory of at least {num_frames * 2} MiB"
-    assert str(caught.value).splitlines()[1:] == [offered, "would fit: params='cpu'"]
+    assert plan.fits and words in plan.table()
+    model = zo.offload(build(), less)
+    with pytest.raises(zo.CapacityError):
+        model(tokens_of(0)).backward()
+    zo.close(model)
 
     plan = zo.plan(build(), enough)
     assert plan.fits and f"device_memory holds the {num_frames * 2} MiB in use at once" in plan.table()

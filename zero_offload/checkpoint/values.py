@@ -69,9 +69,12 @@ def completed(
     if dtype != torch.bfloat16 or residual is None:
         return None
     half = store.read_component(shard, Component.VALUE)[slice(*span)].contiguous()
-    master = torch.empty(half.numel())
-    join_master(half, residual.detach().reshape(-1).contiguous(), master)
-    return master
+    master, again = torch.empty(half.numel()), torch.empty_like(half)
+    residual = residual.detach().reshape(-1).contiguous()
+    join_master(half, residual, master)
+    # A residual of another value may turn a 0 into a NaN: it completes only what it gives back.
+    split_master(master, again, torch.empty_like(residual))
+    return torch.where(again.view(torch.int16) == half.view(torch.int16), master, half.float())
 
 
 def read_state(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:

@@ -155,8 +155,9 @@ class MemoryPlan:
     wear: Wear
     budget: Budget
     least_bytes: int
-    """Of `device_memory`, where the CPU computes: for the units in use at once. Less does not run; what else
-    `staging_bytes` has of units is for those fetched ahead, and shrinks to the budget."""
+    """Of `device_memory`, where the CPU computes: for the units in use at once. With less a step runs only where it
+    uses units in parts; what else `staging_bytes` has of units is for those fetched ahead, and shrinks to the budget.
+    """
 
     @property
     def nvme_written_bytes_per_step(self) -> int:
@@ -173,9 +174,6 @@ class MemoryPlan:
         if self.budget.shared_memory:
             both = self.used_bytes(Tier.DEVICE) + self.used_bytes(Tier.CPU)
             checks[:2] = [("memory (the compute device is the CPU)", both, self.budget.cpu_bytes)]
-            # A run takes whole frames, one at least.
-            if self.least_bytes > _divide_up(self.budget.device_bytes, FRAME) * FRAME:
-                checks.append(("device_memory, for units in use at once", self.least_bytes, self.budget.device_bytes))
         return tuple(
             f"{where}: needs {format_bytes(needed)}, {format_bytes(limit)} available, "
             f"{format_bytes(needed - limit)} missing"
@@ -197,8 +195,17 @@ class MemoryPlan:
         lines.append(_row("available", [format_bytes(self.budget.of(tier)) for tier in Tier]))
         lines.append(f"written to NVMe per step: {format_bytes(self.nvme_written_bytes_per_step)}")
         if self.least_bytes and self.fits and self.used_bytes(Tier.DEVICE) > self.budget.device_bytes:
-            lines.append(f"device_memory holds the {format_bytes(self.least_bytes)} in use at once; more fetches ahead")
+            lines.append(self._of_units_at_once())
         return "\n".join([*lines, *self.reasons, "it fits" if self.fits else "it does not fit"])
+
+    def _of_units_at_once(self) -> str:
+        needed, given = format_bytes(self.least_bytes), format_bytes(self.budget.device_bytes)
+        # A run takes whole frames, one at least.
+        if self.least_bytes > _divide_up(self.budget.device_bytes, FRAME) * FRAME:
+            return (
+                f"device_memory is {given}, units in use at once take {needed}: a step that uses them whole will fail"
+            )
+        return f"device_memory holds the {needed} in use at once; more fetches ahead"
 
 
 def measure_units(
