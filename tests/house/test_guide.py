@@ -1,0 +1,36 @@
+"""docs/GUIDE.md has every setting with its default and every public name; links between the pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import zero_offload as zo
+
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = (ROOT / "docs" / "GUIDE.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def test_every_setting_has_a_row_with_its_default() -> None:
+    settings = GUIDE[GUIDE.index("## Settings") : GUIDE.index("## Tiers")]
+    rows = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", settings, re.MULTILINE)
+    assert rows == [(field.name, repr(field.default).replace("'", '"')) for field in fields(zo.OffloadConfig)]
+
+
+def test_every_public_call_is_explained() -> None:
+    calls = [name for name in zo.__all__ if not name.endswith("Error")]
+    assert [name for name in calls if not re.search(rf"\bzo\.{name}\b", README + GUIDE)] == []
+
+
+def test_links_lead_to_chapters() -> None:
+    chapters = {
+        re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in re.findall(r"^## (.+)$", GUIDE, re.M)
+    }
+    named = re.findall(r"\]\((?:docs/GUIDE\.md)?#([\w-]+)\)", README + GUIDE)
+    assert set(named) - chapters == set() and len(named) > len(chapters)
+    files = re.findall(r"\]\(([\w./]+\.md)\)", README) + [
+        f"docs/{path}" for path in re.findall(r"\]\(([\w./]+\.md)\)", GUIDE)
+    ]
+    assert [path for path in files if not (ROOT / path).is_file()] == [] and files
