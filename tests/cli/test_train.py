@@ -195,19 +195,36 @@ def test_other_settings_in_the_same_place_are_refused_until_discarded(
     text: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "run"
-    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", text, "--out", out]
-    assert _here(capsys, *short, "--steps", 2).code == 0
+    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", text, "--out", out, "--steps", 2]
+    assert _here(capsys, *short).code == 0
     before = (out / "metrics.jsonl").read_bytes()
-    refused = _here(capsys, *short, "--steps", 3)
+    refused = _here(capsys, *short, "--seed", 3)
     assert refused.code == 2
-    assert "steps=2, this one has steps=3" in refused.err and "--discard" in refused.err
+    assert "seed=0, this one has seed=3" in refused.err and "--discard" in refused.err
     assert (out / "metrics.jsonl").read_bytes() == before
     (out / "run.json").write_text("{")
-    damaged = _here(capsys, *short, "--steps", 3)
+    damaged = _here(capsys, *short, "--seed", 3)
     assert damaged.code == 2 and "start over with --discard" in damaged.err
-    discarded = _here(capsys, *short, "--steps", 3, "--discard")
+    discarded = _here(capsys, *short, "--seed", 3, "--discard")
     assert discarded.code == 0, discarded.err
-    assert [row["step"] for row in _rows(out)] == [1, 2, 3]
+    assert [row["step"] for row in _rows(out)] == [1, 2] and (out / "metrics.jsonl").read_bytes() != before
+
+
+def test_a_run_goes_on_to_another_last_step(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Along the curve of a run that was to end there from the start."""
+    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", text, "--warmup", 1]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    assert _here(capsys, *short, "--out", whole, "--steps", 5).code == 0
+    assert _here(capsys, *short, "--out", run, "--steps", 3).code == 0
+    longer = _here(capsys, *short, "--out", run, "--steps", 5)
+    assert longer.code == 0 and "was to end at step 3 and now ends at 5" in longer.out
+    assert [row["lr"] for row in _rows(run)][3:] == [row["lr"] for row in _rows(whole)][3:]
+    assert [row["step"] for row in _rows(run)] == [1, 2, 3, 4, 5]
+    before = (run / "metrics.jsonl").read_bytes()
+    shorter = _here(capsys, *short, "--out", run, "--steps", 4)
+    assert shorter.code == 2 and "at step 5 already, beyond --steps 4" in shorter.err
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert _here(capsys, *short, "--out", run, "--steps", 5).code == 0
 
 
 def test_toml_with_a_flag_on_top(text: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -514,12 +514,25 @@ class Replaces(Wide):
             return super().forward(x)
 
 
-def test_parameters_changed_in_forward_raise_where_the_change_would_be_lost(nvme_config: zo.OffloadConfig) -> None:
+class ClampsData(Wide):
+    class block(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up.weight.data.clamp_(-0.03, 0.03)
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Clamps, ClampsData])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_parameters_changed_in_forward_raise_where_the_change_would_be_lost(
+    model: type[Wide], precision: str, nvme_config: zo.OffloadConfig
+) -> None:
+    """Because they leave, or because there is a master beside them."""
+    config = nvme_config if precision == "fp32" else zo.OffloadConfig(precision=precision)
     with pytest.raises(zo.ZeroOffloadError, match=r"forward has changed blocks\.0\.up\.weight in place"):
-        zo.offload(build(Clamps), nvme_config)(tokens_of(0))
+        zo.offload(build(model), config)(tokens_of(0))
 
 
-def test_parameters_that_rest_in_place_may_be_changed_in_forward() -> None:
+def test_masters_that_rest_in_place_may_be_changed_in_forward() -> None:
     assert_same(script, Clamps, placed("fp32", ("cpu", "cpu", "cpu"), None, None))
 
 

@@ -112,7 +112,7 @@ class ComponentSource:
                 return encode(layout, component, states[begin:end])
             zero = torch.zeros(1, dtype=component_dtype(layout, component))
             return zero.expand(array_numel(layout, component, numel))
-        if not layout.trainable or layout.dtype == torch.float32:
+        if not layout.has_master_apart:
             return self._filled(begin, end, layout.dtype)
         value = self._buffer(layout.dtype, numel)
         if self._range != (begin, end):

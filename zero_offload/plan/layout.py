@@ -84,6 +84,11 @@ class SectionLayout:
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
+    @property
+    def has_master_apart(self) -> bool:
+        """Whether the fp32 master is more than the value: a residual completes it, or it lies beside it."""
+        return self.trainable and self.dtype != torch.float32
+
     def in_shard(self, piece: ParamSlice, shard_index: int) -> tuple[int, int]:
         """The part of a parameter that a shard holds, counted from the shard's start; maybe empty."""
         offset = shard_index * self.shard_numel

@@ -30,7 +30,8 @@ Row = dict[str, Any]
 
 _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
 _DECIDES_WHAT_IS_THERE = ("offload.durability",)
-"""Of the settings of tiers and storage; a run may go on with any other value of the rest, and on other ranks."""
+"""Of the settings of tiers and storage; a run may go on with any other value of the rest, on other ranks, to another
+last step."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class RunDir:
     def find_existing(self, identity: Mapping[str, Any]) -> Existing:
         """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
-        Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, and on
-        how many ranks, may.
+        Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
+        many ranks and to which step it goes, may.
         """
         earlier = self.earlier_identity()
         if earlier is None:
@@ -172,8 +173,8 @@ def _fixed_part(name: str, identity: Mapping[str, Any]) -> object:
     value = identity.get(name)
     if name == "offload.nvme" and isinstance(value, list):
         return value[:1]  # where the generations are found
-    places = name == "ranks" or name.startswith("offload.")
-    return None if places and name not in _DECIDES_NUMBERS + _DECIDES_WHAT_IS_THERE else value
+    may_change = name in ("ranks", "steps") or name.startswith("offload.")
+    return None if may_change and name not in _DECIDES_NUMBERS + _DECIDES_WHAT_IS_THERE else value
 
 
 def _finite(value: object) -> object:

@@ -17,7 +17,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
@@ -114,7 +114,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         if ranks.is_first:
             RunDir(config.out).create(description)
         with _closed_on_error(job.model):
-            first_step = _resume(job, progress, before.get("ranks", ranks.size)) + 1
+            first_step = _resume(job, progress, before) + 1
             if ranks.is_first and first_step == 1:
                 RunDir(config.out).drop_traces()
             with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
@@ -175,8 +175,8 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
 
 
-def _resume(job: _Job, progress: Progress, num_ranks_before: int) -> int:
-    """Restore the generation found; the step it holds, or 0."""
+def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
+    """Restore the generation found, of a run that was `before`; the step it holds, or 0."""
     resumed = zo.resume(job.model, job.optimizer, job.scaler)
     if resumed is None:
         return 0
@@ -185,20 +185,32 @@ def _resume(job: _Job, progress: Progress, num_ranks_before: int) -> int:
             f"the generation of step {resumed.step} in {job.config.offload.nvme_dirs[0]} was not "
             "committed by this recipe; start over with --discard, or name another --nvme directory"
         )
-    job.scheduler.load_state_dict(resumed.extra["scheduler"])
-    for group, lr in zip(job.optimizer.param_groups, job.scheduler.get_last_lr(), strict=True):
-        group["lr"] = lr
-    step = int(resumed.extra["step"])
+    step, last_step = int(resumed.extra["step"]), job.config.steps
+    if step > last_step:
+        raise ConfigError(f"the run is at step {step} already, beyond --steps {last_step}; give more, or another --out")
+    _restore_schedule(job, resumed.extra["scheduler"])
     where = ", ".join(map(str, job.config.offload.nvme_dirs))
     progress.note(
         f"resuming from step {step} (generation {resumed.number}, committed {resumed.committed_at}, in {where})"
     )
-    if num_ranks_before != job.ranks.size:
+    if (last_before := before.get("steps", last_step)) != last_step:
+        progress.note(
+            f"the run was to end at step {last_before} and now ends at {last_step}, as does its learning rate"
+        )
+    if (num_ranks_before := before.get("ranks", job.ranks.size)) != job.ranks.size:
         progress.note(
             f"the run had {num_ranks_before} ranks and now has {job.ranks.size}: its files were cut anew, and a step "
             f"reads {job.tokens_per_step} tokens from here on"
         )
     return step
+
+
+def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
+    """Go on at that step of this run's curve, which may lead to another last step than the state's did."""
+    scheduler = job.scheduler
+    scheduler.load_state_dict(state)
+    for group, base, factor in zip(job.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
 
 
 def _train_steps(
@@ -245,7 +257,7 @@ def _train_steps(
 def _train_step(job: _Job, step: int) -> Row:
     """Forward, backward and update on this step's micro-batches; numbers are means over ranks."""
     losses = _micro_batches(job, step)
-    lr = job.scheduler.get_last_lr()[0]
+    lr = job.optimizer.param_groups[0]["lr"]
     job.scaler.unscale_(job.optimizer)
     grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
     job.scaler.step(job.optimizer)

@@ -384,6 +384,6 @@ def _name_of(scope: Scope, *, whole: bool) -> str:
 def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
     return ZeroOffloadError(
         f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
-        "lost when the parameter leaves memory. Change it between steps, in "
+        "lost: the parameter leaves memory, or its fp32 master does not follow. Change it between steps, in "
         "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy"
     )

@@ -95,6 +95,7 @@ def test_read_run_names_what_is_missing(tmp_path: Path) -> None:
 
 
 IDENTITY = {
+    "seed": 3,
     "steps": 3,
     "ranks": 2,
     "offload.stage": 3,
@@ -102,9 +103,15 @@ IDENTITY = {
     "offload.precision": {"compute": "bf16"},
     "offload.durability": "process",
 }
-MAY_CHANGE: dict[str, object] = {"ranks": 1, "offload.stage": 1, "offload.nvme": ["/a"], "offload.cpu_memory": 5}
-MAY_NOT: dict[str, object] = {
+MAY_CHANGE: dict[str, object] = {
     "steps": 4,
+    "ranks": 1,
+    "offload.stage": 1,
+    "offload.nvme": ["/a"],
+    "offload.cpu_memory": 5,
+}
+MAY_NOT: dict[str, object] = {
+    "seed": 4,
     "offload.nvme": ["/b", "/a"],
     "offload.precision": {"compute": "fp32"},
     "offload.durability": "scratch",
