@@ -2,14 +2,14 @@
 csrc/reduce/reduce.h.
 
 Owns nothing. A device adds up chunks, each by itself; the sums of chunks are brought to the host and added up there.
-Nothing waits for the device before that. The calls: `launch_sum` for each gradient, `read_sums` for all of them. Done
-by Triton's kernel where that is to be had (`triton_sums`), else by torch's operations.
+Nothing waits for the device before that. The calls: `launch_sum` for each gradient, `read_sums` for all of them, or
+`total` of what somebody else has brought down. Done by Triton's kernel where that is to be had (`triton_sums`), else by
+torch's operations.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -44,13 +44,21 @@ def read_sums(launched: Sequence[Tensor]) -> list[GradSum]:
     """The sums of gradients, of what `launch_sum` returned for each; one download for all of them."""
     if not launched:
         return []
-    chunks = torch.cat(list(launched)).cpu().numpy()
-    ends = list(itertools.accumulate(len(each) for each in launched))
-    parts = [chunks[end - len(each) : end] for each, end in zip(launched, ends, strict=True)]
+    chunks = torch.cat(list(launched)).cpu()
+    return [total(part) for part in chunks.split([len(each) for each in launched])]
+
+
+def total(chunks: Tensor) -> GradSum:
+    """The sum of a gradient from those of its chunks, (chunks,) fp64 on the host."""
     # `sum` would add pairs.
-    totals = [float(np.add.accumulate(part)[-1]) if len(part) else 0.0 for part in parts]
+    found = float(np.add.accumulate(chunks.numpy())[-1]) if len(chunks) else 0.0
     # Squares of finite numbers do not overflow in double.
-    return [GradSum(math.nan if math.isnan(total) else total, math.isfinite(total)) for total in totals]
+    return GradSum(math.nan if math.isnan(found) else found, math.isfinite(found))
+
+
+def sums_in_few_launches(grad: Tensor) -> bool:
+    """Whether `launch_sum` does not add up row by row."""
+    return has_device_update(grad) or _scans_in_order(grad.device)
 
 
 def _sum_block(values: Tensor, sums: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Gradients to where they rest on this rank: stored, or added in fp32, with their sums in the same pass.
 
 Owns the way there. In host memory a large gradient is kept as autograd made it, others are copied to their places; from
-a GPU they are downloaded first, unless they rest in its memory. Knows no other rank. The calls: `keep` for each of
+a GPU they are downloaded, straight to their places where nothing is added or converted there, unless they rest in its
+memory. Knows no other rank. The calls: `keep` for each of
 autograd's gradients, or `keep_reduced` for a section's sum over ranks; `end` when a section is complete; `land` where
 a section is wanted now; `drain` at the end of backward.
 """
@@ -13,12 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from zero_offload.device import Device
+from zero_offload.kernels.device_grads import sums_in_few_launches
 from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
 from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
 from zero_offload.plan.partition import Partition
 from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import REDUCED, SectionGrads
-from zero_offload.runtime.grads.staging import GradStaging
+from zero_offload.runtime.grads.staging import GradStaging, Room, num_sums
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
@@ -39,7 +41,10 @@ class GradKeeper:
         self._shard_index = shard_index
         self._passes = store.grad_ring is not None
         room = {
-            section.layout.index: staged_grad_bytes(section.layout.numel, section.layout.nbytes, partition)
+            section.layout.index: Room(
+                staged_grad_bytes(section.layout.numel, section.layout.nbytes, partition),
+                num_sums(section.layout.shard_numel, len(section.layout.params)),
+            )
             for unit in units
             for section in unit.sections
             if section.layout.trainable and not rests_on(device, section)
@@ -56,6 +61,10 @@ class GradKeeper:
             self._keep_one(grads, index, grad.contiguous(), adds=adds)
         elif shard.on_device:
             self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, shard.dtype), adds=adds)
+        elif not adds and self._goes_straight(shard, grad):
+            parts = {index: slice(None)} if grads.local is None else {}
+            self._staging.place(grads, shard.place(index), grad.reshape(-1), parts)
+            shard.held = True
         else:
             self._staging.stage(grads, index, grad.reshape(-1), adds=adds)
 
@@ -63,6 +72,8 @@ class GradKeeper:
         """Bring a section's sum over ranks to rest: `shard`, (shard_numel,) fp32 on the device, this rank's part."""
         if self._is_there(grads):
             self._store_reduced(grads, shard)
+        elif not grads.reduced and self._goes_straight(grads.shard, shard, widens=True):
+            self._place_reduced(grads, shard)
         else:
             self._staging.stage(grads, REDUCED, shard, adds=False)
         self.end(grads)
@@ -85,6 +96,12 @@ class GradKeeper:
     def _is_there(self, grads: SectionGrads) -> bool:
         """Whether gradients rest in the memory in which they are made."""
         return self._device.is_host or (grads.local or grads.shard).on_device
+
+    @staticmethod
+    def _goes_straight(shard: GradShard, grad: torch.Tensor, *, widens: bool = False) -> bool:
+        """Whether a gradient on a GPU may be downloaded to its place, which has been made wide if it `widens`."""
+        dtype = torch.float32 if widens else shard.dtype
+        return shard.tier is not Tier.NVME and grad.dtype == dtype and sums_in_few_launches(grad)
 
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
@@ -139,6 +156,14 @@ class GradKeeper:
             begin, end = grads.layout.in_shard(piece, self._shard_index)
             self._put(grads, index, reduced[begin:end], adds=index in grads.reduced)
             grads.reduced.add(index)
+        grads.shard.held = True
+
+    def _place_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
+        """The first sum over ranks of a step: nothing is added to it on the host."""
+        grads.shard.widen()
+        ranges = [grads.layout.in_shard(piece, self._shard_index) for piece in grads.layout.params]
+        self._staging.place(grads, grads.shard.open(), reduced, {i: slice(*ends) for i, ends in enumerate(ranges)})
+        grads.reduced.update(range(len(ranges)))
         grads.shard.held = True
 
     def _land(self, grads: SectionGrads, index: int, grad: torch.Tensor, adds: bool) -> None:
