@@ -5,17 +5,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <algorithm>
-
 #include VEC_HEADER
 
 #include "compact/kernel.inl"
 #include "optim/kernel.inl"
-#include "util/parallel.h"
+#include "util/chunks.h"
 
 namespace {
 
-constexpr int64_t kChunk = 16384, kLanes = 16, kResident = 1024;
+constexpr int64_t kLanes = 16, kResident = 1024;
 
 // How many arrays of 4 and of 2 bytes (and of 1, where they are rewritten) are only read, rewritten, only
 // written.
@@ -112,8 +110,8 @@ __attribute__((visibility("default"))) bool stream(const uint32_t *counts, char 
     for (const Offered &each : kOffered) {
         if (memcmp(&each.streams, counts, sizeof(Streams)) != 0) continue;
         uint32_t sinks = 0;
-        zo::parallel_chunks((numel + kChunk - 1) / kChunk, num_threads, [&](int64_t chunk) {
-            const uint32_t sink = each.pass(arrays, chunk * kChunk, std::min(numel, (chunk + 1) * kChunk));
+        zo::for_each_chunk(numel, num_threads, [&](int64_t begin, int64_t count) {
+            const uint32_t sink = each.pass(arrays, begin, begin + count);
             __atomic_fetch_or(&sinks, sink, __ATOMIC_RELAXED);
         });
         volatile uint32_t kept = sinks;
@@ -133,7 +131,8 @@ __attribute__((visibility("default"))) void arithmetic(uint32_t rule, uint32_t v
     scalars.beta2 = 0.999f, scalars.one_minus_beta2 = 1e-3f;
     scalars.eps = 1e-8f, scalars.neg_step_size = -1e-9f;
     scalars.key[0] = 1, scalars.key[1] = 2;
-    zo::parallel_chunks(num_threads, num_threads, [&](int64_t thread) {
+#pragma omp parallel for num_threads(int(num_threads))
+    for (int64_t thread = 0; thread < num_threads; ++thread) {
         alignas(64) float values[kResident], grads[kResident], states[3][kResident];
         float scales[3][kResident / zo::kBlock];
         alignas(64) uint16_t halves[kResident], residuals[kResident] = {}, half_grads[kResident];
@@ -153,7 +152,7 @@ __attribute__((visibility("default"))) void arithmetic(uint32_t rule, uint32_t v
         }
         const int64_t share = numel / num_threads + (thread < numel % num_threads);
         for (int64_t done = 0; done < share; done += kResident) kernel(buffers, scalars, 0, kResident);
-    });
+    }
 }
 
 }  // extern "C"

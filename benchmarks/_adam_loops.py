@@ -18,19 +18,21 @@ from zero_offload.abi import Isa, Kind, Rule, StateFormat
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@cache
-def _library() -> C.CDLL:
-    """For the instruction set that the kernels use now."""
+def compiler_call() -> list[str]:
+    """For the instruction set that the kernels use now; what to make and where is to be added."""
     build = runpy.run_path(str(ROOT / "setup.py"), run_name="flags")
     compiler = build["find_compiler"]()
     isa = native.isa().name.lower()
     flags = [*build["COMPILE_FLAGS"], *build["isa_flags"](Path(f"kernel_{isa}.cpp"), x86=build["is_for_x86"](compiler))]
     vec = "simd/vec_scalar.h" if native.isa() is Isa.SCALAR else f"simd/vec_{isa}.h"
+    return [compiler, *flags, f'-DVEC_HEADER="{vec}"', str(Path(__file__).with_suffix(".cpp"))]
+
+
+@cache
+def _library() -> C.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "loops.so"
-        source = Path(__file__).with_suffix(".cpp")
-        command = [compiler, *flags, f'-DVEC_HEADER="{vec}"', "-shared", str(source), "-o", str(library)]
-        subprocess.run(command, check=True)
+        subprocess.run([*compiler_call(), "-shared", "-o", str(library)], check=True)
         loaded = C.CDLL(str(library))
     loaded.stream.restype = C.c_bool
     return loaded

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from zero_offload import native
 from zero_offload.types import Tier
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -338,3 +339,14 @@ def test_where_no_group_can_be_made_rows_are_empty(
     assert "no memory cgroup can be made" in capsys.readouterr().out
     rows = json.loads(result.read_text())
     assert len(rows) == 2 and all(row["ok"] is None and row["theirs"] is None for row in rows)
+
+
+# adam.py
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the native library and its compiler")
+def test_the_loops_beside_the_kernels_still_compile(benchmark: Any) -> None:
+    """They include the kernels' own files."""
+    checked = [*benchmark("_adam_loops").compiler_call(), "-fsyntax-only", "-Werror"]
+    done = subprocess.run(checked, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
