@@ -94,3 +94,61 @@ def test_every_micro_batch_finds_the_unit_there(nvme: Path, monkeypatch: pytest.
         found.append(device.uploads.launched - before)
         zo.close(model)
     assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+def test_gradients_leave_once_per_step(grads: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Added up on the device, however many micro-batches there are; a loop has each of them leave."""
+    found = {}
+    for run, count in ((zo.accumulate, 1), (zo.accumulate, 2), (zo.accumulate, 5), (loop, 2)):
+        device = LateDevice()
+        monkeypatch.setattr(offload_module, "compute_device", lambda device=device: device)
+        config = zo.OffloadConfig(
+            params="cpu", grads=grads, precision="fp32", nvme=nvme / str(len(found)), durability="scratch"
+        )
+        model = zo.offload(build(lambda: TinyLM(WIDE, 4)), config)
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        for step in range(2):
+            before = device.downloads.nbytes
+            run(model, batches_of(count, 5 * step), third)
+            found[run, count] = device.downloads.nbytes - before
+            optimizer.step()
+            optimizer.zero_grad()
+        zo.close(model)
+    once = found[zo.accumulate, 1]
+    numel = sum(param.numel() for param in TinyLM(WIDE, 4).parameters())
+    assert 4 * numel <= once < 4 * numel * 1.01
+    assert found[zo.accumulate, 2] == found[zo.accumulate, 5] == once
+    assert 8 * numel <= found[loop, 2] < 8 * numel * 1.01
+
+
+def test_a_round_that_breaks_off_leaves_no_sums_behind(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice()
+    monkeypatch.setattr(offload_module, "compute_device", lambda: device)
+    results = []
+    for breaks in (True, False):
+        model = zo.offload(build(lambda: TinyLM(WIDE, 3)), zo.OffloadConfig(precision="bf16", device_memory="14MiB"))
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        if breaks:
+            hook = model.blocks[0].up.register_full_backward_hook(fail_at_the_second(backwards := []))
+            with pytest.raises(ZeroDivisionError):
+                zo.accumulate(model, batches_of(3), third)
+            hook.remove()
+            assert len(backwards) == 2
+        zo.accumulate(model, batches_of(2, 7), third)
+        results.append(zo.clip_grad_norm_(model, 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        zo.accumulate(model, batches_of(2, 9), third)
+        results.append(zo.clip_grad_norm_(model, 0.5).item())
+        zo.close(model)
+    assert results[:2] == results[2:]
+
+
+def fail_at_the_second(calls: list[int]) -> Any:
+    def hook(*arguments: Any) -> None:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ZeroDivisionError
+
+    return hook

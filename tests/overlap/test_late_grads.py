@@ -297,3 +297,48 @@ def test_a_gradient_is_kept_without_a_copy(on_device: Use) -> None:
     model(tokens_of(0)).backward()
     same = [name for name, param in model.named_parameters() if param.grad.data_ptr() == made[name]]
     assert len(same) > len(made) // 2
+
+
+class WideGrad(torch.autograd.Function):
+    """Its gradient is fp32, and not of half precision."""
+
+    made: list[torch.Tensor] = []
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        WideGrad.made.append(grad.float() * 1.1)
+        return WideGrad.made[-1]
+
+
+class Widened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(40, 40, bias=False), nn.Linear(40, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(nn.functional.linear(x, WideGrad.apply(self.wide.weight))).square().mean()
+
+
+@pytest.mark.parametrize("grads", ["cpu", "device", "nvme"])
+@pytest.mark.parametrize("device", [HostDevice, LateDevice])
+def test_gradients_wider_than_their_parameter_lose_nothing(
+    device: Callable[[], object], grads: str, on_device: Use, nvme: Path
+) -> None:
+    """Torch takes them, with `grad_dtype`."""
+    on_device(device())
+    model = Widened()
+    model.wide.weight.grad_dtype = None
+    zo.offload(model, zo.OffloadConfig(precision="bf16", grads=grads, nvme=nvme, durability="scratch"))
+    optimizer = zo.AdamW(model.parameters())
+    for _ in range(2):
+        WideGrad.made.clear()
+        for count in (1, 2):
+            model(torch.randn(3, 40)).backward()
+            with zo.gathered(model, kind="grads") as found:
+                assert torch.equal(found["wide.weight"], sum(WideGrad.made))
+                assert len(WideGrad.made) == count and found["narrow.weight"].any()
+        optimizer.step()

@@ -281,8 +281,8 @@ def _grad_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> dict[
         "grad_download_s": _per(out * leaves, machine.download_bytes),
         "grad_write_s": _per(out * on_disk, machine.write_bytes),
         "grad_read_s": _per(out * on_disk, machine.read_bytes),
-        # From staging to where they rest: read and written.
-        "land_s": _per(2 * out * (leaves and not on_disk), machine.host_bytes),
+        # From staging to where they rest, where the host adds them up: read and written.
+        "land_s": _per(2 * out * (leaves and not on_disk and job.batch.micro_batches > 1), machine.host_bytes),
     }
 
 

@@ -324,10 +324,12 @@ def _staging_bytes(
             staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition))
         passing[tiers[StateKind.GRADS] is Tier.DEVICE and not shared].append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
-        # what arrives from them. On its way to disk the sum has pages of its own, the host's.
+        # what arrives from them. On its way to disk the sum has pages of its own, the host's. A GPU adds up a unit's
+        # gradients of all micro-batches before they leave.
         on_its_way = unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0
         if partition.world_size == 1:
-            trained.append(trained_bytes)
+            adds_up = unit.grads_bytes > trained_bytes and tiers[StateKind.GRADS] is not Tier.DEVICE and not shared
+            trained.append(trained_bytes + unit.grads_bytes * adds_up)
         else:
             trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way * shared)
         written.append(0 if shared else on_its_way)

@@ -152,8 +152,10 @@ class MicroBatches:
         if activations is not None:
             activations.begin_parts()
         try:
+            self._pieces.grads.coming = self._lines
             self._run_parts()
         finally:
+            self._pieces.grads.coming = {}
             if activations is not None:
                 activations.end_backward()
         self._session.end_backward()

@@ -52,21 +52,30 @@ class GradKeeper:
         self._staging = GradStaging(device, store.arena, room, self._land, self._rested)
         self._open: list[SectionGrads] = []
         """With pages, the longest unused first."""
+        self._adding: list[SectionGrads] = []
+        """What has had sums in `adding` in this backward."""
 
-    def keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Bring one gradient of autograd's to rest on this rank: `adds` to the one there, or is the first."""
+    def keep(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool, more: bool = False) -> None:
+        """Bring one gradient of autograd's to rest on this rank: `adds` to the one there, or is the first.
+
+        With `more` of the same backward's to come, a GPU adds them up before they leave.
+        """
         shard = grads.local or grads.shard
         grad = grad.resolve_neg()  # a kernel sees memory, which has the other sign there
         if self._device.is_host:
             self._keep_one(grads, index, grad.contiguous(), adds=adds)
         elif shard.on_device:
-            self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, shard.dtype), adds=adds)
-        elif not adds and self._goes_straight(shard, grad):
-            parts = {index: slice(None)} if grads.local is None else {}
-            self._staging.place(grads, shard.place(index), grad.reshape(-1), parts)
-            shard.held = True
+            dtype = grad.dtype if _is_wider(grad, shard) else shard.dtype
+            self._store_one(grads, index, grad.reshape(-1) if adds else _own(grad, dtype), adds=adds)
+        elif index in grads.adding:
+            grads.adding[index] = grads.adding[index].float().add_(grad.reshape(-1))
+            if not more:
+                self._send_sum(grads, index)
+        elif more and not adds:
+            grads.adding[index] = _own(grad, grad.dtype)
+            self._adding.append(grads)
         else:
-            self._staging.stage(grads, index, grad.reshape(-1), adds=adds)
+            self._send(grads, index, grad.reshape(-1), adds=adds)
 
     def keep_reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """Bring a section's sum over ranks to rest: `shard`, (shard_numel,) fp32 on the device, this rank's part."""
@@ -87,15 +96,38 @@ class GradKeeper:
 
     def land(self, grads: SectionGrads) -> None:
         """Wait until what was kept of this section is where it rests."""
+        for index in list(grads.adding):
+            self._send_sum(grads, index)
         self._staging.land(grads)
 
     def drain(self) -> None:
         """The same of everything."""
+        for grads in self._adding:
+            for index in list(grads.adding):
+                self._send_sum(grads, index)
+        self._adding.clear()
         self._staging.drain()
 
     def _is_there(self, grads: SectionGrads) -> bool:
         """Whether gradients rest in the memory in which they are made."""
         return self._device.is_host or (grads.local or grads.shard).on_device
+
+    def _send_sum(self, grads: SectionGrads, index: int) -> None:
+        """A sum is complete."""
+        shard = grads.local or grads.shard
+        if shard.tier is not Tier.NVME:  # there it lands in wider memory
+            self._staging.await_placed(grads)
+            shard.widen()
+        self._send(grads, index, grads.adding.pop(index).float(), adds=False)
+
+    def _send(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Launch the download of a gradient, (numel,) on a GPU, to its place or by way of staging."""
+        shard = grads.local or grads.shard
+        if adds or not self._goes_straight(shard, grad):
+            self._staging.stage(grads, index, grad, adds=adds)
+            return
+        self._staging.place(grads, shard.place(index), grad, {index: slice(None)} if grads.local is None else {})
+        shard.held = True
 
     @staticmethod
     def _goes_straight(shard: GradShard, grad: torch.Tensor, *, widens: bool = False) -> bool:
@@ -120,7 +152,7 @@ class GradKeeper:
         """Write one gradient, host or where it rests, to its place there."""
         shard = grads.local or grads.shard
         self._keep_open(grads)
-        if adds:
+        if adds or _is_wider(grad, shard):
             shard.widen()
         if grads.local is None:
             self._put(grads, index, grad, adds=adds)
@@ -182,6 +214,11 @@ class GradKeeper:
 def rests_on(device: Device, section: Section) -> bool:
     """Whether a section's gradients rest in the device's own memory."""
     return section.shard.placement.grads is Tier.DEVICE and not device.is_host
+
+
+def _is_wider(grad: torch.Tensor, shard: GradShard) -> bool:
+    """A sum, or what hooks or `Tensor.grad_dtype` have made: the section has to follow, to lose nothing."""
+    return grad.dtype.itemsize > shard.dtype.itemsize
 
 
 def _close(grads: SectionGrads) -> None:

@@ -50,6 +50,8 @@ class SectionGrads:
     """Per parameter that has a gradient; several ranks: of this rank's part."""
     launched: dict[int, torch.Tensor] = field(default_factory=dict)
     """Sums that a GPU makes of gradients in its memory, newer than those in `sums`; see `measure`."""
+    adding: dict[int, torch.Tensor] = field(default_factory=dict)
+    """On a GPU: sums of gradients of this backward, (numel,), to which more are added before they leave."""
     factors: dict[int, float] = field(default_factory=dict)
     """See [Note: factors]; what has none is used as it is."""
     reduced: set[int] = field(default_factory=set)
@@ -263,6 +265,7 @@ class GradLedger:
         grads.reduced.discard(index)
         grads.sums.pop(index, None)
         grads.launched.pop(index, None)
+        grads.adding.pop(index, None)
         grads.factors.pop(index, None)
         if not grads.holding:
             grads.sums.clear()

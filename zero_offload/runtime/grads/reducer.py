@@ -8,7 +8,7 @@ per parameter, `finish_backward`; then `clip_norm`, `clip_value`; or `drop`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 
 import torch
 from torch import nn
@@ -58,6 +58,8 @@ class GradReducer:
         self.defers = collectives.partition.defers_reduction and not self.passing
         """Whether backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
+        self.coming: Mapping[int, Sized] = {}
+        """What this backward has still to bring, by the numbers of `arrive_together`; empty where nobody knows."""
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
@@ -83,10 +85,11 @@ class GradReducer:
                 "parameter with param.grad = None"
             )
         self._board.wait(grads.unit.index)
+        more = len(self.coming.get(id(param), ())) > 0
         if self._collectives.world_size == 1:
-            self.keeper.keep(grads, index, grad, adds=index in grads.holding)
+            self.keeper.keep(grads, index, grad, adds=index in grads.holding, more=more)
         elif self.defers:
-            self.keeper.keep(grads, index, grad, adds=index in grads.waiting)
+            self.keeper.keep(grads, index, grad, adds=index in grads.waiting, more=more)
             grads.waiting.add(index)
             self._deferred = True
         else:

@@ -169,6 +169,12 @@ class GradStaging:
         while self._sealed:
             self._finish(self._sealed.popleft())
 
+    def await_placed(self, grads: SectionGrads) -> None:
+        """What is placed of this section is there: its gradients may be moved to wider memory."""
+        for batch in (*self._sealed, *self._filling.values()):
+            for placed in batch.placed if batch.grads is grads else ():
+                placed.there.take_on_host()
+
     def _batch(self, grads: SectionGrads) -> _Batch:
         """The one being filled. What makes room may have sealed the one before."""
         return self._filling.setdefault(id(grads), _Batch(grads))
@@ -193,10 +199,7 @@ class GradStaging:
         for placed in batch.placed:
             placed.land(batch.grads)
         if batch.staged:
-            # What lands may move the section's gradients to wider memory: all that is placed is there before.
-            for other in (*self._sealed, *self._filling.values()):
-                for placed in other.placed if other.grads is batch.grads else ():
-                    placed.there.take_on_host()
+            self.await_placed(batch.grads)
         for index, adds, handoff in batch.staged:
             land(batch.grads, index, handoff.take_on_host(), adds)
         rest(batch.grads)
