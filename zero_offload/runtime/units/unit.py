@@ -157,29 +157,25 @@ class Unit:
 
         A pass over the parameters, and one more in `changed`, which on a GPU is the first to wait.
         """
-        if any(map(self._loses, self.sections)):
+        if any(_loses(self, section) for section in self.sections):
             self._fingerprints = self._take_fingerprints()
 
     def _take_fingerprints(self) -> torch.Tensor:
         return fingerprints([local_part(param).detach() for param in self.params])
-
-    def _loses(self, section: Section) -> bool:
-        """Whether what is changed here does not last: the value leaves, or its master is not made from it."""
-        return not self.updates_in_place or section.layout.has_master_apart
 
     def changed(self) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
         names = []
         # Without versions it was never opened: there was no room for it.
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
-            if not section.holds(local_part(param)) or (param._version != version and self._loses(section)):
+            if not section.holds(local_part(param)) or (param._version != version and _loses(self, section)):
                 names.append(piece.spec.name)
         if self._fingerprints is not None and not names:
             differ = (self._take_fingerprints() != self._fingerprints).tolist()
             names = [
                 piece.spec.name
                 for (section, piece, _), differs in zip(self.placed_params, differ, strict=True)
-                if differs and self._loses(section)
+                if differs and _loses(self, section)
             ]
         return names
 
@@ -219,6 +215,11 @@ class Unit:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
         self.forward_uses = self.backward_uses = 0
         self.close()
+
+
+def _loses(unit: Unit, section: Section) -> bool:
+    """Whether what forward changes there does not last: the value leaves, or its master is not made from it."""
+    return not unit.updates_in_place or section.layout.has_master_apart
 
 
 class UpdatesInBackward(Protocol):
