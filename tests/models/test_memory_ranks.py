@@ -21,7 +21,7 @@ from tests.helpers.ranks import RankPools
 from zero_offload.api import runtime_of
 from zero_offload.device import Device
 from zero_offload.plan.partition import STAGES
-from zero_offload.types import Tier
+from zero_offload.types import FRAME, Tier
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 
@@ -108,16 +108,13 @@ def test_host_memory_beside_a_device_is_what_the_plan_says(
     settings = {"params": tier, "grads": tier, "optimizer": tier, "stage": stage, "precision": "fp32"}
     for found in pools.of(world_size).succeed(measure_late, settings | ({"nvme": nvme} if tier == "nvme" else {})):
         planned = found["planned"][Tier.CPU] + found["in_flight"][Tier.CPU]
-        # Pages of gradients on their way to disk are as many as were ever needed at once.
-        assert (
-            found["memory"] < found["memory"] + found["frames"] <= planned
-            if tier == "nvme"
-            else (
-                found["memory"],
-                found["frames"],
-            )
-            == (planned, 0)
-        )
+        memory, frames = found["memory"], found["frames"]
+        if tier == "nvme":
+            # Pages of gradients on their way to disk are as many as were ever needed at once.
+            assert memory < memory + frames <= planned
+        else:
+            # Sums of gradients, which a GPU makes, take some kilobytes that no plan counts.
+            assert (memory, frames) == (planned + FRAME, 0)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

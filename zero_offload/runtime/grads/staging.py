@@ -6,8 +6,8 @@ wanted now, `drain` at the end of backward. Of what is placed the GPU makes the 
 when they are there. What is staged and complete is handed to `land`, gradient by gradient in the order in which they
 were staged. Then `rest` ends the section. There is room for the `STAGED_SECTIONS` largest sections, as the plan counts
 them, and for a larger gradient when one comes: one rank's own of a section that ranks have cut (`no_sync`), or one that
-`Tensor.grad_dtype` makes wider than its parameter. What is placed has room for sums only, a few of them: so gradients
-that wait for their download do not fill up a GPU's memory.
+`Tensor.grad_dtype` makes wider than its parameter. What is placed has room for sums only, a few of them, 8 bytes per
+16384 elements, which no plan counts: so gradients that wait for their download do not fill up a GPU's memory.
 """
 
 from __future__ import annotations
