@@ -101,7 +101,10 @@ def check(stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path) 
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize(("stage", "world_size"), [(3, 1), (0, 2), (1, 2), (2, 2), (3, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"),
+    [(3, 1), (1, 2), (3, 2), *(pytest.param(*sizes, marks=pytest.mark.full) for sizes in [(0, 2), (2, 2), (1, 3)])],
+)
 def test_host_memory_beside_a_device_is_what_the_plan_says(
     stage: int, world_size: int, tier: str, pools: RankPools, nvme: Path
 ) -> None:
