@@ -20,12 +20,11 @@ NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h)
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
 
-# Three workers for two cores: a third of a test's time is waiting, for drives, other processes and time-outs.
 test: $(READY) $(NATIVE)
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
 
 test-all: $(READY) $(NATIVE) asan tsan
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m "" $(ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "" $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
