@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -286,3 +288,12 @@ def test_help_says_what_is_not_given(capsys: pytest.CaptureFixture[str]) -> None
         for flag, default in expected.items():
             after = text.rpartition(f" {flag} ")[2].partition("(default")[2]
             assert after.lstrip(": ").startswith(default), flag
+
+
+def test_nobody_reads_what_it_prints() -> None:
+    """As with `| head`: no traceback, and the exit code that a shell gives to a broken pipe."""
+    command = [sys.executable, "-m", "zero_offload", "plan", "--model", "tiny"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    assert (child.stderr.read(), child.wait()) == ("", 141)

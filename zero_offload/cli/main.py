@@ -7,6 +7,7 @@ and `run(args) -> int`; heavy imports wait inside `run`, so `--help` stays quick
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ import zero_offload
 from zero_offload.cli import bench, clean, doctor, export, plan, report, train, verify
 from zero_offload.errors import ZeroOffloadError
 
-INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+INTERRUPTED, NOBODY_READS = 130, 141  # 128 + SIGINT, + SIGPIPE, as a shell reports them
 
 _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capacity, 4 storage, 5 integrity,
 6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted"""
@@ -25,12 +26,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         code: int = args.run(args)
+        sys.stdout.flush()
     except ZeroOffloadError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # as of `report RUN | head`; what Python still flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOBODY_READS
     return code
 
 
