@@ -85,7 +85,7 @@ class GradReducer:
                 "parameter with param.grad = None"
             )
         self._board.wait(grads.unit.index)
-        more = len(self.coming.get(id(param), ())) > 0
+        more = bool(self.coming.get(id(param)))
         if self._collectives.world_size == 1:
             self.keeper.keep(grads, index, grad, adds=index in grads.holding, more=more)
         elif self.defers:
