@@ -220,10 +220,10 @@ def test_a_run_goes_on_to_another_last_step(text: Path, tmp_path: Path, capsys: 
     assert longer.code == 0 and "was to end at step 3 and now ends at 5" in longer.out
     assert [row["lr"] for row in _rows(run)][3:] == [row["lr"] for row in _rows(whole)][3:]
     assert [row["step"] for row in _rows(run)] == [1, 2, 3, 4, 5]
-    before = (run / "metrics.jsonl").read_bytes()
+    before = [(run / name).read_bytes() for name in ("metrics.jsonl", "run.json")]
     shorter = _here(capsys, *short, "--out", run, "--steps", 4)
     assert shorter.code == 2 and "at step 5 already, beyond --steps 4" in shorter.err
-    assert (run / "metrics.jsonl").read_bytes() == before
+    assert [(run / name).read_bytes() for name in ("metrics.jsonl", "run.json")] == before
 
 
 def test_toml_with_a_flag_on_top(text: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -111,10 +111,10 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
         before = {} if existing is Existing.DISCARD else RunDir(config.out).earlier_identity() or {}
         job, description = _set_up(config, corpus, ranks, existing)
-        if ranks.is_first:
-            RunDir(config.out).create(description)
         with _closed_on_error(job.model):
             first_step = _resume(job, progress, before) + 1
+            if ranks.is_first:
+                RunDir(config.out).create(description)
             if ranks.is_first and first_step == 1:
                 RunDir(config.out).drop_traces()
             with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
