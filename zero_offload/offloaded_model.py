@@ -41,7 +41,7 @@ from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 from zero_offload.types import Durability
-from zero_offload.updates import Updates, failing
+from zero_offload.updates import Updates, failing, overlaps
 
 
 class OffloadedModel:
@@ -172,6 +172,8 @@ class OffloadedModel:
             self.groups = list(groups)
             if finite:
                 self._states.param_steps = counts
+                if overlaps(self.parts, sections):
+                    self._stats.cut()
                 self._updates.launch(hypers, sections)
             else:
                 names = ledger.non_finite(taken)

@@ -71,10 +71,16 @@ class StatsKeeper:
         self._start = time.perf_counter()
         self._before: dict[str, float] = {}
         self._delta: dict[str, float] = {}
+        self._cut: dict[str, float] | None = None
+
+    def cut(self) -> None:
+        """What is counted from here on is the next step's: an update begins that runs beside it."""
+        self._cut = self._counters.snapshot()
 
     def close_step(self, step: int) -> dict[str, float]:
         """This step ends here; returns what every counter has grown by in it, and its "step_s"."""
         now, totals = time.perf_counter(), self._counters.snapshot()
+        totals, self._cut = self._cut or totals, None
         self._delta = {name: total - self._before.get(name, 0) for name, total in totals.items()}
         self._delta["step_s"] = now - self._start
         if (spans := self._counters.spans).on:

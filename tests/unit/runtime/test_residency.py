@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from tests.helpers.models import WIDE, Block, build
 from tests.helpers.reference import placed
 from zero_offload.api import runtime_of
 from zero_offload.memory.pages import FRAME
+from zero_offload.optim.worker import Worker
 from zero_offload.parts import Parts
 from zero_offload.shards.state import UnitState
 
@@ -144,6 +145,33 @@ def test_units_in_use_keep_their_frames(parts: Parts) -> None:
     assert [unit.state for unit in parts.units].count(UnitState.AWAITING) == 2
     assert parts.units[3].state is UnitState.AWAITING and parts.units[0].state is UnitState.AWAITING
     parts.units[3].gathered_uses = 0
+
+
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_an_update_beside_forward_counts_in_the_next_step(
+    overlap: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon it begins: here it is over before `step` has returned."""
+    submit = Worker.submit
+
+    def at_once(worker: Worker, job: Callable[[], None]) -> None:
+        submit(worker, job)
+        worker.drain()
+
+    monkeypatch.setattr(Worker, "submit", at_once)
+    config = zo.OffloadConfig(optimizer="nvme", nvme=nvme, precision="fp32", durability="scratch", overlap=overlap)
+    model = zo.offload(build(lambda: nn.Linear(8, 8)), config)
+    optimizer, owner, written = zo.AdamW(model.parameters()), runtime_of(model), []
+    assert owner is not None
+    before = owner.parts.store.counters.snapshot()["written.nvme"]
+    for _ in range(2):
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        written.append(zo.stats(model).written_bytes["nvme"])
+    zo.close(model)
+    assert written[1] > 0
+    assert written[0] - before == (0 if overlap == "forward" else written[1])
 
 
 @pytest.mark.parametrize("num_frames", [3, 4, 6, 8, 10])
