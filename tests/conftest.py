@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -24,6 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("ranks"))
     known = set(alone)
     items[:] = [item for item in items if item not in known] + alone
+
+
+def pytest_collection_finish() -> None:
+    """What there is of thousands of tests stays: each look of the garbage collector at it would take half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def _starts_ranks(item: pytest.Item) -> bool:
