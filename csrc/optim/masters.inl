@@ -20,6 +20,9 @@ struct WholeMaster {
         W::store(static_cast<float *>(b.value) + i, p);
         if (copy) W::store(static_cast<float *>(b.value_out) + i, p);
     }
+    static ZO_INLINED void fetch(const UpdateBuffers &b, int64_t i) {
+        __builtin_prefetch(static_cast<const float *>(b.value) + i);
+    }
 };
 
 struct SplitMaster {
@@ -35,6 +38,10 @@ struct SplitMaster {
         W::store_u16(static_cast<uint16_t *>(b.value) + i, half);
         W::store_u16(static_cast<uint16_t *>(b.residual) + i, W::bits(p));
         if (copy) W::store_u16(static_cast<uint16_t *>(b.value_out) + i, half);
+    }
+    static ZO_INLINED void fetch(const UpdateBuffers &b, int64_t i) {
+        __builtin_prefetch(static_cast<const uint16_t *>(b.value) + i);
+        __builtin_prefetch(static_cast<const uint16_t *>(b.residual) + i);
     }
 };
 
@@ -67,6 +74,10 @@ struct MasterBeside {
         W::store(b.master + i, p);
         W::store_f16(static_cast<uint16_t *>(b.value) + i, p);
         if (copy) W::store_f16(static_cast<uint16_t *>(b.value_out) + i, p);
+    }
+    static ZO_INLINED void fetch(const UpdateBuffers &b, int64_t i) {
+        __builtin_prefetch(b.master + i);
+        __builtin_prefetch(static_cast<const uint16_t *>(b.value) + i);
     }
 };
 

@@ -3,6 +3,9 @@
 
 #include <stdint.h>
 
+// For functions that only fetch ahead: to GCC they have no effect, and calls of them go.
+#define ZO_INLINED __attribute__((always_inline))
+
 namespace zo {
 namespace {
 
