@@ -176,6 +176,17 @@ def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in text, words
 
 
+def test_micro_batches_by_unit_and_in_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*ISSUE.split(), "--tokens", "16384", "--accumulate", "8"]
+    seconds = []
+    for order in ([], ["--loop"]):
+        assert main([*flags, *order, "--json"]) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["step"]["predicted_s"])
+    assert seconds[0] < seconds[1]
+    assert main(flags) == 0
+    assert "16,384 tokens of a rank in 8 micro-batches, all at a unit before the next" in capsys.readouterr().out
+
+
 def test_its_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     tiers = "--params-tier cpu --grads-tier cpu --optimizer-tier nvme"
     assert main([*ISSUE.split(), *tiers.split(), "--json"]) == 0
@@ -209,8 +220,8 @@ def test_what_activations_leave_no_room_for(capsys: pytest.CaptureFixture[str]) 
     tiers = "--params-tier cpu --grads-tier cpu --optimizer-tier nvme"
     flags = f"plan --model llama-8b --gpu rtx4090 --ram 256GiB --nvme 7GB/s --tokens 262144 {tiers}"
     assert main(flags.split()) == 3
-    assert "make smaller micro-batches with --accumulate" in capsys.readouterr().err
-    main([*flags.split(), "--accumulate", "32", "--json"])
+    assert "make smaller micro-batches with --accumulate N --loop" in capsys.readouterr().err
+    main([*flags.split(), "--accumulate", "32", "--loop", "--json"])
     assert json.loads(capsys.readouterr().out)["activation_bytes"] < 24 * GIB
 
 

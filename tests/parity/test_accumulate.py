@@ -124,6 +124,23 @@ def test_a_loop_fetches_once_more_per_micro_batch(nvme: Path) -> None:
     zo.close(model)
 
 
+def test_gradients_on_disk_are_written_once(nvme: Path) -> None:
+    """They are added up where they lie until the last micro-batch has been at the unit; a loop writes each sum."""
+    written = {}
+    for count, run in ((2, zo.accumulate), (5, zo.accumulate), (5, loop)):
+        config = away(nvme / f"{count}-{run.__name__}", grads="nvme")
+        model = zo.offload(build(lambda: TinyLM(WIDE, 4)), config)
+        optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+        for step in range(3):
+            run(model, [tokens_of(5 * step + i) for i in range(count)], third)
+            optimizer.step()
+            optimizer.zero_grad()
+        written[count, run] = zo.stats(model).written_bytes["nvme"]
+        zo.close(model)
+    assert written[2, zo.accumulate] == written[5, zo.accumulate] > 0
+    assert written[5, loop] > 2 * written[5, zo.accumulate]
+
+
 def test_where_nothing_leaves_it_is_the_loop() -> None:
     """One micro-batch's graph at a time."""
     model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))

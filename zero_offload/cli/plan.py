@@ -87,6 +87,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--sequence", type=int, help="tokens that attend to each other (default 4096, or all)")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (default 1)")
     parser.add_argument(
+        "--loop", action="store_true", help="micro-batches one after the other; without it as zo.accumulate has them"
+    )
+    parser.add_argument(
         "--recompute", choices=("block", "none"), help="what backward runs again (default: as the model)"
     )
     parser.add_argument("--measure", action="store_true", help="measure this machine and --nvme, and remember it")

@@ -23,6 +23,7 @@ _CAUSES = {
     Cause.GRADS: "gradients",
     Cause.COMMIT: "commits",
 }
+_ORDERS = {True: "all at a unit before the next", False: "one after the other"}
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,12 @@ def _forecast_lines(report: Report) -> Iterator[str]:
     found, machine = report.found, report.planned.machine
     if found is None:
         return
-    step, batch = found.prediction, report.request.batch
+    step, planned = found.prediction, report.planned
+    batch = planned.job.as_run(planned.placement.tiers, machine).batch
     tokens = batch.tokens * batch.micro_batches
     speed = f"{step.tokens_per_s:,.0f} tokens/s in all"
-    yield f"predicted step: {_seconds(step.step_s)} for {tokens:,} tokens of a rank, {speed}"
+    micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""
+    yield f"predicted step: {_seconds(step.step_s)} for {tokens:,} tokens of a rank{micro}, {speed}"
     busy = ", ".join(f"{machine.title(lane)} {share:.0%}" for lane, share in step.busy.items() if share >= 0.005)
     yield f"  busy: {busy}"
     if waits := [

@@ -35,7 +35,7 @@ from zero_offload.plan.search import Outlook
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape
 from zero_offload.plan.simulate import Prediction, simulate
 from zero_offload.probe import probe_hardware
-from zero_offload.types import HardwareProfile, Tier, format_bytes, parse_bytes
+from zero_offload.types import HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}
@@ -74,7 +74,9 @@ class Request:
         micro = max(tokens // args.accumulate, 1)
         sequence = min(args.sequence or SEQUENCE_USUAL, micro)
         cluster = Cluster(args.ranks, args.nodes)
-        batch = Batch(micro, args.accumulate, sequence, recompute)
+        # As `train` does it, unless a loop is asked for.
+        by_unit = args.accumulate > 1 and recompute and not args.loop and config.overlap != UpdateOverlap.BACKWARD
+        batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
         gpu = None if args.gpu is None else find_gpu(args.gpu)[0]
         found = cls(args.model, work, vocab, config, cluster, batch, gpu, drives)
         return replace(found, config=found._with_budgets(args.ram))
@@ -89,9 +91,9 @@ class Request:
             activations = self.activation_bytes()
             if activations >= whole:
                 raise CapacityError(
-                    f"activations of {self.batch.tokens:,} tokens take {format_bytes(activations)} of the "
-                    f"{format_bytes(whole)} of a {self.gpu}; make smaller micro-batches with --accumulate, or add "
-                    "--activations-tier cpu"
+                    f"activations of {self.batch.tokens * self.batch.num_together:,} tokens take "
+                    f"{format_bytes(activations)} of the {format_bytes(whole)} of a {self.gpu}; make smaller "
+                    "micro-batches with --accumulate N --loop, or add --activations-tier cpu"
                 )
             config = replace(config, device_memory=whole - activations)
         if self.drives is not None and config.nvme_capacity is None:
@@ -99,7 +101,8 @@ class Request:
         return config
 
     def activation_bytes(self) -> int:
-        """Of a micro-batch, at their most on the device: inputs of blocks, one block's inside, and some logits."""
+        """At their most on the device: inputs of blocks, of all micro-batches that go through them together, one
+        block's inside, and some logits."""
         value_bytes = 4 if self.config.compute_dtype_name == "float32" else 2
         stays = self.config.activation_fractions.get(Tier.DEVICE, 0.0)
         kept = [
@@ -108,7 +111,8 @@ class Request:
         ]
         inside = max(each.inside_values for each in self.work)
         logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value_bytes + 8)  # and in fp32, and its gradient
-        return int(self.batch.tokens * value_bytes * (sum(kept) * stays + inside) + logits)
+        together = self.batch.num_together
+        return int(self.batch.tokens * value_bytes * (sum(kept) * stays * together + inside) + logits)
 
     def with_one_more_gpu(self) -> Request:
         """In each machine, with the same memory, drives and tokens of a rank."""

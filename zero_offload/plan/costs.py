@@ -1,4 +1,4 @@
-"""Seconds that each lane spends on one unit in a step, from bytes, arithmetic and a machine's rates.
+"""Seconds that each lane spends on a unit in a step, from bytes, arithmetic and a machine's rates.
 
 Owns the arithmetic and nothing of time: what waits for what is `timeline`'s. What moves when is the runtime's rule,
 case by case: `offload._home` and `runtime/units/carrier.py` for values, `runtime/grads` for gradients,
@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zero_offload.config import OffloadConfig
-from zero_offload.plan.hardware import Lane, Machine
+from zero_offload.plan.hardware import Machine
+from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import UnitBytes, measure_units
 from zero_offload.plan.partition import ONE_RANK, Partition
@@ -40,6 +41,18 @@ class Batch:
     """Tokens that attend to each other."""
     recompute: bool = True
     """Blocks keep their inputs only, and run again in backward."""
+    by_unit: bool = False
+    """All micro-batches at a unit before the next one (`zo.accumulate`), else one after the other, in a loop."""
+
+    @property
+    def num_passes(self) -> int:
+        """Through the units, forward and back."""
+        return 1 if self.by_unit else self.micro_batches
+
+    @property
+    def num_together(self) -> int:
+        """Micro-batches of a pass, whose activations are kept at once."""
+        return self.micro_batches if self.by_unit else 1
 
 
 @dataclass(frozen=True)
@@ -81,96 +94,19 @@ class Job:
         total = sum(unit.trained_numel for unit in self.units) / self.partition.optimizer_shards
         return CHUNK_NUMEL * max(math.ceil(total / CHUNK_NUMEL / PIECES_MAX), 1)
 
+    def as_run(self, tiers: Sequence[Tiers], machine: Machine) -> Job:
+        """With these tiers: where no unit leaves, `zo.accumulate` is the loop."""
+        placed = zip(self.units, tiers, strict=True)
+        if not self.batch.by_unit or any(_fetches(self, unit, at, machine)[2] for unit, at in placed):
+            return self
+        return replace(self, batch=replace(self.batch, by_unit=False))
+
     def overlaps(self, tiers: Sequence[Tiers], machine: Machine) -> bool:
         """Whether the update runs beside compute: `updates.overlaps`."""
         if self.overlap != UpdateOverlap.AUTO.value:
             return self.overlap != UpdateOverlap.NONE.value
         on_disk = any(Tier.NVME in (each[StateKind.OPTIMIZER], each[StateKind.GRADS]) for each in tiers)
         return not machine.is_host or on_disk
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """Bringing a unit's values: read, uploaded, gathered, and what was gathered kept."""
-
-    read_s: float = 0.0
-    upload_s: float = 0.0
-    gather_s: float = 0.0
-    keep_download_s: float = 0.0
-    keep_write_s: float = 0.0
-
-    @property
-    def is_nothing(self) -> bool:
-        return self == Fetch()
-
-
-NO_FETCH = Fetch()
-
-
-@dataclass(frozen=True)
-class UpdateCosts:
-    """Of all of a unit's pieces together."""
-
-    pieces: int = 0
-    """0 is no update on the host."""
-    read_s: float = 0.0
-    download_s: float = 0.0
-    host_s: float = 0.0
-    write_s: float = 0.0
-    is_staged: bool = False
-    """Whether chunks pass through the pipeline's staging."""
-    device_upload_s: float = 0.0
-    device_read_s: float = 0.0
-    device_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class UnitCosts:
-    forward_s: float
-    backward_s: float
-    buffer_bytes: int
-    """Of compute memory while the unit is there; 0 if it always is."""
-    first: Fetch
-    """After an update."""
-    again: Fetch
-    """Until the next one."""
-    delivered: bool
-    """An update writes new values into the unit's pages, if it has some."""
-    reduce_s: float
-    """Of each backward."""
-    late_reduce_s: float
-    """Once, before the step."""
-    grad_download_s: float
-    grad_write_s: float
-    grad_read_s: float
-    """To add to what is there: from the second backward on."""
-    land_s: float
-    saved_out: Fetch
-    """Activations that leave: `keep_download_s` and `keep_write_s`; and come back: `read_s`, `upload_s`."""
-    update: UpdateCosts
-    commit_s: float
-    """Written for a generation."""
-
-    def lane_seconds(self, num_micro_batches: int) -> dict[Lane, float]:
-        """The least that each lane does in a step: values are fetched once."""
-        n, fetch, update, saved = num_micro_batches, self.first, self.update, self.saved_out
-        return {
-            Lane.COMPUTE: n * (self.forward_s + self.backward_s) + update.device_s,
-            Lane.UPLOAD: fetch.upload_s + update.device_upload_s + n * saved.upload_s,
-            Lane.DOWNLOAD: n * (self.grad_download_s + saved.keep_download_s)
-            + update.download_s
-            + fetch.keep_download_s,
-            Lane.READ: (fetch.read_s if not self.delivered else 0.0)
-            + update.read_s
-            + update.device_read_s
-            + n * saved.read_s,
-            Lane.WRITE: n * (self.grad_write_s + saved.keep_write_s)
-            + update.write_s
-            + self.commit_s
-            + fetch.keep_write_s,
-            Lane.HOST: update.host_s + n * self.land_s,
-            Lane.NETWORK: n * self.reduce_s + self.late_reduce_s + fetch.gather_s,
-        }
 
 
 def step_costs(job: Job, tiers: Sequence[Tiers], machine: Machine) -> list[UnitCosts]:
@@ -199,7 +135,7 @@ def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_besi
     grads = _grad_costs(job, unit, at, machine)
     keeps = job.config.effective_durability is not Durability.SCRATCH and isinstance(job.config.commit_every, int)
     committed = unit.optimizer_bytes if keeps and at[StateKind.OPTIMIZER] is not Tier.NVME else 0
-    return UnitCosts(
+    costs = UnitCosts(
         forward_s=forward_s,
         backward_s=backward_s,
         buffer_bytes=buffer_bytes,
@@ -211,6 +147,7 @@ def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_besi
         update=_update_costs(job, unit, at, machine, update_beside=update_beside),
         commit_s=_per(committed, machine.write_bytes) / (int(job.config.commit_every) if keeps else 1),
     )
+    return costs.taking_turns(job.batch.num_together, alone=alone)
 
 
 def _per(nbytes: float, rate: float) -> float:
@@ -350,7 +287,7 @@ def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, upd
 
     Units are counted as if none stayed from one pass to the next.
     """
-    n = job.batch.micro_batches
+    n = job.batch.num_passes
     forward_s = sum(each.forward_s for each in costs)
     backward_s = sum(each.backward_s for each in costs)
     # Transfers that are the update's own are counted in its time.
@@ -358,7 +295,7 @@ def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, upd
     for each in costs:
         saved = each.saved_out
         reads = (0 if each.delivered and update_beside else each.first.read_s) + (2 * n - 1) * each.again.read_s
-        reads += (n - 1) * each.grad_read_s + n * saved.read_s
+        reads += (1 if job.batch.by_unit else n - 1) * each.grad_read_s + n * saved.read_s
         writes = n * (each.grad_write_s + saved.keep_write_s) + each.commit_s
         moved_bytes += reads * machine.read_bytes + writes * machine.write_bytes
     # The update's threads are fewer than compute's, which wait for those whose cores they share.

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zero_offload.plan.costs import UnitCosts
 from zero_offload.plan.hardware import Lane, Machine
+from zero_offload.plan.lane_costs import UnitCosts
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRAD_RING_UNITS, GRADS_IN_FLIGHT, STAGED_SECTIONS
 
 
@@ -136,15 +136,15 @@ class GradsOut:
                 waits.append(ends.popleft())
         return max(waits)
 
-    def add(self, unit: int, made_s: float, number: int) -> float:
-        """A unit's gradients of the step's backward of this number; says when they rest."""
+    def add(self, unit: int, made_s: float, *, adds: bool) -> float:
+        """A unit's gradients of one backward; says when they rest."""
         cost, lanes = self._costs[unit], self._lanes
         reduced_s = lanes[Lane.NETWORK].run(made_s, cost.reduce_s)
         down_s = lanes[Lane.DOWNLOAD].run(reduced_s, cost.grad_download_s)
         landed_s = lanes[Lane.HOST].run(down_s, cost.land_s)
         if cost.grad_download_s:
             self._staged.append(landed_s)
-        added_s = lanes[Lane.READ].run(landed_s, cost.grad_read_s if number else 0.0)
+        added_s = lanes[Lane.READ].run(landed_s, cost.grad_read_s if adds else 0.0)
         rest_s = lanes[Lane.WRITE].run(added_s, cost.grad_write_s)
         if cost.reduce_s or cost.grad_write_s:
             self._buffers.append(rest_s)

@@ -20,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from zero_offload.config import OffloadConfig
-from zero_offload.plan.costs import Job, UnitCosts, unit_costs
+from zero_offload.plan.costs import Job, unit_costs
 from zero_offload.plan.hardware import Cluster, Lane, Machine, default_machine
+from zero_offload.plan.lane_costs import UnitCosts
 from zero_offload.plan.memory import (
     PLACED_KINDS,
     Budget,
@@ -294,7 +295,7 @@ def weight(unit: UnitBytes, kind: StateKind) -> int:
 
 def _columns(cost: UnitCosts, outlook: Outlook) -> list[float]:
     """Seconds of each lane, then those of the update that can run beside the first forward only."""
-    lanes = cost.lane_seconds(outlook.job.batch.micro_batches)
+    lanes = cost.lane_seconds(outlook.job.batch.num_passes)
     if outlook.machine.drive_takes_turns:
         lanes[Lane.READ] += lanes[Lane.WRITE]
         lanes[Lane.WRITE] = 0.0

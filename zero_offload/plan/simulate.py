@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zero_offload.plan.costs import Job, Tiers, UnitCosts, step_costs
+from zero_offload.plan.costs import Job, Tiers, step_costs
 from zero_offload.plan.hardware import Lane, Machine
+from zero_offload.plan.lane_costs import UnitCosts
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_OUT, UNITS_IN_FLIGHT, Placement
 from zero_offload.plan.passes import Lanes
 from zero_offload.plan.timeline import Policy, Run
@@ -19,8 +20,8 @@ from zero_offload.types import StateKind, Tier, UpdateOverlap
 
 STEPS, REPORTED = 4, 2
 """Steps that are made, and how many of them, the last ones, are reported: the first ones fill the pipelines."""
-MICRO_BATCHES = 3
-"""That are simulated; of more, the others take as long as the one before the last."""
+PASSES = 3
+"""Over the units that are simulated in a step; of more, the others take as long as the one before the last."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,13 @@ class Prediction:
 
 def simulate(job: Job, placement: Placement, machine: Machine) -> Prediction:
     """Predict a step of `job` with this placement on this machine."""
+    job = job.as_run(placement.tiers, machine)
     costs = step_costs(job, placement.tiers, machine)
     policy = _policy(job, placement, costs, machine)
     made = _run(costs, policy, machine)
-    if (more := job.batch.micro_batches - policy.micro_batches) > 0:
+    if (more := job.batch.num_passes - policy.num_passes) > 0:
         # All between the first and the last are alike.
-        fewer = _run(costs, replace(policy, micro_batches=policy.micro_batches - 1), machine)
+        fewer = _run(costs, replace(policy, num_passes=policy.num_passes - 1), machine)
         made = made.plus(more, fewer)
     tokens = job.batch.tokens * job.batch.micro_batches * job.partition.world_size
     busy = {lane: seconds / made.step_s if made.step_s else 0.0 for lane, seconds in made.busy_s.items()}
@@ -63,7 +65,7 @@ class _Seconds:
     exposed_s: Mapping[Cause, float]
 
     def plus(self, count: int, fewer: _Seconds) -> _Seconds:
-        """With so many micro-batches more, each of which takes what this step does more than the other."""
+        """With so many passes more, each of which takes what this step does more than the other."""
 
         def more(now: float, before: float) -> float:
             return now + count * (now - before)
@@ -103,7 +105,8 @@ def _policy(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine:
         overlaps,
         job.overlap == UpdateOverlap.BACKWARD.value,
         overlaps and job.overlap != UpdateOverlap.BACKWARD.value,
-        min(job.batch.micro_batches, MICRO_BATCHES),
+        min(job.batch.num_passes, PASSES),
+        job.batch.by_unit,
         tuple(not replicates and each.again.read_s == 0 for each in costs),
         held / machine.write_bytes if machine.write_bytes else 0.0,
         machine.is_host,

@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zero_offload.plan.costs import NO_FETCH, Fetch, UnitCosts
 from zero_offload.plan.hardware import Lane
+from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts
 from zero_offload.plan.memory import UNITS_IN_FLIGHT
 from zero_offload.plan.passes import GradsOut, Lanes, Updates
 from zero_offload.plan.trace import AccessTrace
@@ -41,7 +41,9 @@ class Policy:
     in_backward: bool
     delivers_all: bool
     """Forward comes to each unit while its update is before it: pages are there when new values come."""
-    micro_batches: int
+    num_passes: int
+    by_unit: bool
+    """A pass is of all micro-batches."""
     gathers_ahead: tuple[bool, ...]
     """Whether a unit's gather may be launched with the use before its own: its part is in memory on every rank."""
     hold_s: float
@@ -84,9 +86,10 @@ class Run:
             lane.busy_s = 0.0
 
     def step(self) -> None:
-        for number in range(self._policy.micro_batches):
+        for number in range(self._policy.num_passes):
             self._forward()
-            self._backward(number, is_last=number == self._policy.micro_batches - 1)
+            is_last = number == self._policy.num_passes - 1
+            self._backward(adds=number > 0 or self._policy.by_unit, is_last=is_last)
         self._update()
 
     def _wait(self, until_s: float, cause: Cause) -> None:
@@ -119,7 +122,7 @@ class Run:
         read_s = self._lanes[Lane.READ].run(self.now, saved.read_s)
         return self._lanes[Lane.UPLOAD].run(read_s, saved.upload_s)
 
-    def _backward(self, number: int, *, is_last: bool) -> None:
+    def _backward(self, *, adds: bool, is_last: bool) -> None:
         saved_s = self._restore(len(self._costs) - 1)
         for unit in reversed(range(len(self._costs))):
             cost = self._costs[unit]
@@ -128,7 +131,7 @@ class Run:
             self._wait(saved_s, Cause.ACTIVATIONS)
             saved_s = self._restore(unit - 1)
             self.now = self._lanes[Lane.COMPUTE].run(self.now, cost.backward_s)
-            resting_s = self._grads_out.add(unit, self.now, number)
+            resting_s = self._grads_out.add(unit, self.now, adds=adds)
             self._commit_some(len(self._trace.uses) - self._position + 1)
             if is_last and self._policy.in_backward and cost.update.pieces:
                 self._grads_out.hold(self._queue_update(unit, resting_s))

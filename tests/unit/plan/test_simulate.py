@@ -132,6 +132,62 @@ def test_accumulation_updates_once(count: int) -> None:
     assert many.tokens_per_s == pytest.approx(count * 64 / many.step_s)
 
 
+def seconds_of(found: Prediction, lane: Lane) -> float:
+    return found.busy[lane] * found.step_s
+
+
+def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
+    """However many there are; a loop moves them all for each. Computing is the same."""
+    job = job_of(OffloadConfig(nvme="x", durability="scratch"))
+    placement = placement_of(job, (NVME, NVME, HOST), shared=False)
+
+    def of(count: int, *, by_unit: bool) -> Prediction:
+        batch = replace(BATCH, micro_batches=count, by_unit=by_unit)
+        return simulate(replace(job, batch=batch), placement, replace(GPU, drive_takes_turns=False))
+
+    few, many, loop = of(2, by_unit=True), of(8, by_unit=True), of(8, by_unit=False)
+    for lane in (Lane.READ, Lane.WRITE, Lane.UPLOAD, Lane.DOWNLOAD):
+        assert seconds_of(many, lane) == pytest.approx(seconds_of(few, lane))
+        assert seconds_of(loop, lane) > 2 * seconds_of(many, lane)
+    assert seconds_of(many, Lane.COMPUTE) == pytest.approx(4 * seconds_of(few, Lane.COMPUTE))
+    assert seconds_of(many, Lane.COMPUTE) == pytest.approx(seconds_of(loop, Lane.COMPUTE))
+    assert many.tokens_per_s == pytest.approx(8 * 64 / many.step_s)
+
+
+def test_micro_batches_by_unit_keep_all_their_activations() -> None:
+    job = job_of(OffloadConfig(nvme="x", durability="scratch", activations="cpu"), batch=replace(BATCH, recompute=True))
+    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
+    one, four = (
+        simulate(replace(job, batch=replace(job.batch, micro_batches=count, by_unit=True)), placement, GPU)
+        for count in (1, 4)
+    )
+    saved_s = 64 * 2 * sum(each.boundary_values for each in job.work) / GPU.upload_bytes
+    assert seconds_of(four, Lane.UPLOAD) - seconds_of(one, Lane.UPLOAD) == pytest.approx(3 * saved_s)
+
+
+def test_ranks_reduce_each_micro_batch_of_a_unit() -> None:
+    job = job_of(OffloadConfig(), partition=Partition(3, 4))
+    placement = placement_of(job, (HOST, HOST, HOST), shared=False)
+    machine = replace(GPU, network_bytes=1e8)
+    two, four, loop = (
+        simulate(replace(job, batch=replace(BATCH, micro_batches=count, by_unit=by_unit)), placement, machine)
+        for count, by_unit in ((2, True), (4, True), (4, False))
+    )
+    reduced_s = 4 * 4 * NUMEL * 3 / 4 / 1e8
+    assert seconds_of(four, Lane.NETWORK) - seconds_of(two, Lane.NETWORK) == pytest.approx(2 * reduced_s)
+    assert seconds_of(loop, Lane.NETWORK) > seconds_of(four, Lane.NETWORK)
+
+
+def test_where_no_unit_leaves_by_unit_is_the_loop() -> None:
+    job = job_of(OffloadConfig())
+    placement = placement_of(job, (DEVICE, HOST, HOST), shared=False)
+    both = [
+        simulate(replace(job, batch=replace(BATCH, micro_batches=4, by_unit=by_unit)), placement, GPU)
+        for by_unit in (True, False)
+    ]
+    assert both[0] == both[1]
+
+
 TIERS = st.tuples(*[st.sampled_from(list(Tier))] * 3)
 RATES = st.floats(1e7, 1e11)
 

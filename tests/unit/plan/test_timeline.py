@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from zero_offload.plan.costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
 from zero_offload.plan.hardware import Lane
+from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
 from zero_offload.plan.passes import GradsOut, LaneClock, Lanes, Updates
 from zero_offload.plan.timeline import Policy, Run
 from zero_offload.telemetry.spans import Cause
@@ -47,7 +47,8 @@ def policy(count: int, **changes: Any) -> Policy:
         overlaps=False,
         in_backward=False,
         delivers_all=False,
-        micro_batches=1,
+        num_passes=1,
+        by_unit=False,
         gathers_ahead=(False,) * count,
         hold_s=0.0,
         is_host=False,
@@ -68,7 +69,7 @@ def step_of(cost: UnitCosts, count: int, **changes: Any) -> tuple[float, dict[Ca
 
 def test_what_waits_for_nothing_is_its_compute() -> None:
     assert step_of(IDLE, 4) == (12.0, {})
-    assert step_of(IDLE, 4, micro_batches=3) == (36.0, {})
+    assert step_of(IDLE, 4, num_passes=3) == (36.0, {})
 
 
 AWAY = replace(IDLE, backward_s=1.0, buffer_bytes=1, first=Fetch(read_s=1.0), again=Fetch(read_s=1.0))
@@ -158,7 +159,7 @@ def test_gradients_leave_through_staging_for_three_units() -> None:
     grads = GradsOut([cost] * 5, lanes())
     for unit in range(3):
         assert grads.room_s() == 0.0
-        grads.add(unit, 1.0 + unit, 0)
+        grads.add(unit, 1.0 + unit, adds=False)
     assert grads.room_s() == 4.0
 
 

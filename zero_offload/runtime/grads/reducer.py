@@ -186,6 +186,8 @@ class GradReducer:
             self._reductions.add(grads)
             return
         grads.arrived.clear()
+        if any(self.coming.get(id(param)) for param in grads.params):
+            return  # what comes adds to them where they lie
         grads.whole = True
         self.keeper.end(grads)
 
