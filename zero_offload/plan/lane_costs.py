@@ -17,10 +17,6 @@ class Fetch:
     keep_download_s: float = 0.0
     keep_write_s: float = 0.0
 
-    @property
-    def is_nothing(self) -> bool:
-        return self == Fetch()
-
     def times(self, count: int) -> Fetch:
         return Fetch(*(count * seconds for seconds in astuple(self)))
 
