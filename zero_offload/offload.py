@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -230,9 +231,9 @@ class Build:
 def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Parts:
     """Take memory, make or open the files, and move the parameters in."""
     config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
-    host_frames, device_frames = _frame_limits(build)
-    arena = Arena(*host_frames, None if device.is_host else device)
-    budget = FrameBudget(*device_frames)
+    on_host, on_device = _frame_limits(build)
+    arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
+    budget = FrameBudget(on_device.chosen, on_device.most)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
     store = ShardStore(layout, build.placement.tiers, arena, files.swap, num_slots, device)
     files.create(store, config.effective_durability)
@@ -294,9 +295,15 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     return DeviceCarrier(store, build.device, SpanPool(store.arena, sum(sorted(sizes)[-UNITS_IN_FLIGHT:])), index)
 
 
-FrameLimits = tuple[int, int]
-"""Frames used by choice, and frames that a use which cannot wait may take (a checkpointed segment needs all of
-its units at once)."""
+class FrameLimits(NamedTuple):
+    """Frames of one memory."""
+
+    chosen: int
+    """Used by choice."""
+    most: int
+    """Taken by a use that cannot wait (a checkpointed segment needs all of its units at once)."""
+    kept: int = 0
+    """Of those chosen, for gradients alone: units that are fetched ahead would have them all."""
 
 
 def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
@@ -316,12 +323,15 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     if build.collectives.world_size > 1 or grads_on_disk:
         # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
         buffers = GRADS_IN_FLIGHT * (1 + (build.collectives.world_size > 1 and grads_on_disk))
-        grads = buffers * max(num_frames(section.numel * 4) for section in build.layout.sections)
+        grads = buffers * max(
+            sum(num_frames(section.numel * 4) for section in unit.sections) for unit in build.layout.units
+        )
     unlimited = config.device_memory is None and config.cpu_memory is None
     host = grads + (units if device.is_host else 0)
+    there = units + staying
     return (
-        (host, UNLIMITED_FRAMES if unlimited else host),
-        (units + staying, UNLIMITED_FRAMES if config.device_memory is None else units + staying),
+        FrameLimits(host, UNLIMITED_FRAMES if unlimited else host, grads),
+        FrameLimits(there, UNLIMITED_FRAMES if config.device_memory is None else there),
     )
 
 

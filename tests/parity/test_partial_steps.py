@@ -197,7 +197,7 @@ def test_bf16_gradients_are_clipped_as_torch_clips_them(nvme: Path) -> None:
 
 @pytest.mark.parametrize("script", [by_value, value_then_backward, norm_then_value])
 def test_gradients_kept_where_autograd_made_them(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "ADOPT_BYTES", 0)
+    monkeypatch.setattr(keeper, "LARGE_BYTES", 0)
     check(run_offloaded(script, make, zo.OffloadConfig(precision="fp32")), run_plain(script, make))
 
 

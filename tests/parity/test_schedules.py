@@ -23,7 +23,7 @@ from tests.helpers.ranks import UNEVEN, RankPool, RankPools
 from tests.helpers.schedules import NUM_BLOCKS, PARTS, Operation, Pass, Script
 from zero_offload.plan.partition import STAGES
 from zero_offload.runtime.grads import keeper
-from zero_offload.runtime.grads.keeper import ADOPT_BYTES
+from zero_offload.runtime.grads.keeper import LARGE_BYTES
 
 FEW, MANY = 60, 3000
 FEW_ON_RANKS, MANY_ON_RANKS = 12, 300
@@ -134,8 +134,8 @@ def check_same(script: Script, found: list[Any], expected: list[Any]) -> None:
         assert mine == theirs, f"operation {number}, {operation}"
 
 
-def check(script: Script, choices: dict[str, Any], dim: int, adopt_bytes: int) -> None:
-    before, keeper.ADOPT_BYTES = keeper.ADOPT_BYTES, adopt_bytes
+def check(script: Script, choices: dict[str, Any], dim: int, large_bytes: int) -> None:
+    before, keeper.LARGE_BYTES = keeper.LARGE_BYTES, large_bytes
     with tempfile.TemporaryDirectory() as folder:
         config = zo.OffloadConfig(nvme=Path(folder, "nvme"), **choices)
         offloaded = Offloaded(dim, config, Path(folder))
@@ -143,7 +143,7 @@ def check(script: Script, choices: dict[str, Any], dim: int, adopt_bytes: int) -
             script = [*script, ("read_states",), *(("read", "master", part) for part in PARTS)]
             check_same(script, offloaded.play(script), Plain(dim, config).play(script))
         finally:
-            keeper.ADOPT_BYTES = before
+            keeper.LARGE_BYTES = before
             offloaded.close()
 
 
@@ -151,7 +151,7 @@ OF_ONE = {
     "script": scripts(RUNS, STEPS, FAILURES, FILES, OF_ONE_RANK),
     "choices": st.fixed_dictionaries(PLACEMENTS).map(legal),
     "dim": st.sampled_from([NARROW, NARROW, WIDE]),
-    "adopt_bytes": st.sampled_from([1, ADOPT_BYTES]),
+    "large_bytes": st.sampled_from([1, LARGE_BYTES]),
 }
 
 

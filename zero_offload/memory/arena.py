@@ -87,9 +87,16 @@ class Pinner(Protocol):
 class Arena:
     """The host memory of one offloaded model."""
 
-    def __init__(self, frame_limit: int, frame_limit_max: int | None = None, pinner: Pinner | None = None) -> None:
-        """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions."""
+    def __init__(
+        self, frame_limit: int, frame_limit_max: int | None = None, pinner: Pinner | None = None, *, num_kept: int = 0
+    ) -> None:
+        """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions.
+
+        Of the limit `num_kept` frames are for those alone who claim them.
+        """
         self._pinner = pinner
+        self._num_kept = num_kept
+        """Not claimed yet; negative where more are."""
         self._frame_limit = frame_limit
         self._frame_limit_max = frame_limit if frame_limit_max is None else frame_limit_max
         self._blocks: list[Region] = []
@@ -133,8 +140,13 @@ class Arena:
 
     @property
     def free_frames(self) -> int:
-        """Frames that `lease_frames` can give now."""
-        return self._frame_limit - self._num_frames + len(self._free)
+        """Frames that `lease_frames` can give now to anyone."""
+        return self._frame_limit - self._num_frames + len(self._free) - self.kept_frames
+
+    @property
+    def kept_frames(self) -> int:
+        """Frames that it can give beside those to who claims them."""
+        return max(self._num_kept, 0)
 
     @property
     def frame_limit(self) -> int:
@@ -152,17 +164,19 @@ class Arena:
         """Bytes in frames, leased or free."""
         return self._num_frames * FRAME
 
-    def lease_frames(self, count: int) -> list[int] | None:
+    def lease_frames(self, count: int, *, claimed: bool = False) -> list[int] | None:
         """Take `count` frames (their addresses), or None when the budget is used up."""
-        if count > self.free_frames:
+        if count > self.free_frames + self.kept_frames * claimed:
             return None
+        self._num_kept -= count * claimed
         while len(self._free) < count:
             self._grow(count - len(self._free))
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - count :]
         return taken
 
-    def release_frames(self, frames: list[int]) -> None:
+    def release_frames(self, frames: list[int], *, claimed: bool = False) -> None:
+        self._num_kept += len(frames) * claimed
         self._free.extend(frames)
 
     def _place(self, address: int, nbytes: int) -> Region:
@@ -187,8 +201,10 @@ class MovableBuffer:
     then is a fault: the guard class and the hooks see to it that nobody does).
     """
 
-    def __init__(self, arena: Arena, nbytes: int) -> None:
+    def __init__(self, arena: Arena, nbytes: int, *, claims: bool = False) -> None:
+        """`claims` the frames that are kept."""
         self._arena = arena
+        self._claims = claims
         self.region = arena.reserve(nbytes)
         self._frames: list[int] | None = None
 
@@ -210,14 +226,14 @@ class MovableBuffer:
         Raises CapacityError, and has taken nothing, where the system refuses.
         """
         assert self._frames is None
-        frames = self._arena.lease_frames(self.num_frames)
+        frames = self._arena.lease_frames(self.num_frames, claimed=self._claims)
         if frames is None:
             return False
         try:
             _move_all(frames, self._places())
         except BaseException:
             pages.protect(self.region.address, self.region.nbytes)
-            self._arena.release_frames(frames)
+            self._arena.release_frames(frames, claimed=self._claims)
             raise
         self._frames = frames
         return True
@@ -227,7 +243,7 @@ class MovableBuffer:
         assert self._frames is not None
         _move_all(self._places(), self._frames)
         pages.protect(self.region.address, self.region.nbytes)
-        self._arena.release_frames(self._frames)
+        self._arena.release_frames(self._frames, claimed=self._claims)
         self._frames = None
 
     def _places(self) -> range:

@@ -125,7 +125,7 @@ class UpdatePipeline:
             first = i == 0 or sections[i - 1].unit != section.unit
             last = i == len(sections) - 1 or sections[i + 1].unit != section.unit
             count = len(section.shard.layout.chunks())
-            together = self._store.may_open_all(section.shard) and not section.grads.needs_staging
+            together = self._store.may_open_all(section.shard) and not _are_elsewhere(section.grads)
             for rows in [range(count)] if together else _each(range(count)):
                 yield _Task(section, rows, first and rows.start == 0, last and rows.stop == count)
 
@@ -137,7 +137,7 @@ class UpdatePipeline:
             shard.settle()
             shard.writes.clear()
         state_bytes = self._store.state_staging_bytes if shard.on_disk else 0
-        if shard.on_disk or grads.needs_staging:
+        if shard.on_disk or _are_elsewhere(grads):
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
         task.chunks = self._store.open_chunks(shard, task.rows, staging)
@@ -204,6 +204,11 @@ class UpdatePipeline:
         self._record("wait for writes", begin_ns)
         if task.staging is not None:
             self._free.append(task.staging)
+
+
+def _are_elsewhere(grads: GradShard) -> bool:
+    """Gradients that are not in the host's memory."""
+    return grads.on_disk or grads.on_device
 
 
 def _each(rows: range) -> list[range]:

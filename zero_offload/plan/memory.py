@@ -40,7 +40,7 @@ PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
 GRADS_IN_FLIGHT = 2
-"""Whole gradients of a unit in memory at once: the one backward fills, and one it leaves."""
+"""Whole gradients of a unit in memory at once: the one backward fills, and one on its way to where it rests."""
 STAGED_SECTIONS = 3
 """Of the largest sections, whose gradients are on their way from a device's memory to the host's at once."""
 GRAD_RING_UNITS = 5
@@ -324,15 +324,14 @@ def _staging_bytes(
             staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition))
         passing[tiers[StateKind.GRADS] is Tier.DEVICE and not shared].append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
-        # what arrives from them. On its way to disk the sum has pages of its own, the host's. A GPU adds up a unit's
-        # gradients of all micro-batches before they leave.
-        on_its_way = unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0
+        # what arrives from them. A GPU adds up a unit's gradients of all micro-batches before they leave.
         if partition.world_size == 1:
             adds_up = unit.grads_bytes > trained_bytes and tiers[StateKind.GRADS] is not Tier.DEVICE and not shared
             trained.append(trained_bytes + unit.grads_bytes * adds_up)
         else:
-            trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4 + on_its_way * shared)
-        written.append(0 if shared else on_its_way)
+            trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
+        # On their way to a drive they have pages of their own, the host's.
+        written.append(unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
     chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
@@ -355,7 +354,7 @@ def _staging_bytes(
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
         + sum(sorted(staged)[-STAGED_SECTIONS:])
-        + max(written)
+        + sum(sorted(written)[-GRADS_IN_FLIGHT:])
         + ring_bytes(passing[False])
         + CHUNKS_IN_FLIGHT * update_bytes
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device

@@ -171,7 +171,8 @@ class Residency:
     def attach(self, buffer: MovableBuffer) -> None:
         """Put pages under a host buffer that is no unit's. Raises CapacityError."""
         if self._budget is self._store.arena:
-            self._make_room(buffer.num_frames, "a gradient buffer")
+            # More than are kept for gradients.
+            self._make_room(buffer.num_frames - self._store.arena.kept_frames, "a gradient buffer")
         if not buffer.attach():
             raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
 

@@ -278,6 +278,7 @@ class Session:
         # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
         # a unit may be used by several modules in turn.
         self._watches = self._num_cycles[kind].bit_count() == 1
+        self._grads.begin_forward()
         self._residency.begin_cycle(kind)
 
     def settle(self) -> None:

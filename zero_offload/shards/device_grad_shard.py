@@ -46,8 +46,6 @@ class DeviceGradShard(GradShard):
     def comes_by_staging(self) -> bool:
         return True
 
-    needs_staging = comes_by_staging
-
     @property
     def device_bytes(self) -> int:
         return sum(grad.nbytes for grad in list(self._adopted.values()))

@@ -2,29 +2,27 @@
 
 Owns one buffer per trainable section: (shard_numel,) in the compute dtype while a step has one micro-batch on
 one rank, fp32 from the first accumulation on (compute dtype -> fp32 is exact, so the switch changes no bit).
-On the NVMe tier the buffer's pages are attached only while backward writes it. The calls: `open`, writes to
-the array, `close`; `lend` to an update, which takes `open_chunks`, then calls `release`; or `drop`. `held` is cleared
-by whoever consumed the gradients. A large gradient that autograd has computed in host memory is not copied: `adopt`
-keeps its tensor. In the memory of a GPU gradients rest in a `DeviceGradShard`. Where the update runs inside of
-backward, the buffer is leased from the `GradRing` of the store, whatever the tier, as far as nothing is held.
+On the NVMe tier it is `GradPages`', whose pages are attached only while backward writes it, and until they are on the
+drive. The calls: `open`, writes to the array, `leave`, later `settle` (or both, `close`); `lend` to an update, which
+takes `open_chunks`, then calls `release`; or `drop`. `held` is cleared by whoever consumed the gradients. A large
+gradient that autograd has computed in host memory is not copied: `adopt` keeps its tensor, `stream` writes it out. In
+the memory of a GPU gradients rest in a `DeviceGradShard`. Where the update runs inside of backward, the buffer is
+leased from the `GradRing` of the store, whatever the tier, as far as nothing is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from zero_offload.device import Event
-from zero_offload.memory.arena import MovableBuffer, Region
+from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.shards.grad_pages import AttachBuffer, GradPages
 from zero_offload.shards.store import ShardStore
-from zero_offload.storage.extents import Extent
 from zero_offload.types import Tier
-
-AttachBuffer = Callable[[MovableBuffer], None]
-"""Puts pages under a buffer, evicting others if need be. Raises CapacityError."""
 
 
 class Arrival(Protocol):
@@ -64,14 +62,12 @@ class GradShard:
         self._store = store
         self.layout = layout
         self.tier = tier
-        self._attach = attach
+        self._pages = GradPages(store, layout, attach) if tier is Tier.NVME else None
         self._array: torch.Tensor | None = None
         self._parts: dict[int, torch.Tensor] = {}
         """Views of the open array, by the parameter's index: making one takes longer than writing a small gradient."""
         self._span: Region | None = None
         """Of the ring, under the array."""
-        self._buffer: MovableBuffer | None = None
-        self._extents: dict[torch.dtype, Extent] = {}
         self._adopted: dict[int, torch.Tensor] = {}
         """By the parameter's index: (numel,) `dtype`, instead of its part of the array."""
         self.dtype = layout.dtype
@@ -89,11 +85,6 @@ class GradShard:
         return self.tier is Tier.NVME
 
     @property
-    def needs_staging(self) -> bool:
-        """Whether it has to now."""
-        return self.on_disk
-
-    @property
     def device_bytes(self) -> int:
         """What they take of the compute device's own memory."""
         return 0
@@ -104,17 +95,10 @@ class GradShard:
             self._span = self._store.grad_ring.lease(self.layout.shard_numel * self.dtype.itemsize)
             if self._span is not None:
                 self._array = self._span.tensor(self.dtype, self.layout.shard_numel)
-        if self._array is None and self.tier is not Tier.NVME:
-            self._array = self._store.arena.array(self.dtype, self.layout.shard_numel)
+        if self._array is None and self._pages is not None:
+            self._array = self._pages.bring(self.dtype, held=self.held)
         elif self._array is None:
-            # Reserved once per dtype; only its pages come and go.
-            self._buffer = self._buffer or MovableBuffer(
-                self._store.arena, self.layout.shard_numel * self.dtype.itemsize
-            )
-            self._attach(self._buffer)
-            self._array = self._buffer.region.tensor(self.dtype, self.layout.shard_numel)
-            if self.held:
-                self._store.disk.read_array(self._extent(), self._array)
+            self._array = self._store.arena.array(self.dtype, self.layout.shard_numel)
         return self._array
 
     def adopt(self, index: int, grad: torch.Tensor) -> None:
@@ -124,13 +108,12 @@ class GradShard:
     def place(self, index: int) -> torch.Tensor:
         """Where this shard's part of a parameter's gradient is to be written, in the open array; `dtype`."""
         self._adopted.pop(index, None)
-        return self._part(index)
+        return self.view(index)
 
     def view(self, index: int) -> torch.Tensor:
         """This shard's part of a parameter's gradient (one shard: all of it) where it is; `dtype`, maybe empty."""
-        return self._adopted[index] if index in self._adopted else self._part(index)
-
-    def _part(self, index: int) -> torch.Tensor:
+        if index in self._adopted:
+            return self._adopted[index]
         array = self.open()
         if index not in self._parts:
             begin, end = self.layout.in_shard(self.layout.params[index], self._shard_index)
@@ -149,8 +132,8 @@ class GradShard:
         if self._span is None or self._array is None:
             return
         own = None
-        if self.held and self.tier is Tier.NVME:
-            self._store.disk.write_array(self._extent(), self._array)
+        if self.held and self._pages is not None:
+            self._pages.write(self._array)
         elif self.held:
             own = self._store.arena.array(self.dtype, self.layout.shard_numel).copy_(self._array)
         self._forget_array()
@@ -173,13 +156,30 @@ class GradShard:
         if not self.held and not self._lent:
             self._adopted.clear()
 
+    def stream(self, grad: torch.Tensor) -> bool:
+        """Write `grad`, (numel,) on the host, where the section has no other and it rests on a drive as it is; says
+        whether it did. No copy is made of all of it; all but its end is written then."""
+        alone = len(self.layout.params) == 1 and self._array is None and self._store.grad_ring is None
+        if self._pages is None or not alone or grad.dtype != self.dtype:
+            return False
+        self._pages.stream(grad)
+        return True
+
+    def leave(self) -> None:
+        """Bring the buffer to rest: on NVMe its write is launched."""
+        if self._pages is not None and self._array is not None and self._span is None:
+            self._pages.leave(self._array)
+            self._forget_array()
+
+    def settle(self) -> None:
+        """What leaves is on its drive, and its pages go back."""
+        if self._pages is not None and self._array is None:
+            self._pages.settle()
+
     def close(self) -> None:
-        """Bring the buffer to rest; on NVMe it is written and its pages go back."""
-        if self._buffer is None or self._array is None or self._span is not None:
-            return
-        self._store.disk.write_array(self._extent(), self._array)
-        self._buffer.detach()
-        self._forget_array()
+        """Bring the buffer to rest and its pages back."""
+        self.leave()
+        self.settle()
 
     def widen(self) -> None:
         """Switch to fp32, keeping the values, which is exact; the open buffer then has all of them."""
@@ -188,10 +188,8 @@ class GradShard:
         if self.dtype == torch.float32:
             return
         narrow = self.open().float() if self.held else None
-        if self._buffer is not None and self._buffer.attached:
-            self._buffer.detach()
         self._forget_array()
-        self._buffer = None
+        self.settle()
         self.dtype, held, self.held = torch.float32, self.held, False
         wide = self.open()
         self.held = held
@@ -200,11 +198,10 @@ class GradShard:
 
     def open_chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
         """Where the update finds the gradients of neighbouring chunks, and what to wait for before using them; one
-        chunk where it `needs_staging`."""
-        if self.on_disk:
+        chunk where they are not in the host's memory."""
+        if self._pages is not None and self.on_disk:
             begin, end = self.layout.elements(rows)
-            read = self._store.disk.launch_read(self._extent(), slice(rows.start, rows.stop), staging)
-            return [GradSource(0, end - begin, staging)], [read]
+            return [GradSource(0, end - begin, staging)], [self._pages.read(self.dtype, rows, staging)]
         size = self.dtype.itemsize
         return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(rows)], []
 
@@ -221,10 +218,3 @@ class GradShard:
                 at = last
         found.append(GradPiece(at - begin, end - begin, array[at:end]))
         return [piece for piece in found if piece.begin < piece.end]
-
-    def _extent(self) -> Extent:
-        if self.dtype not in self._extents:
-            name = f"grads {self.layout.index} of {self.layout.num_shards}"
-            sizes = self.layout.block_sizes(self.dtype)
-            self._extents[self.dtype] = self._store.disk.allocate(name, sizes)
-        return self._extents[self.dtype]

@@ -88,7 +88,7 @@ def test_all_chunks_at_once_are_the_same_update(
 ) -> None:
     config = zo.OffloadConfig(precision=zo.Precision(compute=precision, states=states), overlap="none")
     if adopts:
-        monkeypatch.setattr(keeper, "ADOPT_BYTES", 1 << 20)
+        monkeypatch.setattr(keeper, "LARGE_BYTES", 1 << 20)
     calls = Calls(monkeypatch)
     found, moved = train(config)
     together, calls.count = calls.count, 0

@@ -4,7 +4,7 @@ Owns the way there. In host memory a large gradient is kept as autograd made it,
 a GPU they are downloaded, straight to their places where the host neither adds nor converts, unless they rest in its
 memory; those of micro-batches that take turns are added up there first. Knows no other rank. The calls: `keep` for
 each of autograd's gradients, or `keep_reduced` for a section's sum over ranks; `end` when a section is complete; `land`
-where a section is wanted now; `drain` at the end of backward.
+where a section is wanted now; `drain` at the end of backward; `settle` when the next forward begins.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ import torch
 
 from zero_offload.device import Device
 from zero_offload.kernels.device_grads import sums_in_few_launches
-from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad
-from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
+from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+from zero_offload.plan.memory import staged_grad_bytes
 from zero_offload.plan.partition import Partition
 from zero_offload.probe import kernel_threads
+from zero_offload.runtime.grads.drives import GradsToDrives
 from zero_offload.runtime.grads.ledger import REDUCED, SectionGrads
 from zero_offload.runtime.grads.staging import GradStaging, Room, num_sums
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
+from zero_offload.telemetry.spans import Cause
 from zero_offload.types import MIB, Tier
 
-ADOPT_BYTES = 32 * MIB
+LARGE_BYTES = 32 * MIB
 """From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
 no hole in the heap when it goes."""
 
@@ -49,9 +51,9 @@ class GradKeeper:
             for section in unit.sections
             if section.layout.trainable and not rests_on(device, section)
         }
-        self._staging = GradStaging(device, store.arena, room, self._land, self._rested)
-        self._open: list[SectionGrads] = []
-        """With pages, the longest unused first."""
+        self._counters = store.counters
+        self._drives = GradsToDrives(store.counters)
+        self._staging = GradStaging(device, store.arena, room, self._land, self._drives.leave)
         self._adding: list[SectionGrads] = []
         """What has had sums in `adding` in this backward."""
 
@@ -90,7 +92,7 @@ class GradKeeper:
     def end(self, grads: SectionGrads) -> None:
         """All of a section has been kept."""
         if self._is_there(grads):
-            self._rested(grads)
+            self._drives.leave(grads)
         else:
             self._staging.seal(grads)
 
@@ -107,6 +109,10 @@ class GradKeeper:
                 self._send_sum(grads, index)
         self._adding.clear()
         self._staging.drain()
+
+    def settle(self) -> None:
+        """Pages of gradients that leave for drives are there for others."""
+        self._drives.settle()
 
     def _is_there(self, grads: SectionGrads) -> bool:
         """Whether gradients rest in the memory in which they are made."""
@@ -138,7 +144,7 @@ class GradKeeper:
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
         shard = grads.local or grads.shard
-        alone = grad.nbytes >= ADOPT_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
+        alone = grad.nbytes >= LARGE_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
         alone = alone and not self._passes  # the ring bounds what there is, and so has all of it
         if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
             self._store_one(grads, index, grad, adds=adds)
@@ -151,7 +157,7 @@ class GradKeeper:
     def _store_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Write one gradient, host or where it rests, to its place there."""
         shard = grads.local or grads.shard
-        self._keep_open(grads)
+        self._drives.open(grads)
         if adds or _is_wider(grad, shard):
             shard.widen()
         if grads.local is None:
@@ -170,19 +176,18 @@ class GradKeeper:
         if shard.on_device:
             _keep_there(adds, shard, index, grad)
             grads.measure(index)
+        elif not adds and grad.nbytes >= LARGE_BYTES and self._streamed(grads, grad.reshape(-1)):
+            grads.sums[index] = sum_of_squares(grad.data_ptr(), grad.dtype, grad.numel(), num_threads=kernel_threads())
         else:
             grads.sums[index] = _write(adds, shard.place(index), grad)
 
-    def _keep_open(self, grads: SectionGrads) -> None:
-        """Sections that wait for their last gradients (some never come) rest on disk until those arrive."""
-        if grads.shard.tier is not Tier.NVME:
-            return
-        self._open = [each for each in self._open if each is not grads]
-        while len(self._open) >= GRADS_IN_FLIGHT:
-            _close(self._open.pop(0))
-        self._open.append(grads)
+    def _streamed(self, grads: SectionGrads, grad: torch.Tensor) -> bool:
+        """Whether a gradient is on its drive now, but for its end."""
+        with self._counters.timed("stall_s"), self._counters.waiting(Cause.GRADS, grads.unit.name):
+            return grads.shard.stream(grad)
 
     def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:
+        self._drives.open(grads)
         grads.shard.widen()
         for index, piece in enumerate(grads.layout.params):
             begin, end = grads.layout.in_shard(piece, self._shard_index)
@@ -205,11 +210,6 @@ class GradKeeper:
         else:
             self._store_one(grads, index, grad, adds=adds)
 
-    def _rested(self, grads: SectionGrads) -> None:
-        """All of a section is where it rests."""
-        _close(grads)
-        self._open = [each for each in self._open if each is not grads]
-
 
 def rests_on(device: Device, section: Section) -> bool:
     """Whether a section's gradients rest in the device's own memory."""
@@ -219,12 +219,6 @@ def rests_on(device: Device, section: Section) -> bool:
 def _is_wider(grad: torch.Tensor, shard: GradShard) -> bool:
     """A sum, or what hooks or `Tensor.grad_dtype` have made: the section has to follow, to lose nothing."""
     return grad.dtype.itemsize > shard.dtype.itemsize
-
-
-def _close(grads: SectionGrads) -> None:
-    grads.shard.close()
-    if grads.local is not None:
-        grads.local.close()
 
 
 def _own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.ledger import SectionGrads
 from zero_offload.runtime.grads.reductions import is_small
-from zero_offload.shards.grad_shard import AttachBuffer
+from zero_offload.shards.grad_pages import AttachBuffer
 
 
 class Partials:
@@ -35,7 +35,7 @@ class Partials:
         """(numel,), of any values. Raises CapacityError."""
         numel, dtype = grads.layout.numel, grads.layout.dtype if self._device.is_host else torch.float32
         if self._moves(grads):
-            grads.pages = grads.pages or MovableBuffer(self._arena, numel * 4)
+            grads.pages = grads.pages or MovableBuffer(self._arena, numel * 4, claims=True)
             self._attach(grads.pages)
             self._num_attached += 1
             grads.partial = grads.pages.region.tensor(dtype, numel)

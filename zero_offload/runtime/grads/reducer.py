@@ -3,18 +3,21 @@
 Owns their way. One rank: each goes to rest as autograd delivers it (`GradKeeper`), in the compute dtype at first, added
 in fp32 when a second one arrives. Several ranks: a section's gradients are gathered in a flat buffer and, when all are
 there, handed to `Reductions`, whose results come to `_reduced`. What has arrived is in `ledger`. The calls: `arrive`
-per parameter, `finish_backward`; then `clip_norm`, `clip_value`; or `drop`.
+per parameter, `finish_backward`, `begin_forward` of the next one; then `clip_norm`, `clip_value`; or `drop`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from functools import partial
 
 import torch
 from torch import nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grads.dtensors import local_grad
 from zero_offload.runtime.grads.keeper import GradKeeper, rests_on
@@ -45,6 +48,8 @@ class GradReducer:
     ) -> None:
         self._device = device
         self.keeper = GradKeeper(device, store, units, collectives.partition, collectives.shard_index)
+        # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
+        self._attach = partial(_attach, weakref.WeakMethod(self.keeper.settle), residency)
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
@@ -65,7 +70,7 @@ class GradReducer:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
         if rests_on(self._device, section):
             return DeviceGradShard(self._store, layout, self._device, index)
-        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
+        return GradShard(self._store, layout, section.shard.placement.grads, self._attach, index)
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
@@ -111,6 +116,10 @@ class GradReducer:
         self.keeper.drain()
         if not self.defers:
             self.reduce_waiting()
+
+    def begin_forward(self) -> None:
+        """Memory that the last backward's gradients still leave is there for parameters."""
+        self.keeper.settle()
 
     @property
     def has_waiting(self) -> bool:
@@ -224,6 +233,15 @@ class GradReducer:
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
+
+
+def _attach(settle: weakref.WeakMethod[Callable[[], None]], residency: Residency, buffer: MovableBuffer) -> None:
+    """Put pages under gradients, if need be those of gradients that leave."""
+    if buffer.attach():
+        return
+    if (method := settle()) is not None:
+        method()
+    residency.attach(buffer)
 
 
 def _describe(grads: SectionGrads) -> str:
