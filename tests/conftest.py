@@ -1,4 +1,4 @@
-"""What every test can count on: two threads, a fixed seed, and a directory on a disk."""
+"""What every test can count on: a fixed seed, a number of threads, and a directory on a disk."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from pathlib import Path
 
 # Before torch loads OpenMP: waiting threads sleep, since tests often share their cores with others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Workers share the cores: with two threads each, one often waits for another whose core is away. In the environment, so
+# that the processes that tests start, whose numbers are compared with those made here, have as many.
+NUM_THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
+os.environ["OMP_NUM_THREADS"] = str(NUM_THREADS)
 
 # A shell's background job ignores Ctrl-C, and so would every process that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -41,7 +46,7 @@ def _starts_ranks(item: pytest.Item) -> bool:
 
 @pytest.fixture(autouse=True)
 def _same_start() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(NUM_THREADS)
     torch.manual_seed(0)
 
 

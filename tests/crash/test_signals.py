@@ -23,7 +23,6 @@ LIMIT_S = 30
 SCRIPT = """
 import sys, torch, zero_offload as zo
 from tests.helpers.disk import open_model, train
-torch.set_num_threads(2)
 model, optimizer = open_model(sys.argv[1])
 resumed = zo.resume(model, optimizer)
 for step in range(resumed.step if resumed else 0, 10**6):

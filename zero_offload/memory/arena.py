@@ -92,7 +92,7 @@ class Arena:
     ) -> None:
         """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions.
 
-        Of the limit `num_kept` frames are for those alone who claim them.
+        Of the limit `num_kept` frames are for those who claim them, and for whom the rest is too little.
         """
         self._pinner = pinner
         self._num_kept = num_kept
@@ -153,10 +153,12 @@ class Arena:
         return self._frame_limit
 
     def raise_limit(self, count: int) -> bool:
-        """Allow `count` frames more; False when that would exceed the budget."""
-        if self._frame_limit + count > self._frame_limit_max:
+        """Allow `count` frames more, first those that are kept; False when that would exceed the budget."""
+        spared = min(count, self.kept_frames)
+        if self._frame_limit + count - spared > self._frame_limit_max:
             return False
-        self._frame_limit += count
+        self._num_kept -= spared
+        self._frame_limit += count - spared
         return True
 
     @property

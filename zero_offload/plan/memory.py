@@ -330,7 +330,7 @@ def _staging_bytes(
             trained.append(trained_bytes + unit.grads_bytes * adds_up)
         else:
             trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
-        # On their way to a drive they have pages of their own, the host's.
+        # On their way to a drive they have pages of their own.
         written.append(unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
@@ -345,16 +345,18 @@ def _staging_bytes(
         update_bytes = chunk_bytes
     elif any(_stages_grads(tiers, shared) for tiers in placement.tiers):
         update_bytes = CHUNK_NUMEL * 4
+    on_way_to_drives = sum(sorted(written)[-GRADS_IN_FLIGHT:])
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
         Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
         + max(trained)
+        + on_way_to_drives * shared
         + ring_bytes(passing[True])
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
         Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
         + sum(sorted(staged)[-STAGED_SECTIONS:])
-        + sum(sorted(written)[-GRADS_IN_FLIGHT:])
+        + on_way_to_drives * (not shared)
         + ring_bytes(passing[False])
         + CHUNKS_IN_FLIGHT * update_bytes
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device

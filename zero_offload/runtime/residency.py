@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -53,6 +53,8 @@ class Residency:
         self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
         self._budget = budget
+        self.give_way: Callable[[], bool] = lambda: False
+        """Asked when no unit can go: others give their frames back, and it says whether any did."""
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
         self._loans = Loans(units, collectives.world_size)
@@ -173,7 +175,7 @@ class Residency:
         if self._budget is self._store.arena:
             # More than are kept for gradients.
             self._make_room(buffer.num_frames - self._store.arena.kept_frames, "a gradient buffer")
-        if not buffer.attach():
+        if not buffer.attach() and not (self.give_way() and buffer.attach()):
             raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
 
     def forget(self, unit: Unit) -> None:
@@ -219,7 +221,9 @@ class Residency:
             if victim is not None:
                 victim.break_off()
                 self._evict(victim)
-            elif not self._loans.release() and not self._budget.raise_limit(num_frames - self._budget.free_frames):
+            elif self._loans.release() or self.give_way():
+                continue
+            elif not self._budget.raise_limit(num_frames - self._budget.free_frames):
                 raise _no_room(num_frames, name, self._budget, self._units, self._loans)
 
     def _reserve(self, unit: Unit) -> None:

@@ -206,7 +206,9 @@ def test_gradients_that_backward_uses_pass_through_a_ring() -> None:
             OffloadConfig(nvme="x", durability="scratch"),
         )
         assert [plan.rest_bytes[each, GRADS] for each in Tier] == [0, 0, 0]
-        pages = 2 * (7 + 6) * N if tier == "nvme" else 0  # what is held goes to the drive by way of them
+        pages = (
+            2 * (7 + 6) * N if (tier, budget) == ("nvme", GPU) else 0
+        )  # what is held goes to the drive by way of them
         assert plan.staging_bytes[home] - held.staging_bytes[home] == largest - pages
         assert plan.nvme_written_bytes_per_step == 0
     (summed,) = measure_units([UnitNumel("a", N)], config, num_micro_batches=2)
@@ -264,7 +266,7 @@ def test_gradients_that_an_update_on_the_host_does_not_find_in_its_memory_are_st
 ) -> None:
     plan = estimate(("device", grads, "cpu"), budget=budget)
     # What a GPU makes and the host keeps is staged too, and on its way to a drive has pages.
-    on_its_way = 2 * 3 * N * (grads != "device" and not budget.shared_memory) + 2 * 3 * N * (grads == "nvme")
+    on_its_way = {"device": 0, "cpu": 2 * 3 * N, "nvme": 2 * 2 * 3 * N}[grads] * (not budget.shared_memory)
     assert plan.staging_bytes[Tier.CPU] == on_its_way + CHUNKS_IN_FLIGHT * chunk_bytes
     with_states = estimate(("device", grads, "nvme"), budget=budget)
     assert with_states.staging_bytes[Tier.CPU] == on_its_way + CHUNKS_IN_FLIGHT * 16 * MIB

@@ -47,10 +47,12 @@ class GradsToDrives:
                 shard.leave()
             self._leaving.append(grads)
 
-    def settle(self) -> None:
-        """Wait for what was launched."""
+    def settle(self) -> bool:
+        """Wait for what was launched; says whether anything was."""
+        found = bool(self._leaving)
         while self._leaving:
             self._settle_oldest()
+        return found
 
     def _settle_oldest(self) -> None:
         grads = self._leaving[0]

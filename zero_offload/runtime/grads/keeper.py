@@ -110,9 +110,9 @@ class GradKeeper:
         self._adding.clear()
         self._staging.drain()
 
-    def settle(self) -> None:
-        """Pages of gradients that leave for drives are there for others."""
-        self._drives.settle()
+    def settle(self) -> bool:
+        """Pages of gradients that leave for drives are there for others; says whether there were any."""
+        return self._drives.settle()
 
     def _is_there(self, grads: SectionGrads) -> bool:
         """Whether gradients rest in the memory in which they are made."""

@@ -9,7 +9,7 @@ per parameter, `finish_backward`, `begin_forward` of the next one; then `clip_no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from functools import partial
 
 import torch
@@ -17,7 +17,6 @@ from torch import nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grads.dtensors import local_grad
 from zero_offload.runtime.grads.keeper import GradKeeper, rests_on
@@ -49,7 +48,7 @@ class GradReducer:
         self._device = device
         self.keeper = GradKeeper(device, store, units, collectives.partition, collectives.shard_index)
         # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
-        self._attach = partial(_attach, weakref.WeakMethod(self.keeper.settle), residency)
+        residency.give_way = partial(_settle, weakref.ref(self.keeper))
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
@@ -70,7 +69,7 @@ class GradReducer:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
         if rests_on(self._device, section):
             return DeviceGradShard(self._store, layout, self._device, index)
-        return GradShard(self._store, layout, section.shard.placement.grads, self._attach, index)
+        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
@@ -235,13 +234,9 @@ class GradReducer:
         return self.ledger.drop()
 
 
-def _attach(settle: weakref.WeakMethod[Callable[[], None]], residency: Residency, buffer: MovableBuffer) -> None:
-    """Put pages under gradients, if need be those of gradients that leave."""
-    if buffer.attach():
-        return
-    if (method := settle()) is not None:
-        method()
-    residency.attach(buffer)
+def _settle(keeper: weakref.ref[GradKeeper]) -> bool:
+    found = keeper()
+    return found is not None and found.settle()
 
 
 def _describe(grads: SectionGrads) -> str:
