@@ -38,4 +38,15 @@ int check_isa_environment();
 
 bool has_crc32c_instruction();
 
+// Whether memory that a loop streams through comes sooner to who asks for it ahead of time: Intel's
+// processors look less far ahead by themselves than AMD's, which lose by it (docs/LOG.md).
+inline bool gains_by_asking_ahead() {
+#if ZO_X86
+    static const bool is_intel = __builtin_cpu_is("intel");
+    return is_intel;
+#else
+    return false;
+#endif
+}
+
 }  // namespace zo

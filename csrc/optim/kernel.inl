@@ -54,19 +54,24 @@ inline void update_lanes(const UpdateBuffers &b, const Lanes<W> &c, const Random
     Master::template store<W>(b, i, canonical<W>(p), copy);
 }
 
-// With states in bf16 there is so much arithmetic per byte that a processor looks ahead too late, and is told
-// what comes; with whole states it knows better, and narrow vectors are not fast enough to notice
-// (docs/LOG.md).
+// With states in bf16 there is so much arithmetic per byte that every processor with wide vectors looks ahead
+// too late.
 template <class States>
-constexpr bool kFetchesAhead = States::kRandom && Vec::kLanes == 16;
-constexpr int64_t kAhead = 256;
+inline bool asks_ahead_for() {
+    return States::kRandom ? Vec::kLanes == 16 : asks_ahead();
+}
+
+// Elements: a kilobyte or two of each array.
+template <class States>
+constexpr int64_t kAhead = States::kRandom ? 256 : 512;
 
 template <class Rule, class States, class Master, class Grad>
 ZO_INLINED inline void fetch_ahead(const UpdateBuffers &b, int64_t i) {
+    const int64_t next = i + kAhead<States>;
     for (int k = 0; k < Rule::kStates; ++k)
-        __builtin_prefetch(static_cast<const typename States::Element *>(b.states[k]) + i + kAhead);
-    __builtin_prefetch(static_cast<const typename Grad::Element *>(b.grad) + i + kAhead);
-    Master::fetch(b, i + kAhead);
+        __builtin_prefetch(static_cast<const typename States::Element *>(b.states[k]) + next);
+    __builtin_prefetch(static_cast<const typename Grad::Element *>(b.grad) + next);
+    Master::fetch(b, next);
 }
 
 // By value: as locals the pointers stay in registers whatever the stores may alias.
@@ -74,10 +79,11 @@ template <class Rule, class States, class Master, class Grad>
 inline void update_range(UpdateBuffers buffers, UpdateScalars scalars, int64_t begin, int64_t end,
                          bool copy) {
     int64_t i = begin;
+    const bool ahead = asks_ahead_for<States>();
     const Lanes<Vec> wide(scalars);
     const RandomWords<Vec> wide_random(scalars.key);
     for (; i + Vec::kLanes <= end; i += Vec::kLanes) {
-        if (kFetchesAhead<States>) fetch_ahead<Rule, States, Master, Grad>(buffers, i);
+        if (ahead) fetch_ahead<Rule, States, Master, Grad>(buffers, i);
         update_lanes<Vec, Rule, States, Master, Grad>(buffers, wide, wide_random, i, copy);
     }
     const Lanes<ScalarVec> single(scalars);

@@ -6,16 +6,25 @@
 namespace zo {
 namespace {
 
+constexpr int64_t kAheadBytes = 4096;
+
+template <class Element>
+ZO_INLINED inline void fetch_ahead(const Element *p) {
+    __builtin_prefetch(reinterpret_cast<const char *>(p) + kAheadBytes);
+}
+
 // What one call computes and stores at element i, as fp32 lanes: see the operations below.
 template <class Operation>
 inline ChunkSum sum_chunk(const Operation &operation, int64_t numel) {
     constexpr int kGroup = 16 / Vec::kLanes;
     const auto magnitude = Vec::set_bits(0x7FFFFFFF);
+    const bool ahead = asks_ahead();
     Squares squares;
     auto wide_top = Vec::set_bits(0);
     int64_t i = 0;
     for (; i + 16 <= numel; i += 16) {
         typename Vec::F x[kGroup];
+        if (ahead) operation.fetch(i);
         for (int k = 0; k < kGroup; ++k) {
             x[k] = operation.template at<Vec>(i + k * Vec::kLanes);
             wide_top = Vec::max_bits(wide_top, Vec::and_bits(Vec::bits(x[k]), magnitude));
@@ -39,6 +48,7 @@ inline ChunkSum sum_chunk(const Operation &operation, int64_t numel) {
 template <class Kind>
 struct Read {
     const typename Kind::Element *values;
+    ZO_INLINED void fetch(int64_t i) const { fetch_ahead(values + i); }
     template <class W>
     typename W::F at(int64_t i) const {
         return Kind::template load<W>(values + i);
@@ -50,6 +60,10 @@ struct StoreFp32 {
     float *dst;
     const typename Src::Element *src;
     float scale;
+    ZO_INLINED void fetch(int64_t i) const {
+        fetch_ahead(src + i);
+        fetch_ahead(dst + i);
+    }
     template <class W>
     typename W::F at(int64_t i) const {
         typename W::F x = Src::template load<W>(src + i);
@@ -64,6 +78,10 @@ struct AccumulateFp32 {
     float *dst;
     const typename Src::Element *src;
     float scale;
+    ZO_INLINED void fetch(int64_t i) const {
+        fetch_ahead(src + i);
+        fetch_ahead(dst + i);
+    }
     template <class W>
     typename W::F at(int64_t i) const {
         typename W::F x = Src::template load<W>(src + i);
@@ -79,6 +97,10 @@ struct StoreBf16 {
     uint16_t *dst;
     const typename Src::Element *src;
     float scale;
+    ZO_INLINED void fetch(int64_t i) const {
+        fetch_ahead(src + i);
+        fetch_ahead(dst + i);
+    }
     template <class W>
     typename W::F at(int64_t i) const {
         typename W::I word = W::bits(Src::template load<W>(src + i));
@@ -93,6 +115,10 @@ struct StoreFp16 {
     uint16_t *dst;
     const typename Src::Element *src;
     float scale;
+    ZO_INLINED void fetch(int64_t i) const {
+        fetch_ahead(src + i);
+        fetch_ahead(dst + i);
+    }
     template <class W>
     typename W::F at(int64_t i) const {
         typename W::F x = Src::template load<W>(src + i);
@@ -118,8 +144,10 @@ template <class Src>
 struct Widen {
     const uint16_t *src;
     float *dst;
+    bool ahead = asks_ahead();
     template <class W>
     void at(int64_t i) const {
+        if (ahead) fetch_ahead(src + i);
         W::store(dst + i, Src::template load<W>(src + i));
     }
 };
@@ -127,8 +155,10 @@ struct Widen {
 struct NarrowBf16 {
     const float *src;
     uint16_t *dst;
+    bool ahead = asks_ahead();
     template <class W>
     void at(int64_t i) const {
+        if (ahead) fetch_ahead(src + i);
         W::store_u16(dst + i, W::template down<16>(round_bf16<W>(W::load(src + i))));
     }
 };
@@ -136,8 +166,10 @@ struct NarrowBf16 {
 struct NarrowFp16 {
     const float *src;
     uint16_t *dst;
+    bool ahead = asks_ahead();
     template <class W>
     void at(int64_t i) const {
+        if (ahead) fetch_ahead(src + i);
         W::store_f16(dst + i, canonical<W>(W::load(src + i)));
     }
 };

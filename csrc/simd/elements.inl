@@ -3,11 +3,16 @@
 
 #include <stdint.h>
 
+#include "cpu/features.h"
+
 // For functions that only fetch ahead: to GCC they have no effect, and calls of them go.
 #define ZO_INLINED __attribute__((always_inline))
 
 namespace zo {
 namespace {
+
+// Loops over narrow vectors are not fast enough to wait for memory.
+inline bool asks_ahead() { return Vec::kLanes == 16 && gains_by_asking_ahead(); }
 
 constexpr uint32_t kQuietNan = 0x7FC00000u;
 
