@@ -21,10 +21,10 @@ train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
 
 test: $(READY) $(NATIVE)
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup $(ARGS)
 
 test-all: $(READY) $(NATIVE) asan tsan
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m "" $(ARGS)
+	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m "" $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .
