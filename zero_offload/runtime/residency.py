@@ -173,8 +173,7 @@ class Residency:
     def attach(self, buffer: MovableBuffer) -> None:
         """Put pages under a host buffer that is no unit's. Raises CapacityError."""
         if self._budget is self._store.arena:
-            # More than are kept for gradients.
-            self._make_room(buffer.num_frames - self._store.arena.kept_frames, "a gradient buffer")
+            self._make_room(buffer.num_frames, "a gradient buffer", is_claim=True)
         if not buffer.attach() and not (self.give_way() and buffer.attach()):
             raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
 
@@ -214,16 +213,16 @@ class Residency:
             self._evict(victim)
         return True
 
-    def _make_room(self, num_frames: int, name: str) -> None:
-        """Free frames for a use that cannot wait, whatever comes next."""
-        while num_frames > self._budget.free_frames:
+    def _make_room(self, num_frames: int, name: str, *, is_claim: bool = False) -> None:
+        """Free frames for a use that cannot wait, whatever comes next; a claim is on those that are kept, too."""
+        while (missing := num_frames - self._budget.free_frames - self._store.arena.kept_frames * is_claim) > 0:
             victim = self._victims.choose() or self._victims.last_resort()
             if victim is not None:
                 victim.break_off()
                 self._evict(victim)
             elif self._loans.release() or self.give_way():
                 continue
-            elif not self._budget.raise_limit(num_frames - self._budget.free_frames):
+            elif not self._budget.raise_limit(missing):
                 raise _no_room(num_frames, name, self._budget, self._units, self._loans)
 
     def _reserve(self, unit: Unit) -> None:

@@ -182,3 +182,24 @@ def test_a_signal_that_strikes_while_memory_goes_back_is_not_lost(monkeypatch: p
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert arena.allocated_bytes == 0 and not dropped
+
+
+def test_frames_are_kept_for_who_claims_them() -> None:
+    arena = Arena(4, 6, num_kept=3)
+    assert (arena.free_frames, arena.kept_frames) == (1, 3)
+    buffer, claiming = MovableBuffer(arena, 2 * FRAME), MovableBuffer(arena, 2 * FRAME, claims=True)
+    assert not buffer.attach() and claiming.attach()
+    assert (arena.free_frames, arena.kept_frames) == (1, 1)
+    claiming.detach()
+    assert (arena.free_frames, arena.kept_frames, arena.frame_bytes) == (1, 3, 2 * FRAME)
+
+
+def test_who_cannot_wait_takes_kept_frames_before_more_are_allowed() -> None:
+    arena = Arena(4, 5, num_kept=3)
+    assert arena.raise_limit(2) and (arena.frame_limit, arena.free_frames, arena.kept_frames) == (4, 3, 1)
+    assert not arena.raise_limit(3) and (arena.free_frames, arena.kept_frames) == (3, 1)
+    assert arena.raise_limit(2) and (arena.frame_limit, arena.free_frames, arena.kept_frames) == (5, 5, 0)
+    claiming = MovableBuffer(arena, 3 * FRAME, claims=True)
+    assert claiming.attach() and (arena.free_frames, arena.kept_frames) == (2, 0)
+    claiming.detach()
+    assert (arena.free_frames, arena.kept_frames) == (5, 0), "what was given up is for everybody"
