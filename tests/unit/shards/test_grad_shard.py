@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.late_writes import make_writes_late
 from tests.helpers.stores import open_store
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.shards.grad_shard import GradShard
@@ -95,6 +96,51 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
         shard.close()
         shard.close()
         assert store.arena.free_frames == 1
+
+
+@pytest.mark.parametrize("settles", [True, False])
+def test_values_survive_leaving(settles: bool, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who wants them waits for their write, which takes place then; without `settle` the pages are still there."""
+    make_writes_late(monkeypatch)
+    with grad_shard("nvme", nvme) as shard:
+        staging = Arena(0).allocate(4 << 20)
+        for step in range(3):
+            shard.open().fill_(step)
+            shard.held = True
+            shard.leave()
+            assert shard.on_disk
+            if settles:
+                shard.settle()
+            for row, (begin, end) in enumerate(shard.layout.chunks()):
+                _, (read,) = shard.open_chunks(range(row, row + 1), staging.address)
+                read.wait()
+                assert torch.all(staging.tensor(shard.dtype, end - begin) == step)
+            assert torch.all(shard.open() == step)
+            shard.close()
+            shard.held = False
+
+
+def test_a_section_of_one_parameter_is_streamed(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_writes_late(monkeypatch)
+    attached: list[int] = []
+
+    def attach(buffer: MovableBuffer) -> None:
+        attached.append(buffer.num_frames)
+        assert buffer.attach()
+
+    with open_store(nn.Linear(2400, 2400, bias=False), ("cpu", "nvme", "cpu"), nvme, dtype=torch.bfloat16) as store:
+        shard = GradShard(store, store.shards[0].layout, store.shards[0].placement.grads, attach)
+        for _ in range(2):
+            grad = torch.randn(2400 * 2400).bfloat16()
+            assert shard.stream(grad) and attached.pop() == 4
+            shard.held = True
+            assert not shard.stream(grad.float()), "it would be rounded"
+            assert torch.equal(shard.view(0), grad)
+            assert not shard.stream(grad), "the array is open"
+            shard.close()
+            shard.held = False
+    with grad_shard("nvme", nvme) as shard:
+        assert not shard.stream(torch.randn(1100 * 1100).bfloat16()), "there is a bias"
 
 
 def adopted(shard: GradShard, index: int) -> torch.Tensor:
