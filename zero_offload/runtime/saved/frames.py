@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
 from types import FrameType
+
+_COLLECTOR = threading.RLock()
 
 
 def runs(frame: FrameType) -> bool:
     """Whether a frame is one of our callers, or of another thread's: a GPU's backward has a thread of its own."""
-    return _calls(frame, sys._getframe()) or any(_calls(frame, top) for top in sys._current_frames().values())
+    return _calls(frame, sys._getframe()) or any(_calls(frame, top) for top in _current_frames().values())
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """The top frame of each thread. Python before 3.11.9 holds its list of threads locked meanwhile: a garbage
+    collection that begins there and lets another thread run, which ends, waits for ever (python/cpython#106883)."""
+    with _COLLECTOR:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 def module_call() -> FrameType:
