@@ -206,9 +206,8 @@ def test_gradients_that_backward_uses_pass_through_a_ring() -> None:
             OffloadConfig(nvme="x", durability="scratch"),
         )
         assert [plan.rest_bytes[each, GRADS] for each in Tier] == [0, 0, 0]
-        pages = (
-            2 * (7 + 6) * N if (tier, budget) == ("nvme", GPU) else 0
-        )  # what is held goes to the drive by way of them
+        # What is held goes to the drive by way of two units' pages.
+        pages = 2 * (7 + 6) * N * ((tier, budget) == ("nvme", GPU))
         assert plan.staging_bytes[home] - held.staging_bytes[home] == largest - pages
         assert plan.nvme_written_bytes_per_step == 0
     (summed,) = measure_units([UnitNumel("a", N)], config, num_micro_batches=2)
