@@ -102,6 +102,19 @@ def test_wear_of_commits_and_of_several_drives(capsys: pytest.CaptureFixture[str
     assert result["wear"]["is_upper_bound"]
 
 
+def test_wear_of_gradients_in_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    """A micro-batch by itself writes the fp32 sums of a unit; all of them at a unit write them once."""
+    tiers = ["--params-tier", "nvme", "--grads-tier", "nvme", "--optimizer-tier", "nvme"]
+    flags = ["--model", "llama-8b", *NVME_ROOM, *tiers, "--accumulate", "5"]
+    _, result = plan(capsys, *flags)
+    once = result["wear"]["states_bytes_per_step"]
+    assert once == 16 * result["parameters"]
+    _, result = plan(capsys, *flags, "--loop")
+    assert result["wear"]["states_bytes_per_step"] == once + 4 * 4 * result["parameters"]
+    _, result = plan(capsys, *flags, "--ranks", "2", "--nvme", "one", "another")
+    assert result["wear"]["states_bytes_per_step"] == (once + 4 * 4 * result["parameters"]) / 2
+
+
 def test_wear_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", "--model", "3200M", *MEMORY, *NVME_ROOM]
     main([*flags, "--optimizer-tier", "nvme"])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero_offload.cli.planning import Offer, Planned, Request
+from zero_offload.plan.costs import Job
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.memory import PLACED_KINDS
 from zero_offload.plan.wear import TB, Wear
@@ -50,9 +51,14 @@ class Report:
         return self.found.prediction.step_s
 
     @property
+    def job(self) -> Job:
+        """As it would run."""
+        return self.planned.job.as_run(self.planned.placement.tiers, self.planned.machine)
+
+    @property
     def wear(self) -> Wear:
-        ranks = self.request.cluster.ranks_per_node
-        return self.planned.memory.wear.of_one_drive(ranks, max(len(self.request.config.nvme_dirs), 1))
+        wear = self.planned.memory.wear.of_backwards(self.job.num_grads_out)
+        return wear.of_one_drive(self.request.cluster.ranks_per_node, max(len(self.request.config.nvme_dirs), 1))
 
 
 def as_text(report: Report) -> str:
@@ -105,8 +111,7 @@ def _forecast_lines(report: Report) -> Iterator[str]:
     found, machine = report.found, report.planned.machine
     if found is None:
         return
-    step, planned = found.prediction, report.planned
-    batch = planned.job.as_run(planned.placement.tiers, machine).batch
+    step, batch = found.prediction, report.job.batch
     tokens = batch.tokens * batch.micro_batches
     speed = f"{step.tokens_per_s:,.0f} tokens/s in all"
     micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""

@@ -101,6 +101,12 @@ class Job:
             return self
         return replace(self, batch=replace(self.batch, by_unit=False))
 
+    @property
+    def num_grads_out(self) -> int:
+        """How often a unit's gradients leave in a step. Ranks reduce those of each micro-batch."""
+        alone = self.partition.world_size == 1
+        return self.batch.num_passes if alone else self.batch.micro_batches
+
     def overlaps(self, tiers: Sequence[Tiers], machine: Machine) -> bool:
         """Whether the update runs beside compute: `updates.overlaps`."""
         if self.overlap != UpdateOverlap.AUTO.value:
@@ -147,7 +153,7 @@ def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_besi
         update=_update_costs(job, unit, at, machine, update_beside=update_beside),
         commit_s=_per(committed, machine.write_bytes) / (int(job.config.commit_every) if keeps else 1),
     )
-    return costs.taking_turns(job.batch.num_together, alone=alone)
+    return costs.taking_turns(job.batch.num_together, job.num_grads_out // job.batch.num_passes)
 
 
 def _per(nbytes: float, rate: float) -> float:

@@ -68,21 +68,20 @@ class UnitCosts:
     commit_s: float
     """Written for a generation."""
 
-    def taking_turns(self, count: int, *, alone: bool) -> UnitCosts:
-        """Of so many micro-batches together. Their gradients leave as one, unless ranks reduce each."""
+    def taking_turns(self, count: int, grads_out: int) -> UnitCosts:
+        """Of so many micro-batches together, whose gradients leave so many times."""
         if count == 1:
             return self
-        times = 1 if alone else count
         return replace(
             self,
             forward_s=count * self.forward_s,
             backward_s=count * self.backward_s,
             saved_out=self.saved_out.times(count),
-            reduce_s=times * self.reduce_s,
-            grad_download_s=times * self.grad_download_s,
-            grad_write_s=times * self.grad_write_s,
-            grad_read_s=(times - 1) * self.grad_read_s,
-            land_s=0.0 if alone else count * self.land_s,
+            reduce_s=grads_out * self.reduce_s,
+            grad_download_s=grads_out * self.grad_download_s,
+            grad_write_s=grads_out * self.grad_write_s,
+            grad_read_s=(grads_out - 1) * self.grad_read_s,
+            land_s=0.0 if grads_out == 1 else count * self.land_s,
         )
 
     def lane_seconds(self, num_passes: int) -> dict[Lane, float]:

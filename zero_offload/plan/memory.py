@@ -273,7 +273,7 @@ def estimate_memory(
     rest = {(tier, kind): 0 for tier in Tier for kind in PLACED_KINDS}
     keeps_generations = config.effective_durability is not Durability.SCRATCH
     shared = placement.budget.shared_memory
-    written = committed = 0
+    written = committed = grads = 0
     for unit, tiers in zip(units, placement.tiers, strict=True):
         for kind in PLACED_KINDS:
             rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, partition, shared)
@@ -287,8 +287,8 @@ def estimate_memory(
             inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
             written += 0 if inside else unit.params_bytes - unit.frozen_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
-            written += unit.grads_bytes
-    wear = Wear(written, committed, config.commit_every)
+            grads += unit.grads_bytes
+    wear = Wear(written + grads, committed, config.commit_every, grads)
     staging = _staging_bytes(units, placement, config, partition)
     return MemoryPlan(rest, staging, wear, placement.budget, _least_bytes(units, placement, partition))
 

@@ -26,6 +26,8 @@ class Wear:
     """For every generation, beside that."""
     commit_every: int | str
     """Steps from one generation to the next; with "auto" every step is counted: it may be less."""
+    grads_bytes: float = 0.0
+    """Of `states_bytes`, gradients, which are written in every backward."""
 
     @property
     def commit_bytes_per_step(self) -> float:
@@ -43,7 +45,16 @@ class Wear:
     def of_one_drive(self, num_ranks: int, num_drives: int) -> Wear:
         """Of one rank's: what each drive gets when so many ranks stripe over so many."""
         share = num_ranks / num_drives
-        return replace(self, states_bytes=self.states_bytes * share, commit_bytes=self.commit_bytes * share)
+        return replace(
+            self,
+            states_bytes=self.states_bytes * share,
+            commit_bytes=self.commit_bytes * share,
+            grads_bytes=self.grads_bytes * share,
+        )
+
+    def of_backwards(self, count: int) -> Wear:
+        """Of a step in which gradients leave so many times, not once."""
+        return replace(self, states_bytes=self.states_bytes + (count - 1) * self.grads_bytes)
 
     def tb_per_day(self, step_s: float) -> float:
         return self.bytes_per_step * _DAY_S / step_s / TB

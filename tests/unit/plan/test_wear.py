@@ -34,7 +34,12 @@ def test_commits_are_spread_over_their_steps() -> None:
 
 
 def test_ranks_add_up_and_drives_share() -> None:
-    assert Wear(10.0, 4.0, 2).of_one_drive(num_ranks=4, num_drives=2) == Wear(20.0, 8.0, 2)
+    assert Wear(10.0, 4.0, 2, 6.0).of_one_drive(num_ranks=4, num_drives=2) == Wear(20.0, 8.0, 2, 12.0)
+
+
+def test_gradients_leave_with_every_backward() -> None:
+    assert Wear(10.0, 4.0, 2, grads_bytes=6.0).of_backwards(3).states_bytes == 22.0
+    assert Wear(10.0, 4.0, 2).of_backwards(3) == Wear(10.0, 4.0, 2)
 
 
 PLACEMENTS: list[dict[str, Any]] = [
