@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +93,9 @@ class Session:
         self._watches = False
         """Whether changes of parameters by this one are looked for beyond torch's versions."""
         self._backward_runs = False
+        """Or was left by an exception, and nothing has come since."""
+        self._ending: weakref.ref[partial[None]] | None = None
+        """What is called at the end of a backward; dead where that will not be."""
         self._pid = os.getpid()
         self.closed = False
         """Nothing but its figures can be asked for any more."""
@@ -292,7 +296,9 @@ class Session:
         broken = self._backward_runs
         self._backward_runs = False
         for unit in self._units:
-            unit.forward_uses = unit.backward_uses = unit.num_uses = 0
+            if not self.forwards:
+                unit.forward_uses = 0
+            unit.backward_uses = unit.num_uses = 0
             unit.close()
         dropped = broken and self._grads.drop()
         if self.updates is not None:
@@ -343,20 +349,23 @@ class Session:
 
     def note_backward(self) -> None:
         """Called on every sign of a backward: makes sure that its end is noticed."""
+        if self._backward_runs and self._ending is not None and self._ending() is None:
+            self._recover()  # it was left by an exception, and no forward has come between
         if not self._backward_runs:
             self.check_alive()
-            self.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())
 
-    def begin_backward(self) -> None:
-        """Whoever calls this calls `end_backward` too, unless the backward breaks off."""
-        self._backward_runs = True
+    def begin_backward(self) -> partial[None]:
+        """Returns what is to be called at its end, and let go of where it breaks off, as autograd does."""
+        ending = partial(self._end_backward)
+        self._backward_runs, self._ending = True, weakref.ref(ending)
         if self._spans.on:
             self._spans.backward.begin()
         if self._trimmer is not None:
             self._trimmer.begin()
+        return ending
 
-    def end_backward(self) -> None:
+    def _end_backward(self) -> None:
         self._backward_runs = False
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0

@@ -147,18 +147,21 @@ class MicroBatches:
                 for group in part.completes:
                     self._lines.setdefault(group, deque()).append(graph.number)
         self._losses.clear()
-        self._session.begin_backward()
+        end = self._session.begin_backward()
         activations = self._pieces.activations
         if activations is not None:
             activations.begin_parts()
         try:
             self._pieces.grads.coming = self._lines
             self._run_parts()
+        except BaseException:
+            del end  # whoever keeps the exception keeps this frame
+            raise
         finally:
             self._pieces.grads.coming = {}
             if activations is not None:
                 activations.end_backward()
-        self._session.end_backward()
+        end()
 
     def _together(self, leaf: Tensor) -> int:
         """The same number for leaves whose gradients must arrive with each other."""

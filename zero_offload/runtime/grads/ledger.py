@@ -60,6 +60,8 @@ class SectionGrads:
     """Parameters that this backward has delivered."""
     num_expected: int = 0
     """How many it will deliver at most."""
+    awaits_more: bool = False
+    """Whether it has delivered all of one micro-batch, and was to bring those of others; some never come."""
     whole: bool = False
     """Whether this backward, if it updates, has delivered all of them, reduced."""
     holding: set[int] = field(default_factory=set)

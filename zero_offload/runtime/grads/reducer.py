@@ -109,7 +109,7 @@ class GradReducer:
     def finish_backward(self) -> None:
         """Complete what parameters without a gradient left open."""
         for grads in self.ledger.sections:
-            if grads.arrived:
+            if grads.arrived or grads.awaits_more:
                 self._complete(grads)
         self._reductions.finish()
         self.keeper.drain()
@@ -194,7 +194,8 @@ class GradReducer:
             self._reductions.add(grads)
             return
         grads.arrived.clear()
-        if any(self.coming.get(id(param)) for param in grads.params):
+        grads.awaits_more = any(self.coming.get(id(param)) for param in grads.params)
+        if grads.awaits_more:
             return  # what comes adds to them where they lie
         grads.whole = True
         self.keeper.end(grads)
@@ -229,6 +230,7 @@ class GradReducer:
         self.keeper.drain()
         for grads in self.ledger.sections:
             grads.arrived.clear()
+            grads.awaits_more = False
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
