@@ -148,8 +148,8 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
         check_not_updated(owner.grads.ledger, param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
         owner.parts.board.wait(place.unit.index)
-    found = {place.name: owner.grads.ledger.read(param) for place, param in places.items()}
-    return {name: grad for name, grad in found.items() if grad is not None}
+    found = owner.grads.ledger.read(places.values())
+    return {place.name: found[param] for place, param in places.items() if param in found}
 
 
 def _one_rank(owner: OffloadedModel, kind: str) -> None:

@@ -85,6 +85,23 @@ def test_an_error_in_backward_drops_the_gradients(error: type[BaseException], nv
     zo.close(model)
 
 
+def test_a_backward_right_after_a_broken_one_counts(nvme: Path) -> None:
+    model, plain = zo.offload(build(Fused), away(nvme)), build(Fused)
+    optimizer = zo.AdamW(model.parameters())
+    batch = batches_of(1)[0]
+    loss = third(model, batch)
+    model.blocks[1].backward_error = Explosion
+    with pytest.raises(Explosion, match="in backward") as kept:
+        zo.accumulate(model, batches_of(3), third)
+    model.blocks[1].backward_error = None
+    optimizer.zero_grad()
+    loss.backward()
+    third(plain, batch).backward()
+    assert_same_grads(model, plain)
+    assert kept.value  # and all frames of it
+    zo.close(model)
+
+
 def test_gradients_of_earlier_calls_stay(nvme: Path) -> None:
     """As those of a loop's earlier micro-batches do when a forward fails."""
     model, plain = zo.offload(build(Fused), away(nvme)), build(Fused)

@@ -16,6 +16,7 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, Block, Fuse, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import assert_same, train
+from zero_offload.api import runtime_of
 
 
 class Explosion(Exception):
@@ -101,6 +102,54 @@ def test_without_zero_grad_the_broken_gradients_are_dropped(where: str, fp32_con
         zo.close(model)
         twins.append(losses)
     assert twins[0] == twins[1]
+
+
+@pytest.mark.filterwarnings("ignore:the last backward")
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("make", MODELS)
+def test_a_backward_right_after_a_broken_one_counts(
+    make: type[nn.Module], error: type[BaseException], fp32_config: zo.OffloadConfig
+) -> None:
+    """Its forward came before the one whose backward breaks; the exception is kept, with all frames of it."""
+
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        for seed in (0, 10):
+            good = model(tokens_of(seed))
+            model.blocks[1].backward_error = error  # read by the forward, and by one that is run again
+            broken = model(tokens_of(seed + 1))
+            with pytest.raises(error, match="backward") as kept:
+                broken.backward()
+            model.blocks[1].backward_error = None
+            optimizer.zero_grad()
+            good.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield good.item()
+            assert kept.value
+            yield from train(model, optimizer, [seed + 2])
+
+    assert_same(script, make, fp32_config)
+
+
+def test_pages_of_broken_gradients_come_back_unwritten(nvme: Path) -> None:
+    """Those of the block whose gradients were half there."""
+    model = zo.offload(build(Fused), zo.OffloadConfig(precision="fp32", grads="nvme", nvme=nvme, durability="scratch"))
+    optimizer = zo.AdamW(model.parameters())
+    list(train(model, optimizer, range(2)))
+    parts = runtime_of(model).parts
+    runtime_of(model).grads.begin_forward()
+    kept_frames = parts.store.arena.kept_frames
+    model.blocks[1].backward_error = Explosion
+    loss = model(tokens_of(50))
+    with pytest.raises(Explosion):
+        loss.backward()
+    written = parts.store.counters.snapshot()["written.nvme"]
+    with pytest.warns(UserWarning, match="its gradients are dropped"):
+        optimizer.step()
+    runtime_of(model).grads.begin_forward()
+    assert parts.store.arena.kept_frames == kept_frames
+    assert parts.store.counters.snapshot()["written.nvme"] == written
+    zo.close(model)
 
 
 @pytest.mark.parametrize("clips", [False, True])

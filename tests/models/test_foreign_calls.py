@@ -68,6 +68,29 @@ def test_grad_is_the_gradient_where_it_rests_on_the_device(nvme: Path) -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_is_kept_stays_what_it_is(micro_batches: int, nvme: Path) -> None:
+    """As torch's does when the next backward makes another one; the latest is what grows."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        kept.clear()
+        for seed in range(4):
+            for number in range(micro_batches):
+                model(tokens_of(10 * seed + number)).backward()
+                grad = model.blocks[0].up.weight.grad
+                yield grad.norm().item()
+                assert kept is not None and all(torch.equal(*pair) for pair in kept)
+            if seed != 2:
+                kept.append((grad, grad.clone()))
+            optimizer.step()
+            optimizer.zero_grad()
+        yield from train(model, optimizer, [50])
+        assert all(torch.equal(*pair) for pair in kept)
+
+    assert_same(script, Model, placed("fp32", ("nvme", "device", "nvme"), nvme))
+
+
 @pytest.mark.parametrize("grads", ["cpu", "nvme"])
 def test_grad_raises_while_it_waits_elsewhere(grads: str, nvme: Path) -> None:
     model = zo.offload(build(Model), placed("fp32", ("nvme", grads, "nvme"), nvme))

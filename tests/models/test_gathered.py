@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
-from tests.helpers.models import NARROW, TinyLM, build
+from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import train
+from zero_offload.api import runtime_of
 
 Model = partial(TinyLM, NARROW)
 NAME = "blocks.0.up.weight"
@@ -178,4 +179,23 @@ def test_a_step_inside_is_seen(place: str, nvme: Path) -> None:
         list(train(model, optimizer, [2]))
         found = {name: param.detach().clone() for name, param in params.items()}
     assert same(found, read_masters(model))
+    zo.close(model)
+
+
+def test_gradients_on_a_drive_are_read_once_and_not_written(nvme: Path) -> None:
+    settings = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": nvme, "durability": "scratch"}
+    model = zo.offload(build(Model), zo.OffloadConfig(precision="fp32", **settings))
+    model(tokens_of(0)).backward()
+    runtime = runtime_of(model)
+    runtime.grads.begin_forward()  # what leaves is on the drive
+    before = runtime.parts.store.counters.snapshot()
+    with zo.gathered(model, kind="grads") as grads:
+        total = sum(grad.nbytes for grad in grads.values())
+    after = runtime.parts.store.counters.snapshot()
+    assert after["written.nvme"] == before["written.nvme"]
+    # Each section once, with what rounds it up.
+    assert total <= after["read.nvme"] - before["read.nvme"] < 2 * total
+    plain = build(Model)
+    plain(tokens_of(0)).backward()
+    assert same(grads, {name: param.grad for name, param in plain.named_parameters() if param.grad is not None})
     zo.close(model)

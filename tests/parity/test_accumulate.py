@@ -22,10 +22,11 @@ from tests.helpers.activations import make_small
 from tests.helpers.models import NARROW, WIDE, AttentionBlock, Block, TinyLM, build, tokens_of
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import Case, RankPools
-from tests.helpers.reference import new_scaler, param_groups
+from tests.helpers.reference import new_scaler, param_groups, read_masters
 from tests.helpers.twins import Script, run_offloaded
 from zero_offload.api import runtime_of
 from zero_offload.plan.partition import STAGES
+from zero_offload.types import Tier
 
 TIERS = {"cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 BLOCKS = {"feed": Block, "attention": AttentionBlock}
@@ -139,6 +140,64 @@ def test_gradients_on_disk_are_written_once(nvme: Path) -> None:
         zo.close(model)
     assert written[2, zo.accumulate] == written[5, zo.accumulate] > 0
     assert written[5, loop] > 2 * written[5, zo.accumulate]
+
+
+class Sparing(torch.autograd.Function):
+    """x @ weight, whose backward makes no gradient for the weight if told so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, spares: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.spares = spares
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        return grad @ weight.t(), None if ctx.spares else x.t() @ grad, None
+
+
+class SparingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDE, WIDE) / WIDE)
+
+    def forward(self, x: Tensor, spares: bool) -> Tensor:
+        return Sparing.apply(x, self.weight, spares)
+
+
+class SparingLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(SparingBlock() for _ in range(3))
+
+    def forward(self, batch: tuple[int, bool]) -> Tensor:
+        seed, spares = batch
+        x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(seed))
+        for block in self.blocks:
+            x = block(x, spares)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("grads", ["nvme", "cpu"])
+def test_what_the_last_micro_batch_leaves_out_is_complete_all_the_same(grads: str, nvme: Path) -> None:
+    """Nothing of it stays in pages that the next backward takes."""
+    outcomes = []
+    for run in (zo.accumulate, loop):
+        config = away(nvme / run.__name__, grads=grads if run is zo.accumulate else "cpu")
+        model = zo.offload(build(SparingLM), config)
+        optimizer, found = zo.AdamW(model.parameters(), lr=1e-2), []
+        for step in range(3):
+            batches = [(10 * step + number, number == 2) for number in range(3)]
+            found += [loss.item() for loss in run(model, batches, lambda model, batch: model(batch))]
+            shards = [each.shard for each in runtime_of(model).grads.ledger.sections]
+            assert all(shard.on_disk for shard in shards if shard.tier is Tier.NVME)
+            optimizer.step()
+            optimizer.zero_grad()
+        outcomes.append((found, read_masters(model)))
+        zo.close(model)
+    assert outcomes[0][0] == outcomes[1][0]
+    assert all(torch.equal(value, outcomes[1][1][name]) for name, value in outcomes[0][1].items())
 
 
 def test_where_nothing_leaves_it_is_the_loop() -> None:

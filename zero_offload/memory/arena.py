@@ -152,9 +152,12 @@ class Arena:
     def frame_limit(self) -> int:
         return self._frame_limit
 
-    def raise_limit(self, count: int) -> bool:
-        """Allow `count` frames more, first those that are kept; False when that would exceed the budget."""
-        spared = min(count, self.kept_frames)
+    def raise_limit(self, count: int, *, claimed: bool = False) -> bool:
+        """Allow `count` frames more; False when that would exceed the budget.
+
+        First those that are kept, unless they are `claimed`: then they are taken anyway, and come back.
+        """
+        spared = 0 if claimed else min(count, self.kept_frames)
         if self._frame_limit + count - spared > self._frame_limit_max:
             return False
         self._num_kept -= spared

@@ -24,7 +24,7 @@ class Budget(Protocol):
     @property
     def frame_limit(self) -> int: ...
 
-    def raise_limit(self, count: int) -> bool: ...
+    def raise_limit(self, count: int, *, claimed: bool = False) -> bool: ...
 
 
 class Buffer(Protocol):
@@ -59,7 +59,7 @@ class FrameBudget:
     def free_frames(self) -> int:
         return self._frame_limit - self._taken
 
-    def raise_limit(self, count: int) -> bool:
+    def raise_limit(self, count: int, *, claimed: bool = False) -> bool:
         """Allow `count` frames more; False when that would exceed the budget."""
         if self._frame_limit + count > self._frame_limit_max:
             return False

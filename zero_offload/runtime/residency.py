@@ -222,7 +222,7 @@ class Residency:
                 self._evict(victim)
             elif self._loans.release() or self.give_way():
                 continue
-            elif not self._budget.raise_limit(missing):
+            elif not self._budget.raise_limit(missing, claimed=is_claim):
                 raise _no_room(num_frames, name, self._budget, self._units, self._loans)
 
     def _reserve(self, unit: Unit) -> None:

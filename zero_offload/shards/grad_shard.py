@@ -70,6 +70,8 @@ class GradShard:
         """Of the ring, under the array."""
         self._adopted: dict[int, torch.Tensor] = {}
         """By the parameter's index: (numel,) `dtype`, instead of its part of the array."""
+        self.shown = False
+        """Whether the user has seen gradients that are over, and may have kept them."""
         self.dtype = layout.dtype
         self.held = False
         self._lent = False
@@ -108,6 +110,10 @@ class GradShard:
     def place(self, index: int) -> torch.Tensor:
         """Where this shard's part of a parameter's gradient is to be written, in the open array; `dtype`."""
         self._adopted.pop(index, None)
+        if self.shown and not self.held:
+            self.shown = False
+            if self._array is not None and self._span is None and _is_kept(self._array, len(self._parts)):
+                self._forget_array()  # it stays what it is
         return self.view(index)
 
     def view(self, index: int) -> torch.Tensor:
@@ -176,9 +182,12 @@ class GradShard:
         if self._pages is not None and self._array is None:
             self._pages.settle()
 
-    def close(self) -> None:
-        """Bring the buffer to rest and its pages back."""
-        self.leave()
+    def close(self, *, changed: bool = True) -> None:
+        """Bring the buffer to rest and its pages back; on NVMe it is written only if it has `changed`."""
+        if changed:
+            self.leave()
+        elif self._pages is not None and self._span is None:
+            self._forget_array()
         self.settle()
 
     def widen(self) -> None:
@@ -218,3 +227,9 @@ class GradShard:
                 at = last
         found.append(GradPiece(at - begin, end - begin, array[at:end]))
         return [piece for piece in found if piece.begin < piece.end]
+
+
+def _is_kept(array: torch.Tensor, num_views: int) -> bool:
+    """Whether there are views of the array beside our own."""
+    storage = array.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > num_views + 2  # with the array and `storage`

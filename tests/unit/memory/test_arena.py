@@ -203,3 +203,13 @@ def test_who_cannot_wait_takes_kept_frames_before_more_are_allowed() -> None:
     assert claiming.attach() and (arena.free_frames, arena.kept_frames) == (2, 0)
     claiming.detach()
     assert (arena.free_frames, arena.kept_frames) == (5, 0), "what was given up is for everybody"
+
+
+def test_what_is_claimed_is_not_given_up_when_more_is_allowed() -> None:
+    arena = Arena(4, 6, num_kept=3)
+    assert arena.raise_limit(2, claimed=True) and (arena.frame_limit, arena.free_frames, arena.kept_frames) == (6, 3, 3)
+    assert not arena.raise_limit(1, claimed=True)
+    claiming = MovableBuffer(arena, 6 * FRAME, claims=True)
+    assert claiming.attach() and (arena.free_frames, arena.kept_frames) == (0, 0)
+    claiming.detach()
+    assert (arena.free_frames, arena.kept_frames) == (3, 3)

@@ -2,7 +2,7 @@
 
 Owns the two lists. Backward fills the pages of a section while those of the unit before are written; sections that wait
 for their last gradients (some never come) rest on their drive until those arrive. The calls: `open` before a gradient
-is put in its place, `leave` when the section is complete, `settle` when the pages are wanted for something else. What
+is put in its place, `leave` when the section is complete or `drop`, `settle` when the pages are wanted elsewhere. What
 happens depends on the order of the calls alone, never on what is complete, so that it is the same on all ranks.
 """
 
@@ -46,6 +46,13 @@ class GradsToDrives:
             for shard in _shards(grads):
                 shard.leave()
             self._leaving.append(grads)
+
+    def drop(self) -> None:
+        """Nobody wants what has not left."""
+        while self._open:
+            for shard in _shards(self._open[-1]):
+                shard.close(changed=False)
+            self._open.pop()
 
     def settle(self) -> bool:
         """Wait for what was launched; says whether anything was."""

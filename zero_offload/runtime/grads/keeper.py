@@ -110,6 +110,11 @@ class GradKeeper:
         self._adding.clear()
         self._staging.drain()
 
+    def drop(self) -> None:
+        """Nobody wants what has been kept."""
+        self.drain()
+        self._drives.drop()
+
     def settle(self) -> bool:
         """Pages of gradients that leave for drives are there for others; says whether there were any."""
         return self._drives.settle()

@@ -232,14 +232,17 @@ class GradLedger:
         grads.exposed.add(index)
         return self._apply_factor(grads, index).view(grads.layout.params[index].spec.shape)
 
-    def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """A copy of the gradient as a step would use it, fp32, host, or None; one rank only."""
-        grads, index = self._places[id(param)]
-        if index not in grads.holding:
-            return None
-        copy = grads.shard.view(index).to("cpu", torch.float32, copy=True).view(grads.layout.params[index].spec.shape)
-        grads.shard.close()
-        return copy.mul_(self.factor(grads, index))
+    def read(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""
+        found = {}
+        for grads, indices in self._chosen(params):
+            brought = grads.shard.on_disk
+            for index in indices:
+                copy = grads.shard.view(index).to("cpu", torch.float32, copy=True).mul_(self.factor(grads, index))
+                found[grads.params[index]] = copy.view(grads.layout.params[index].spec.shape)
+            if indices:
+                grads.shard.close(changed=not brought)
+        return found
 
     def forget(self, params: Iterable[nn.Parameter]) -> None:
         """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
@@ -262,6 +265,7 @@ class GradLedger:
         if index not in grads.holding:
             return
         grads.holding.discard(index)
+        grads.shard.shown |= index in grads.exposed
         grads.exposed.discard(index)
         grads.waiting.discard(index)
         grads.reduced.discard(index)

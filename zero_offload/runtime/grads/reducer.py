@@ -227,7 +227,7 @@ class GradReducer:
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
         self._reductions.drop()
-        self.keeper.drain()
+        self.keeper.drop()
         for grads in self.ledger.sections:
             grads.arrived.clear()
             grads.awaits_more = False
