@@ -232,10 +232,11 @@ def _check_placements(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_placement(name: str, request: object) -> Iterator[str]:
-    example = f"write {name}='cpu' or {name}={{'cpu': 0.5, 'nvme': 0.5}}"
+    fractions = f"{name}={{'cpu': 0.5, 'nvme': 0.5}}"
+    example = f"write {name}='cpu' or {fractions}"
     if isinstance(request, str):
         if request not in (*_TIERS, "auto"):
-            yield f"{name}={request!r} is no tier; use one of {', '.join(_TIERS)}, auto"
+            yield f"{name}={request!r} is no tier; use one of {', '.join(_TIERS)}, auto, or fractions: {fractions}"
         return
     if not isinstance(request, Mapping):
         yield f"{name}={request!r} is neither a tier nor fractions per tier; {example}"

@@ -20,7 +20,7 @@ from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, r
 from zero_offload.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.deferred.recorder import DeferredTensor
 from zero_offload.device import Device
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.memory.pages import trim_heap
 from zero_offload.plan.layout import ParamSlice
@@ -31,10 +31,18 @@ from zero_offload.shards.registry import owner_of, recipe_of
 from zero_offload.shards.store import ShardStore
 
 
+def check_not_offloaded(model: nn.Module) -> None:
+    """Raise if the model, or a part of it, was offloaded before."""
+    owned = [name for name, param in model.named_parameters() if owner_of(param) is not None]
+    if owned:
+        those = f"{owned[0]} and {len(owned) - 1} others are" if owned[1:] else f"{owned[0]} is"
+        raise ConfigError(
+            f"{those} offloaded already; call zo.offload once per model, and after zo.close build the model again"
+        )
+
+
 def param_problem(param: nn.Parameter) -> str | None:
-    """Why a parameter cannot be offloaded, or None."""
-    if owner_of(param) is not None:
-        return "is offloaded already; call zo.offload once per model"
+    """Why a parameter that is not offloaded cannot be, or None."""
     if recipe_of(param) is not None:
         with torch._C.DisableTorchFunctionSubclass():
             hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)

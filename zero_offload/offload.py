@@ -29,7 +29,7 @@ from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import num_frames, trim_heap
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
-from zero_offload.move_in import lacks_values, move_in, param_problem
+from zero_offload.move_in import check_not_offloaded, lacks_values, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.parts import Parts
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
@@ -64,7 +64,7 @@ from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarri
 from zero_offload.runtime.units.guard import guard
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_ring import GradRing
-from zero_offload.shards.registry import owner_of, register
+from zero_offload.shards.registry import register
 from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -157,9 +157,10 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
 
 def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
     tensor_mesh = mesh_of(model.parameters())
+    check_not_offloaded(model)
     problems = list(mesh_problems(mesh, device.torch_device.type, tensor_mesh))
     for name, param in model.named_parameters():
-        if tensor_mesh is not None and is_dtensor(param) and owner_of(param) is None:
+        if tensor_mesh is not None and is_dtensor(param):
             problems += dtensor_problems(name, param, tensor_mesh)
         elif (problem := param_problem(param)) is not None:
             problems.append(f"{name} {problem}")

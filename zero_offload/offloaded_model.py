@@ -269,7 +269,7 @@ class OffloadedModel:
 
     def end_walk(self) -> None:
         """Write what load_state_dict has copied in."""
-        self.access.end_walk(self.set_aside)
+        self.access.end_walk(self._states.values_replaced)
 
     def set_aside(self) -> None:
         """States are replaced from outside: they are the last step's no more, unless `commit` says so."""

@@ -6,6 +6,7 @@ is built, and of each section all that its parameters' optimizers keep.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -28,12 +29,15 @@ class OptimizerStates:
         self.param_steps: dict[str, int] = {}
         self._loaded_steps: dict[str, int] = {}
         """The counts that came with states from files or a state dict."""
+        self._completed: dict[str, int] = {}
+        """Those that came with what completes a value to its fp32 master."""
         self.adopt({})
 
     def adopt(self, param_steps: Mapping[str, int]) -> None:
         """The shards have states that were saved after so many updates of each parameter."""
         self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._access.places()}
         self._loaded_steps = dict(self.param_steps)
+        self._completed.clear()
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
         places = [self._access.place(param) for param in params]
@@ -72,3 +76,17 @@ class OptimizerStates:
         self.ensure([(place.section.shard, tuple(states))])
         self._access.write_states(param, states, beside)
         self.param_steps[place.name] = self._loaded_steps[place.name] = step
+        if beside:
+            self._completed[place.name] = step
+
+    def values_replaced(self) -> None:
+        """A model's state dict is loaded. Masters that an optimizer's has completed, and no step has used, go."""
+        self._commits.set_aside()
+        lost = [name for name, step in self._completed.items() if self.param_steps[name] == step]
+        self._completed.clear()
+        if lost:
+            warnings.warn(
+                f"model.load_state_dict replaces the fp32 master of {lost[0]}, which optimizer.load_state_dict has "
+                "just completed, by its rounded value. Load the model's state dict first, then the optimizer's",
+                stacklevel=2,
+            )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from enum import StrEnum
@@ -121,12 +122,16 @@ def parse_bytes(value: int | str) -> int:
     return result
 
 
-def format_bytes(nbytes: float) -> str:
-    """Write a size with a binary unit and three significant digits (four from 1000 on): 1.46 GiB."""
+def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
+    """Write a size with a binary unit and three significant digits (four from 1000 on): 1.46 GiB. `at_least` rounds
+    it up."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while abs(nbytes) >= 1024 and len(units) > 1:
         nbytes /= 1024
         del units[0]
+    if at_least and nbytes >= 1:
+        decimals = 0 if units[0] == "B" else max(2 - math.floor(math.log10(nbytes)), 0)
+        nbytes = math.ceil(nbytes * 10**decimals) / 10**decimals
     if units[0] == "B":
         return f"{nbytes:.0f} B"
     return f"{nbytes:.{4 if abs(nbytes) >= 999.5 else 3}g} {units[0]}"

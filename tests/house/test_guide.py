@@ -6,7 +6,10 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
 import zero_offload as zo
+from zero_offload.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "GUIDE.md").read_text()
@@ -34,3 +37,11 @@ def test_links_lead_to_chapters() -> None:
         f"docs/{path}" for path in re.findall(r"\]\(([\w./]+\.md)\)", GUIDE)
     ]
     assert [path for path in files if not (ROOT / path).is_file()] == [] and files
+
+
+def test_the_plan_that_is_shown_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a machine by name, so that it is the same on every one."""
+    shown = GUIDE[GUIDE.index("$ zero-offload plan") :]
+    command, expected = shown[: shown.index("```")].split("\n", 1)
+    assert main(command.split()[2:]) == 0
+    assert capsys.readouterr().out == expected

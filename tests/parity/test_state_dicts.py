@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,25 @@ def test_bf16_masters_go_between_ordinary_and_offloaded_parameters(away_first: b
     for each in (optimizer, taken):
         each.zero_grad()
     assert train(other, taken, range(3, 8), torch.bfloat16) == train(model, optimizer, range(3, 8), torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_order_that_rounds_masters_is_said(precision: str) -> None:
+    """Masters would be rounded without a word."""
+    model = zo.offload(make_model(), zo.OffloadConfig(precision=precision))
+    optimizer = zo.AdamW(model.parameters())
+    train(model, optimizer, range(3), torch.bfloat16 if precision == "bf16" else torch.float16)
+    other = zo.offload(make_model(), zo.OffloadConfig(precision=precision))
+    taken = zo.AdamW(other.parameters())
+    taken.load_state_dict(optimizer.state_dict())
+    with pytest.warns(UserWarning, match="Load the model's state dict first"):
+        other.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        taken.load_state_dict(optimizer.state_dict())
+        assert all(torch.equal(value, masters(model)[name]) for name, value in masters(other).items())
+        train(other, taken, range(1), torch.bfloat16 if precision == "bf16" else torch.float16)
+        other.load_state_dict(model.state_dict())
 
 
 @pytest.mark.parametrize("looks", [False, True], ids=["stepped", "saved first"])

@@ -42,3 +42,11 @@ def test_format_bytes(nbytes: int, text: str) -> None:
 @example(1023 * KIB)
 def test_what_is_written_can_be_read(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "nbytes", [1, 999, 1000, 1023, 1025, 533_824, 5_242_881, 10_485_759, 7 * GIB + 1, 1023 * MIB + 1]
+)
+def test_a_size_that_is_enough(nbytes: int) -> None:
+    enough = parse_bytes(format_bytes(nbytes, at_least=True))
+    assert nbytes <= enough <= 1.01 * nbytes + 1

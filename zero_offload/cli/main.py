@@ -18,7 +18,7 @@ from zero_offload.errors import ZeroOffloadError
 INTERRUPTED, NOBODY_READS = 130, 141  # 128 + SIGINT, + SIGPIPE, as a shell reports them
 
 _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capacity, 4 storage, 5 integrity,
-6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted"""
+6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted, 141 nobody reads the output"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

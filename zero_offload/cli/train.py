@@ -25,7 +25,8 @@ _DESCRIPTION = """\
 Train a causal language model on text, its ZeRO shards on the tiers you choose.
 With no arguments: a small GPT on the Python standard library's sources, parameters and optimizer states on
 NVMe. The same command again continues an interrupted run at its last commit. Flags override run.toml, whose
-tables are [train] (settings named as the flags here) and [offload] (the fields of OffloadConfig)."""
+tables are [train] (settings named as the flags here, with _ for -) and [offload] (the fields of OffloadConfig, with
+fractions such as params = { cpu = 0.5, nvme = 0.5 })."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -98,12 +98,15 @@ def _as_json(verdict: Verdict, history: History) -> dict[str, Any]:
     }
 
 
+_WRITTEN_OVER = "no longer whole: later steps wrote over it, or, if the run had ended, it is damaged"
+
+
 def _lines(home: Path, verdicts: list[Verdict], damaged: dict[str, str]) -> Iterator[str]:
     yield f"{home}:"
     for problem in damaged.values():
         yield f"  BAD manifest: {problem}"
     for place, verdict in enumerate(verdicts):
-        result = "whole" if verdict.is_whole else "BAD" if place == 0 else "no longer whole: later steps wrote over it"
+        result = "whole" if verdict.is_whole else "BAD" if place == 0 else _WRITTEN_OVER
         count = f"{verdict.generation.world_size} rank{'s' * (verdict.generation.world_size > 1)}"
         yield f"  {verdict.generation}, {count}: {format_bytes(verdict.verified_bytes)} verified, {result}"
         if place > 0 and verdict.bad_blocks:

@@ -147,7 +147,7 @@ def ways_to_fit(
 ) -> list[str]:
     """Changes of settings under which the same model fits."""
     elsewhere = _try(units, config, _with_any_disk(hardware), partition)
-    another = f"a directory with {format_bytes(elsewhere.used_bytes(Tier.NVME))} free"
+    another = f"a directory with {format_bytes(elsewhere.used_bytes(Tier.NVME), at_least=True)} free"
     if config.nvme_dirs and elsewhere.fits and hardware.nvme_free_bytes == 0:
         # A file system of the kernel's, or a full one: no setting makes it a place for files.
         where = ", ".join(map(str, config.nvme_dirs))
@@ -197,11 +197,11 @@ def _describe(changes: Mapping[str, str | None], plan: MemoryPlan) -> str:
     if plan.budget.shared_memory:
         used |= {"cpu_memory": used["cpu_memory"] + used["device_memory"], "device_memory": plan.least_bytes}
     settings = [
-        f"{name} of at least {format_bytes(used[name])}" if name in used else f"{name}={value!r}"
+        f"{name} of at least {format_bytes(used[name], at_least=True)}" if name in used else f"{name}={value!r}"
         for name, value in changes.items()
     ]
     if plan.budget.nvme_bytes == _UNKNOWN_BYTES:
-        settings.append(f"nvme= a directory with {format_bytes(used['nvme_capacity'])} free")
+        settings.append(f"nvme= a directory with {format_bytes(used['nvme_capacity'], at_least=True)} free")
     return ", ".join(settings)
 
 

@@ -28,10 +28,10 @@ _RANK_TRACES = "trace.rank*.json"
 
 Row = dict[str, Any]
 
+_MAY_CHANGE = ("ranks", "steps", "eval_every", "eval_batches", "sample_bytes")
 _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
-_DECIDES_WHAT_IS_THERE = ("offload.durability",)
-"""Of the settings of tiers and storage; a run may go on with any other value of the rest, on other ranks, to another
-last step."""
+"""Of the settings of tiers and storage; a run may go on with any other value of the rest, as long as generations are
+kept or not kept."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RunDir:
         """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
         Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
-        many ranks and to which step it goes, may.
+        many ranks, to which step it goes and how it is measured may.
         """
         earlier = self.earlier_identity()
         if earlier is None:
@@ -173,8 +173,10 @@ def _fixed_part(name: str, identity: Mapping[str, Any]) -> object:
     value = identity.get(name)
     if name == "offload.nvme" and isinstance(value, list):
         return value[:1]  # where the generations are found
-    may_change = name in ("ranks", "steps") or name.startswith("offload.")
-    return None if may_change and name not in _DECIDES_NUMBERS + _DECIDES_WHAT_IS_THERE else value
+    if name == "offload.durability":
+        return value == "scratch"
+    may_change = name in _MAY_CHANGE or name.startswith("offload.")
+    return None if may_change and name not in _DECIDES_NUMBERS else value
 
 
 def _finite(value: object) -> object:

@@ -98,6 +98,12 @@ def _try_lock(system: FileSystem, fd: int, kind: int) -> bool:
 def _describe_holder(path: Path, system: FileSystem, fd: int) -> str:
     try:
         holder = json.loads(system.read_whole(fd))
+        if holder["pid"] == os.getpid() and holder["host"] == socket.gethostname():
+            return (
+                f"{path} is in use by process {os.getpid()}, this one: by a model that has not been closed. Call "
+                "zo.close(model) (one that was dropped without it lets go when its last step is complete), or choose "
+                "another directory"
+            )
         who = f"process {holder['pid']} on {holder['host']} since {holder['started']}"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another process"  # it took the lock and has not written its name yet

@@ -5,6 +5,7 @@ Owns the file's format. Never records: that is done where things happen, into `S
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -67,12 +68,10 @@ class Profile:
             },
             "steps": [asdict(step) for step in self.steps()],
         }
-        unfinished = target.with_name(target.name + ".tmp")
-        try:
+        unfinished = _unfinished(target)
+        with _naming(target):
             unfinished.write_text(json.dumps(trace), encoding="utf-8")
             os.replace(unfinished, target)
-        except OSError as error:
-            raise StorageError(f"cannot write {target}: {error.strerror}; name another file") from error
         return target
 
     def _events(self, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
@@ -99,6 +98,28 @@ _COUNTERS = {"read": "bytes read so far from", "written": "bytes written so far 
 def trace_path(path: Path, rank: int, world_size: int) -> Path:
     """The file of one rank."""
     return path if world_size == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def _unfinished(target: Path) -> Path:
+    return target.with_name(target.name + ".tmp")
+
+
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Errors of the system say which file it is."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror}; name another file") from error
+
+
+def _check_place(target: Path) -> None:
+    """Raise if no file can be written there, before anything is recorded for it."""
+    with _naming(target):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _unfinished(target).touch()
+        _unfinished(target).unlink()
 
 
 def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
@@ -145,6 +166,8 @@ def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profil
     if spans.on:
         raise ConfigError("this model is being recorded already; end the other zo.profile first")
     recorded = Profile(spans, ranks.rank, ranks.world_size)
+    if path is not None:
+        _check_place(trace_path(Path(path), ranks.rank, ranks.world_size))
     spans.begin()
     try:
         yield recorded

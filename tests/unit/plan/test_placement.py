@@ -123,8 +123,8 @@ def test_what_does_not_fit_names_what_is_missing_and_two_ways_out() -> None:
         place(model(config), config, CPU_MACHINE)
     reason, first, second = str(caught.value).splitlines()
     assert "needs 1.58 GiB, 1 GiB available, 597 MiB missing" in reason
-    assert first == "would fit: cpu_memory of at least 1.58 GiB"
-    assert second == "would fit: optimizer='nvme', nvme= a directory with 2.68 GiB free"
+    assert first == "would fit: cpu_memory of at least 1.59 GiB"
+    assert second == "would fit: optimizer='nvme', nvme= a directory with 2.69 GiB free"
 
 
 @pytest.mark.parametrize(
@@ -184,5 +184,5 @@ def test_a_directory_without_a_free_byte_is_the_fault() -> None:
     with pytest.raises(CapacityError) as caught:
         place(model(config), config, replace(CPU_MACHINE, nvme_free_bytes=0))
     assert str(caught.value).splitlines()[1:] == [
-        "nvme=/proc/nope cannot be used: 0 B are free there; name a directory with 2.68 GiB free"
+        "nvme=/proc/nope cannot be used: 0 B are free there; name a directory with 2.69 GiB free"
     ]

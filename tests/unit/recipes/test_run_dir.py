@@ -109,6 +109,8 @@ MAY_CHANGE: dict[str, object] = {
     "offload.stage": 1,
     "offload.nvme": ["/a"],
     "offload.cpu_memory": 5,
+    "offload.durability": "commit",
+    "eval_every": 7,
 }
 MAY_NOT: dict[str, object] = {
     "seed": 4,

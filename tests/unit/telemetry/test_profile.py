@@ -280,6 +280,17 @@ def test_a_plain_model_is_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize("name", ["nowhere/trace.json", "."])
+def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(name: str, tmp_path: Path) -> None:
+    model = zo.offload(nn.Linear(1, 1), zo.OffloadConfig())
+    with pytest.raises(zo.StorageError, match="name another file"), zo.profile(model, tmp_path / name):
+        raise AssertionError("ran")
+    assert list(tmp_path.iterdir()) == []
+    with zo.profile(model, tmp_path / "trace.json"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
 def test_transfers_that_overlap_get_tracks() -> None:
     spans = [Span(Lane.READ, name, begin, end) for name, begin, end in (("a", 0, 5), ("b", 1, 3), ("c", 3, 9))]
     assert [(track, span.name) for track, span in profile_file._on_tracks(spans)] == [(0, "a"), (1, "b"), (1, "c")]
