@@ -7,7 +7,7 @@ parameters, micro-batch 1, AdamW, clipping, activations recomputed in backward, 
 without AVX-512 multiplies bf16 matrices by a plain loop: there use --dtype fp32.
 
     python benchmarks/train_step.py [--quick] [--model 125m,350m] [--seq 128,512] [--dtype bf16|fp32] [--nvme DIR]
-                                    [--peer-python PATH] [--json FILE] [--threads N]
+                                    [--peer-python PATH] [--json FILE] [--threads N] [--rounds N]
 
 The bars:
 * parameters and optimizer on disk, exact and compact, and gradients there too, exact: <= 1.10x max(plain step, bytes
@@ -111,12 +111,14 @@ class Turns:
     def take(self, name: str, num_steps: int) -> Answer:
         """A turn, on a worker that is warm."""
         if self._alive is None:
-            worker = self._start(name)
-            answer = worker.step(num_steps)
-            worker.close()
+            # What it leaves on the drive goes with it: of all turns together it would fill one.
+            with tempfile.TemporaryDirectory(prefix=f"{name}_", dir=self._case.directory) as directory:
+                worker = self._start(name, directory)
+                answer = worker.step(num_steps)
+                worker.close()
             return answer
         if name not in self._alive:
-            self._alive[name] = self._start(name)
+            self._alive[name] = self._start(name, tempfile.mkdtemp(prefix=f"{name}_", dir=self._case.directory))
         return self._alive[name].step(num_steps)
 
     def drop(self, name: str) -> None:
@@ -126,14 +128,13 @@ class Turns:
             self._alive.pop(name, None)
 
     def plain_work_bytes(self) -> int:
-        worker = self._start("forward_backward")
+        worker = self._start("forward_backward", str(self._case.directory))
         peak: int = worker.step(1)["peak_rss_bytes"]
         worker.close()
         return peak - 2 * self._case.itemsize * num_parameters(self._case.gpt)
 
-    def _start(self, name: str) -> Worker:
+    def _start(self, name: str, directory: str) -> Worker:
         case = self._case
-        directory = tempfile.mkdtemp(prefix=f"{name}_", dir=case.directory)
         python = self._peer_python if name in PEERS else sys.executable
         command = [python, __file__, "--worker", name, "--nvme", directory, "--threads", str(case.num_threads)]
         command += ["--model", case.model, "--seq", str(case.seq), "--dtype", case.dtype]
@@ -282,7 +283,7 @@ def run(case: Case, args: argparse.Namespace, deepspeed: bool) -> list[Row]:
     turns = Turns(case, args.peer_python, deepspeed)
     with ExitStack() as stack:
         stack.callback(turns.close)
-        found = measure(turns, case, 3 if args.quick else 8, 3)
+        found = measure(turns, case, args.rounds or (3 if args.quick else 8), 3)
     show_systems(found)
     return compare(found)
 
@@ -290,6 +291,7 @@ def run(case: Case, args: argparse.Namespace, deepspeed: bool) -> list[Row]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="125M and 128 tokens, fewer rounds; within three minutes")
+    parser.add_argument("--rounds", type=int, metavar="N", help="turns of each system (default: 8, or 3 with --quick)")
     parser.add_argument("--model", help=f"of {', '.join(MODELS)}; several with commas between them")
     parser.add_argument("--seq", help="tokens; several with commas between them")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")

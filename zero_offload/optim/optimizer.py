@@ -144,7 +144,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has consumed."""
+        """Drop gradients that no step has consumed.
+
+        Without `set_to_none` those of ordinary parameters become zeros; those of offloaded ones go all the same, so
+        that one which gets none afterwards is left out of the next step.
+        """
         ordinary = []
         for param in self._params():
             owner = owner_of(param)
