@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.types import SECTOR
+
+
+class Span(Protocol):
+    """Where a lease is; its `Region`, or who knows no more than this."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class SpanPool:
@@ -34,12 +46,16 @@ class SpanPool:
         self._free[index : index + 1] = [(begin + size, end)] if begin + size < end else []
         return self._region.part(begin, size)
 
-    def release(self, region: Region) -> None:
+    @property
+    def in_use(self) -> bool:
+        return self._free != [(0, self.nbytes)]
+
+    def release(self, lease: Span) -> None:
         """Give a lease back."""
         assert self._region is not None
-        begin = region.address - self._region.address
+        begin = lease.address - self._region.address
         merged: list[tuple[int, int]] = []
-        for span in sorted([*self._free, (begin, begin + region.nbytes)]):
+        for span in sorted([*self._free, (begin, begin + lease.nbytes)]):
             if merged and merged[-1][1] == span[0]:
                 merged[-1] = (merged[-1][0], span[1])
             else:

@@ -228,7 +228,7 @@ class Activations:
         return empty.set_(memory.untyped_storage(), away.offset, away.shape, away.stride)
 
     def _count(self, stored: Stored) -> None:
-        """On its way out or back: about as much has been freed."""
+        """On its way out or back: about as much has been freed, or will be of backward's own."""
         if self._trimmer is not None:
             self._trimmer.freed(stored.nbytes)
 

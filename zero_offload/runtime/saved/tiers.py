@@ -4,8 +4,9 @@ Owns the file's blocks: each is leased to a piece of one tensor's memory and giv
 once a step has taken what it needs. Decides nothing. The calls: `put` launches the way out, `arrival` stands for the
 way back: `start` launches what there is room for, `finish` gives the bytes; `release` when nobody wants them any more.
 
-On a GPU both ways go over the copy lanes. On the way to a file and back bytes pass through page-aligned host memory, of
-constant size: `ACTIVATION_BLOCKS_OUT` and `ACTIVATION_BLOCKS_BACK` blocks.
+On a GPU both ways go over the copy lanes. On the way to a file bytes pass through page-aligned host memory of constant
+size, `ACTIVATION_BLOCKS_OUT` blocks; on the way back through `ACTIVATION_BLOCKS_BACK` to a GPU, while a CPU computes on
+what they were read to (`Landing`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from zero_offload.device import Device, Handoff
 from zero_offload.errors import CapacityError, StorageError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
+from zero_offload.runtime.saved.landing import Landing, Lease
 from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.extents import Extent
@@ -150,6 +152,7 @@ class DiskTier:
         self._disk = disk
         self._staging = _Blocks(arena)
         self._leaving: deque[_Leaving] = deque()
+        self._landing = Landing(arena)
         self.landing = _Blocks(arena)
         self._free: deque[_DiskPiece] = deque()
         self._num_extents = 0
@@ -159,7 +162,8 @@ class DiskTier:
     def put(self, source: Tensor) -> Pieces:
         if self._num_extents == 0:
             self._staging.grow(ACTIVATION_BLOCKS_OUT)
-            self.landing.grow(ACTIVATION_BLOCKS_BACK)
+            if not self._device.is_host:
+                self.landing.grow(ACTIVATION_BLOCKS_BACK)
         return [self._put(part) for part in _cut(source)]
 
     def _put(self, part: Tensor) -> _DiskPiece:
@@ -203,6 +207,8 @@ class DiskTier:
         return self._staging.lease()
 
     def arrival(self, pieces: Pieces) -> Arrival:
+        if self._device.is_host:
+            return _ToPlace(self._landing, self._disk, pieces)
         return _FromDisk(self, self._device, self._disk, pieces)
 
     def room(self, arrival: _FromDisk) -> None:
@@ -218,8 +224,46 @@ class DiskTier:
         self._free.extend(pieces)
 
 
+class _ToPlace:
+    """Reads to where a CPU computes."""
+
+    def __init__(self, landing: Landing, disk: DiskArrays, pieces: Sequence[_DiskPiece]) -> None:
+        self._landing = landing
+        self._disk = disk
+        self._pieces = pieces
+        self._lease: Lease | None = None
+
+    def start(self) -> bool:
+        # Nothing is waited for ahead of time.
+        if any(piece.staged is not None or not (piece.last and piece.last.done()) for piece in self._pieces):
+            return False
+        self._start(Urgency.NORMAL)
+        return True
+
+    def _start(self, urgency: Urgency) -> Lease:
+        if self._lease is None or None in self._lease.reads:  # a read may be under way there that nobody knows of
+            self._lease = self._landing.lease(sum(piece.nbytes for piece in self._pieces))
+        region, reads = self._lease
+        for piece in self._pieces[len(reads) :]:
+            piece.settle()
+            address = region.address + len(reads) * ACTIVATION_BLOCK_BYTES
+            reads.append(None)
+            reads[-1] = piece.last = self._disk.launch_read(piece.extent, ALL_ROWS, address, urgency)
+        return self._lease
+
+    def finish(self) -> Tensor:
+        region, reads = self._start(Urgency.URGENT)
+        for read in filter(None, reads):
+            read.wait()
+        self._lease = None
+        return region.tensor(torch.uint8, sum(piece.nbytes for piece in self._pieces))
+
+    def abandon(self) -> None:
+        self._lease = None
+
+
 class _FromDisk:
-    """Reads into landing blocks, as many as are free; from there to the device."""
+    """Reads into landing blocks, as many as are free; from there to a GPU."""
 
     def __init__(self, tier: DiskTier, device: Device, disk: DiskArrays, pieces: Sequence[_DiskPiece]) -> None:
         self._tier = tier
@@ -255,23 +299,18 @@ class _FromDisk:
     def finish(self) -> Tensor:
         nbytes = sum(piece.nbytes for piece in self._pieces)
         target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        handoffs = []
+        uploads = []
         for part in _cut(target):
             if not self._launched:
                 self._tier.room(self)
             self._start(Urgency.URGENT)
             piece, block, read = self._launched[0]
             read.wait()
-            source, upload = block[: piece.nbytes], None
-            if self._device.is_host:
-                part.copy_(source)
-            else:
-                upload = self._device.upload(part, source)
-                handoffs.append(upload)
+            uploads.append(self._device.upload(part, block[: piece.nbytes]))
             self._take()
-            self._tier.landing.give_back(block, upload)
-        for handoff in handoffs:
-            handoff.take()
+            self._tier.landing.give_back(block, uploads[-1])
+        for upload in uploads:
+            upload.take()
         self._next = 0
         return target
 
