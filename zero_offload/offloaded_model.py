@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -262,10 +263,10 @@ class OffloadedModel:
 
     # State dicts
 
-    def begin_walk(self) -> None:
+    def begin_walk(self, call: FrameType) -> None:
         """Before state_dict and load_state_dict: a commit under way must not see half of what they change."""
         self.drain()
-        self.access.begin_walk()
+        self.access.begin_walk(call)
 
     def end_walk(self) -> None:
         """Write what load_state_dict has copied in."""

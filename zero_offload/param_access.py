@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
 from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component
@@ -69,7 +71,7 @@ class ParamAccess:
         self._places = {
             id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params
         }
-        self._walking = False
+        self._walk: FrameType | None = None
         self._last: tuple[Section, torch.Tensor] | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
@@ -123,19 +125,20 @@ class ParamAccess:
     def is_gathered(self, param: nn.Parameter) -> bool:
         return self.place(param).unit.gathered_uses > 0
 
-    def begin_walk(self) -> None:
-        """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do."""
+    def begin_walk(self, call: FrameType) -> None:
+        """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do. `call`
+        may be left by an exception, and `end_walk` not come."""
         self._session.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
         self._session.settle()
         _need_whole(self._places.values(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
-        self._walking, self._last = True, None
+        self._walk, self._last = call, None
         self._writes.clear()
         self._copies.clear()
 
     def end_walk(self, before_writing: Callable[[], None]) -> None:
         """Write what was copied in, section by section; if anything was."""
-        self._walking, self._last = False, None
+        self._walk, self._last = None, None
         if self._writes:
             before_writing()
         self._copies.clear()
@@ -147,7 +150,7 @@ class ParamAccess:
 
     @property
     def walking(self) -> bool:
-        return self._walking
+        return self._walk is not None and runs(self._walk)
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
         """The parameter's value, a copy, host; one for all of its names. In a walk no update comes between."""

@@ -68,6 +68,7 @@ RUNTIME = (
     "residency",
     "grads",
     "inputs",
+    "scope",
     "session",
     "accumulate",
     "hooks",

@@ -7,8 +7,10 @@ when backward has its gradient. Post-forward hooks run after an exception too.
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -89,23 +91,37 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
     module.register_forward_hook(recompute.exit, always_call=True)
 
 
-def install_walk_hooks(root: nn.Module, begin_walk: Callable[[], None], end_walk: Callable[[], None]) -> None:
+BeginWalk = Callable[[FrameType], None]
+"""Gets the call that walks."""
+
+
+def install_walk_hooks(root: nn.Module, begin_walk: BeginWalk, end_walk: Callable[[], None]) -> None:
     """Let `root.state_dict()` and `root.load_state_dict()` go over parameters that are away."""
-    root.register_state_dict_pre_hook(lambda *_: begin_walk())
+    root.register_state_dict_pre_hook(lambda *_: begin_walk(_call_of("state_dict")))
     root.register_state_dict_post_hook(lambda *_: end_walk())
     root.register_load_state_dict_pre_hook(functools.partial(_before_load, begin_walk))
     root.register_load_state_dict_post_hook(lambda *_: end_walk())
 
 
 def _before_load(
-    begin_walk: Callable[[], None], module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
+    begin_walk: BeginWalk, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
 ) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise ZeroOffloadError(
             "load_state_dict(assign=True) would put ordinary parameters in the place of offloaded ones; "
             "leave assign out"
         )
-    begin_walk()
+    begin_walk(_call_of("load_state_dict"))
+
+
+def _call_of(name: str) -> FrameType:
+    """The innermost call of a function with this name; the hook's, if there is none."""
+    hook = frame = sys._getframe(1)
+    while frame.f_code.co_name != name:
+        if frame.f_back is None:
+            return hook
+        frame = frame.f_back
+    return frame
 
 
 class _WeakCall:

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
@@ -36,35 +34,24 @@ from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
+from zero_offload.runtime.scope import Round, Scope
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane, now
 
-
-@dataclass
-class Scope:
-    """One running forward of a hooked module."""
-
-    units: tuple[Unit, ...]
-    caller: FrameType
-    """Runs as long as this forward does."""
-    touched: list[Unit] = field(default_factory=list)
-    saving: saved_tensors_hooks | None = None
-    """Entered because it began under hooks of the user."""
-    begin_ns: int = 0
-    """When its units were here; 0 where nobody records."""
+_IN_ANOTHER_THREAD = (
+    "of this model runs in another thread; what starts now could take its parameters out of memory. Run one forward or "
+    "backward at a time"
+)
 
 
-class Round(Protocol):
-    """Forwards that take turns, unit by unit, each on a thread of its own: those of `zo.accumulate`."""
-
-    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
-        """One of them comes to a module with these units; returns when it is its turn to use them.
-
-        Takes itself back if the round was left by an exception."""
-
-    def hold(self, unit: Unit) -> None:
-        """A unit is here: it stays until all of them have passed it."""
+def _lives(ending: weakref.ref[partial[None]]) -> bool:
+    """Whether a backward does. A GPU's thread may let go of one that broke off a moment after its error is here."""
+    for _ in range(50):
+        if ending() is None:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def in_backward() -> bool:
@@ -86,6 +73,8 @@ class Session:
         """That run now, the outermost first."""
         self._thread = 0
         """Runs the forwards on the stack."""
+        self._pushing = threading.Lock()
+        """So that of two threads one is first."""
         self.round: Round | None = None
         """The forwards that take turns, while they do; whoever makes them begins and ends the cycle."""
         self._num_cycles = {"grad": 0, "no_grad": 0}
@@ -164,21 +153,13 @@ class Session:
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self.abandon()
-        if not self.forwards:
-            if torch._C._is_tracing():
-                raise ZeroOffloadError(
-                    "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
-                    "zo.offload, or use torch.compile"
-                )
-            if self.round is None:
+        is_outermost = self._push(Scope(units, module_call()), thread)
+        if is_outermost and self.round is None:
+            try:
                 self.begin()
-            self._thread = thread
-        elif thread != self._thread:
-            raise ZeroOffloadError(
-                "a forward of this model runs in another thread; one that starts now could take its parameters out of "
-                "memory. Run one forward at a time"
-            )
-        self.forwards.append(Scope(units, module_call()))
+            except BaseException:
+                self.forwards.clear()
+                raise
         self.forwards[-1].saving = self._saved.hooks(self._use_in_backward)
         if self._spans.on and len(self.forwards) == 1 and self.round is None:
             self.forwards[-1].begin_ns = now()  # the whole, with its waits
@@ -189,6 +170,21 @@ class Session:
         if units and (self.any_leaves or self.updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
+
+    def _push(self, scope: Scope, thread: int) -> bool:
+        """Whether it is the first of a stack."""
+        with self._pushing:
+            is_outermost = not self.forwards
+            if is_outermost and torch._C._is_tracing():
+                raise ZeroOffloadError(
+                    "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
+                    "zo.offload, or use torch.compile"
+                )
+            if not is_outermost and thread != self._thread:
+                raise ZeroOffloadError(f"a forward {_IN_ANOTHER_THREAD}")
+            self._thread = thread
+            self.forwards.append(scope)
+        return is_outermost
 
     def exit(self, output: Any = None) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
@@ -292,11 +288,14 @@ class Session:
         if self._backward_runs and not self.active:
             self._recover()
 
-    def _recover(self) -> None:
+    def _recover(self, *, in_forward: bool = False) -> None:
+        """Of a backward, or forwards, that an exception has left; with `in_forward` there are others that run."""
         broken = self._backward_runs
+        if broken and self._ending is not None and _lives(self._ending):
+            raise ZeroOffloadError(f"a backward {_IN_ANOTHER_THREAD}")
         self._backward_runs = False
         for unit in self._units:
-            if not self.forwards:
+            if not in_forward:
                 unit.forward_uses = 0
             unit.backward_uses = unit.num_uses = 0
             unit.close()
@@ -350,7 +349,7 @@ class Session:
     def note_backward(self) -> None:
         """Called on every sign of a backward: makes sure that its end is noticed."""
         if self._backward_runs and self._ending is not None and self._ending() is None:
-            self._recover()  # it was left by an exception, and no forward has come between
+            self._recover(in_forward=bool(self.forwards))  # no forward has come between
         if not self._backward_runs:
             self.check_alive()
             torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())

@@ -171,6 +171,8 @@ class Activations:
         is_input = tensor.is_leaf and tensor.requires_grad
         if storage.nbytes() < SMALLEST_BYTES or is_input or storage._cdata in self._staying:
             return None
+        if tensor.nbytes != storage.nbytes() and not tensor._is_view():
+            return None  # such parts, as cells of recurrent networks make them, count their versions each for itself
         key = (storage._cdata, tensor._version)
         kept = self._kept.get(key)
         if kept is not None and kept() is storage:

@@ -151,9 +151,9 @@ class SavedTensors:
             self._store.begin()
 
     def hooks(self, use: Use) -> saved_tensors_hooks | None:
-        """For a forward that begins: entered hooks, unless ours are in place or nothing is saved."""
+        """For a forward that begins: entered hooks, unless ours are in place; it may turn gradients on by itself."""
         hooks = saving_hooks()
-        if not self._needed or not torch.is_grad_enabled() or self._is_ours(hooks) or recomputed_later(hooks):
+        if not self._needed or self._is_ours(hooks) or recomputed_later(hooks):
             return None
         entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()

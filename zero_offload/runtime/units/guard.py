@@ -85,6 +85,17 @@ def _as_edges(values: Any) -> Any:
         return tree_map_only(AtRest, get_gradient_edge, values)
 
 
+def _filled(args: tuple[Any, ...], kwargs: dict[str, Any], found: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """What `torch.autograd.grad(materialize_grads=True)` gives, which takes no places for inputs."""
+    inputs = args[1] if len(args) > 1 else kwargs["inputs"]
+    given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return tuple(
+            torch.zeros(x.shape, dtype=x.dtype, device=x.device) if grad is None else grad
+            for x, grad in zip(given, found, strict=True)
+        )
+
+
 def _get_grad(param: nn.Parameter, *_: Any) -> Tensor | None:
     owner = owner_of(param)
     return None if owner is None else owner.access.read_grad(param)
@@ -133,7 +144,8 @@ def _convert(convert: Callable[..., Tensor], param: nn.Parameter, *args: Any, **
     """What a parameter is already, as in `model.to("cpu")`, needs no data."""
     with torch._C.DisableTorchFunctionSubclass():
         like = torch.empty(0, dtype=param.dtype, device=param.device)
-    if convert(like, *args, **kwargs) is like:
+    # Elements lie as they lie in their section, whatever the format.
+    if convert(like, *args, **{name: value for name, value in kwargs.items() if name != "memory_format"}) is like:
         return param
     return cast(Tensor, _touch_and_call(convert, (param, *args), kwargs))
 
@@ -181,7 +193,9 @@ class AtRest:
         if special is not None:
             return special(*args, **kwargs)
         if func in _takes_leaves():
-            return func(*_as_edges(args), **_as_edges(kwargs))
+            fills = kwargs.pop("materialize_grads", False)
+            found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
+            return _filled(args, kwargs, found) if fills else found
         return _touch_and_call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:

@@ -161,7 +161,8 @@ class Unit:
             self._fingerprints = self._take_fingerprints()
 
     def _take_fingerprints(self) -> torch.Tensor:
-        return fingerprints([local_part(param).detach() for param in self.params])
+        with torch._C._DisableFuncTorch():  # its tensors have no storage
+            return fingerprints([local_part(param).detach() for param in self.params])
 
     def changed(self) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost."""
