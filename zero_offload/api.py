@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.backward_updates import check_holds_grads
+from zero_offload.checkpoint.extra import from_json, to_json
 from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.config import OffloadConfig
@@ -160,7 +160,7 @@ def clip_grad_norm_(
         )
     check_holds_grads(owner.parts.config, "zo.clip_grad_norm_")
     owner.session.settle()
-    norm = owner.grads.clip_norm(params, max_norm)
+    norm = owner.grads.clip_norm(params, max_norm, if_finite=error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")
     return torch.tensor(norm)
@@ -210,9 +210,9 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
     Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
-    `extra` is any JSON value: scheduler state, data position, ... Without a directory for generations this does
-    nothing, and warns once unless durability="scratch" says so. Raises ConfigError when `extra` is not JSON, or
-    `optimizer` has no parameter of the model.
+    `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Without a directory for
+    generations this does nothing, and warns once unless durability="scratch" says so. Raises ConfigError when `extra`
+    is of something else, or `optimizer` has no parameter of the model.
     """
     owner = need_runtime(model, "zo.commit")
     check_optimizer("zo.commit", optimizer)
@@ -236,9 +236,9 @@ def _check_trains(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call:
 def _json(extra: Any) -> Any:
     """A copy of `extra` that later changes cannot reach."""
     try:
-        return json.loads(json.dumps(extra, allow_nan=False))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"extra= is not JSON: {error}; pass plain numbers, texts, lists and dicts") from error
+        return to_json(extra)
+    except (TypeError, RecursionError) as error:
+        raise ConfigError(f"extra= cannot be kept: {error}; pass plain numbers, texts, lists and dicts") from error
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, extra: Any = None) -> None:
@@ -337,7 +337,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
 
 
 def _resumed(found: Generation) -> Resumed:
-    return Resumed(found.step, found.payload.get("extra"), found.committed_at, found.number)
+    return Resumed(found.step, from_json(found.payload.get("extra")), found.committed_at, found.number)
 
 
 def stats(model: nn.Module) -> Stats:

@@ -53,6 +53,8 @@ class Commits:
         self.drop()
         self._due = False
         self._last_step = step
+        # Files that are cut anew have had a commit of their own.
+        self._num_launched = self._num_known = self._num_ended = self._snapshots.num_ended
 
     def drop(self) -> None:
         """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""

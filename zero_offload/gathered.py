@@ -162,6 +162,13 @@ def _one_rank(owner: OffloadedModel, kind: str) -> None:
 
 def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values: Values) -> None:
     """Every unit's copy on the device is made again from what was written."""
+    for place in places:
+        if values[place.name].shape != place.piece.spec.shape:
+            raise ConfigError(
+                f"zo.gathered(mode='write') got {tuple(values[place.name].shape)} for {place.name}, which is "
+                f"{tuple(place.piece.spec.shape)}; nothing is written. Put a tensor of that shape there, or change the "
+                "one that is there in place"
+            )
     try:
         for section in {id(place.section): place.section for place in places}.values():
             masters = {p.piece: values[p.name] for p in places if p.section is section}
@@ -169,6 +176,5 @@ def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values
     except BaseException:
         owner.set_aside()  # half of a change is nothing to resume from
         raise
-    for unit in {place.unit.index: place.unit for place in places}.values():
-        owner.parts.residency.forget(unit)
-    torch.autograd.graph.increment_version(list(places.values()))
+    finally:
+        owner.access.replaced(places.values())

@@ -237,7 +237,6 @@ class OffloadedModel:
         committed: the model has to be loaded again.
         """
         self.drain()
-        self.grads.drop()
         index, exchange = self.parts.collectives.shard_index, self.parts.ranks.exchange
         with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
             with exchange.together():
@@ -245,6 +244,7 @@ class OffloadedModel:
                 same_ranks = saved.generation.world_size == self.parts.ranks.world_size
                 rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
                 generation = saved.generation
+            self.grads.drop()
             self._commits.drop()
             self.session.half_loaded = str(path)
             saved.tell_conversion(self.parts.layout)
@@ -252,8 +252,7 @@ class OffloadedModel:
                 for shard in self.parts.store.shards:
                     self.parts.store.add_states(shard, saved.states(shard.layout))
                     self.parts.store.write_components(shard, saved.source(shard.layout, index))
-        for unit in self.parts.units:
-            self.parts.residency.forget(unit)
+        self.access.replaced(param for unit in self.parts.units for param in unit.params)
         if self._in_backward is not None:
             self._in_backward.forget()
         self.session.lacks_weights, self.session.half_loaded = False, ""
@@ -264,8 +263,7 @@ class OffloadedModel:
     # State dicts
 
     def begin_walk(self, call: FrameType) -> None:
-        """Before state_dict and load_state_dict: a commit under way must not see half of what they change."""
-        self.drain()
+        """Before state_dict and load_state_dict."""
         self.access.begin_walk(call)
 
     def end_walk(self) -> None:

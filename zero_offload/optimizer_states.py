@@ -81,6 +81,7 @@ class OptimizerStates:
 
     def values_replaced(self) -> None:
         """A model's state dict is loaded. Masters that an optimizer's has completed, and no step has used, go."""
+        self._commits.drain()  # a commit under way must not see half of it
         self._commits.set_aside()
         lost = [name for name, step in self._completed.items() if self.param_steps[name] == step]
         self._completed.clear()

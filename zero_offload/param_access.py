@@ -63,6 +63,7 @@ class ParamAccess:
         session: Session,
         residency: Residency,
     ) -> None:
+        self._units = units
         self._residency = residency
         self._store = store
         self._board = board
@@ -143,10 +144,20 @@ class ParamAccess:
             before_writing()
         self._copies.clear()
         sections = {id(place.section): place for place in self._places.values()}
-        for key, values in self._writes.items():
-            self.write_section(sections[key].section, values, {})
-            self._residency.forget(sections[key].unit)
-        self._writes.clear()
+        try:
+            for key, values in self._writes.items():
+                self.write_section(sections[key].section, values, {})
+        finally:
+            placed = [each for unit in self._units for each in unit.placed_params]
+            self.replaced([param for section, piece, param in placed if piece in self._writes.get(id(section), {})])
+            self._writes.clear()
+
+    def replaced(self, params: Iterable[nn.Parameter]) -> None:
+        """These have other values: copies on the device go, and so does the use of graphs that read the old ones."""
+        found = list(params)
+        for unit in {self.place(param).unit.index: self.place(param).unit for param in found}.values():
+            self._residency.forget(unit)
+        torch.autograd.graph.increment_version(found)
 
     @property
     def walking(self) -> bool:
@@ -197,6 +208,11 @@ class ParamAccess:
                 "now. Let what is to be trained later require a gradient at zo.offload, and freeze it right after: "
                 "requires_grad_(False) then holds until requires_grad_(True)"
             )
+
+    def check_updatable(self, params: Iterable[nn.Parameter]) -> None:
+        """Whether a step may be taken, before any part of it is."""
+        self._session.check_usable()
+        self.check_frozen(params)
 
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         """The same for parameters that an optimizer has: they may have been thawed while no guard saw it."""
@@ -278,6 +294,8 @@ class ParamAccess:
         values = {Component(name): zeros if state is None else state for name, state in states.items()}
         masters = {} if master is None else {piece: master}
         self.write_section(place.section, masters, {(piece, component): values[component] for component in values})
+        if masters and shard.layout.dtype == torch.float16:
+            self.replaced([param])  # a value is its master, rounded; in bf16 what completes one leaves it as it is
 
     def zero_states(self, places: Sequence[Place], shard_index: int) -> None:
         """Of these parameters' states all that this rank has."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import CheckpointError
+from zero_offload.errors import CheckpointError, ConfigError
 from zero_offload.shards.registry import owner_of
 
 _NOT_HYPER = ("params", "optimizer")
@@ -26,8 +27,22 @@ def _record(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
     }
     for name, value in group.items():
         if name not in _NOT_HYPER:
-            record[name] = value.item() if isinstance(value, Tensor) else value
+            record[name] = _plain(name, value)
     return record
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A hyperparameter by value: numbers of torch and numpy are numbers. Raises ConfigError for what no file takes."""
+    if isinstance(value, Tensor | np.generic) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_plain(name, each) for each in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ConfigError(
+        f"param group: {name!r} is a {type(value).__name__}, which no generation can keep; use numbers, texts, and "
+        "lists of them"
+    )
 
 
 def _name(param: nn.Parameter) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._versions: dict[nn.Parameter, int] = {}
         """Of ordinary bf16 parameters, after their last update: another one means that somebody has changed the value,
         and then the residual completes nothing."""
+        self._is_built = False
         super().__init__(params, defaults)
+        self._is_built = True
+        self._register(self.param_groups)
 
     # What a subclass says
 
@@ -81,13 +84,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             self._check(group)
-            names = self._hyper(group).states
-            for owner, params in _by_owner(group["params"]).values():
-                owner.states.add(params, names)
-                owner.train_with(self)
+            if self._is_built:
+                self._register([group])
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def _register(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Have states kept for parameters of these groups, which are checked: what an earlier optimizer made goes."""
+        taken = [
+            (owner.states, owner, params, self._hyper(group).states)
+            for group in groups
+            for owner, params in _by_owner(group["params"]).values()
+        ]
+        for states, owner, params, names in taken:
+            states.add(params, names)
+            owner.train_with(self)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         if problems := list(self._problems(group)):
@@ -120,11 +132,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
                 "gradients are taken off memory as they come, which is what stepping in hooks is for"
             )
+        groups = group_records(self) if hypers else []
+        owners = list(_by_owner(hypers).values())
+        for owner, params in owners:
+            owner.access.check_updatable(params)
         for of_ordinary in ordinary:
             self._update_ordinary(*of_ordinary)
         self._hand_over(hypers)
-        groups = group_records(self) if hypers else []
-        for owner, params in _by_owner(hypers).values():
+        for owner, params in owners:
             owner.update({param: hypers[param] for param in params}, groups)
         return loss
 
@@ -229,7 +244,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """States of steps before the parameters were offloaded go to their runtime."""
         for param, hyper in hypers.items():
             if param in self.state:
-                write_offloaded(param, hyper, self.state.pop(param))
+                write_offloaded(param, hyper, self.state[param])
+                del self.state[param]
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])

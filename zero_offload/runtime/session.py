@@ -153,7 +153,18 @@ class Session:
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self.abandon()
-        is_outermost = self._push(Scope(units, module_call()), thread)
+        scope = Scope(units, module_call())
+        with self._pushing:
+            is_outermost = not self.forwards
+            if is_outermost and torch._C._is_tracing():
+                raise ZeroOffloadError(
+                    "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
+                    "zo.offload, or use torch.compile"
+                )
+            if not is_outermost and thread != self._thread:
+                raise ZeroOffloadError(f"a forward {_IN_ANOTHER_THREAD}")
+            self._thread = thread
+            self.forwards.append(scope)
         if is_outermost and self.round is None:
             try:
                 self.begin()
@@ -170,21 +181,6 @@ class Session:
         if units and (self.any_leaves or self.updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
-
-    def _push(self, scope: Scope, thread: int) -> bool:
-        """Whether it is the first of a stack."""
-        with self._pushing:
-            is_outermost = not self.forwards
-            if is_outermost and torch._C._is_tracing():
-                raise ZeroOffloadError(
-                    "torch.jit.trace makes code that reads parameters where no hook sees it; trace the model before "
-                    "zo.offload, or use torch.compile"
-                )
-            if not is_outermost and thread != self._thread:
-                raise ZeroOffloadError(f"a forward {_IN_ANOTHER_THREAD}")
-            self._thread = thread
-            self.forwards.append(scope)
-        return is_outermost
 
     def exit(self, output: Any = None) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""

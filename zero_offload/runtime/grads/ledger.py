@@ -180,9 +180,12 @@ class GradLedger:
             self.overflowed |= bad
         return bad or self.overflowed
 
-    def clip_norm(self, max_norm: float, params: Collection[nn.Parameter]) -> float:
-        """Multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm before. Collective."""
+    def clip_norm(self, max_norm: float, params: Collection[nn.Parameter], *, if_finite: bool) -> float:
+        """Multiply as torch.nn.utils.clip_grad_norm_ would, with `if_finite` only then; returns the norm before.
+        Collective."""
         norm = self.norm(params)[0]
+        if if_finite and not math.isfinite(norm):
+            return norm
         self.multiply(min(1.0, max_norm / (norm + CLIP_EPS)), params)
         return norm
 

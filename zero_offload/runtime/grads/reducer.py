@@ -156,10 +156,10 @@ class GradReducer:
         self._reductions.finish()
         self.keeper.drain()
 
-    def clip_norm(self, params: Collection[nn.Parameter], max_norm: float) -> float:
+    def clip_norm(self, params: Collection[nn.Parameter], max_norm: float, *, if_finite: bool) -> float:
         """Let the next update multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm. Collective."""
         self.reduce_waiting()
-        return self.ledger.clip_norm(max_norm, params)
+        return self.ledger.clip_norm(max_norm, params, if_finite=if_finite)
 
     def clip_value(self, params: Collection[nn.Parameter], clip_value: float) -> None:
         """Clip elements where they rest, as torch.nn.utils.clip_grad_value_ would. Collective."""

@@ -1,0 +1,83 @@
+"""What a program adds to a generation comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import lr_scheduler
+
+import zero_offload as zo
+from zero_offload.checkpoint.extra import from_json, to_json
+
+KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["__pairs__", "__float__"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(VALUES)
+def test_what_is_written_is_read(value: Any) -> None:
+    assert from_json(json.loads(json.dumps(to_json(value), allow_nan=False))) == value
+
+
+def test_what_is_not_a_number_stays_none() -> None:
+    assert math.isnan(from_json(json.loads(json.dumps(to_json(math.nan), allow_nan=False))))
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), {(1, 2): 3}, {"a": [torch.zeros(1)]}])
+def test_what_has_no_form_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError):
+        to_json(value)
+
+
+def test_what_was_written_before_there_was_a_form_is_read_as_it_is() -> None:
+    assert from_json({"step": 3, "scheduler": {"milestones": {"2": 1}}}) == {
+        "step": 3,
+        "scheduler": {"milestones": {"2": 1}},
+    }
+
+
+@pytest.mark.parametrize("kind", ["steps", "plateau"])
+def test_a_scheduler_goes_on(kind: str, nvme: Path) -> None:
+    def start(existing: str) -> tuple[nn.Module, zo.AdamW, Any]:
+        torch.manual_seed(0)
+        model = zo.offload(nn.Linear(4, 4), zo.OffloadConfig(precision="fp32", nvme=nvme, existing=existing))
+        optimizer = zo.AdamW(model.parameters(), lr=1.0)
+        if kind == "steps":
+            return model, optimizer, lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)
+        return model, optimizer, lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
+
+    def train(model: nn.Module, optimizer: zo.AdamW, scheduler: Any, num_steps: int) -> list[float]:
+        found = []
+        for _ in range(num_steps):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            zo.commit(model, optimizer, extra={"scheduler": scheduler.state_dict()})
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    whole = start("refuse")
+    expected = train(*whole, 7)
+    zo.close(whole[0])
+    first = start("discard")
+    before = train(*first, 1)
+    zo.close(first[0])
+    model, optimizer, scheduler = start("resume")
+    resumed = zo.resume(model, optimizer)
+    assert resumed is not None
+    scheduler.load_state_dict(resumed.extra["scheduler"])
+    scheduler.step(*([1.0] if kind == "plateau" else []))
+    assert before + train(model, optimizer, scheduler, 6) == expected and expected[-1] < 0.5
+    zo.close(model)
