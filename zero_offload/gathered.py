@@ -18,6 +18,7 @@ from zero_offload.inputs import params_of
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.param_access import Place
 from zero_offload.runtime.grads.ledger import check_not_updated
+from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.units.guard import unguard
 from zero_offload.shards.registry import owner_of
 
@@ -177,4 +178,4 @@ def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values
         owner.set_aside()  # half of a change is nothing to resume from
         raise
     finally:
-        owner.access.replaced(places.values())
+        replaced(owner.parts.residency, [(place.unit, param) for place, param in places.items()])

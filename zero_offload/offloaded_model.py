@@ -35,6 +35,7 @@ from zero_offload.param_access import ParamAccess
 from zero_offload.parts import Parts
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.session import Session
 from zero_offload.shards.registry import LossScaler, Trainer
 from zero_offload.shards.update_board import UpdateInterrupted
@@ -252,7 +253,7 @@ class OffloadedModel:
                 for shard in self.parts.store.shards:
                     self.parts.store.add_states(shard, saved.states(shard.layout))
                     self.parts.store.write_components(shard, saved.source(shard.layout, index))
-        self.access.replaced(param for unit in self.parts.units for param in unit.params)
+        replaced(self.parts.residency, [(unit, param) for unit in self.parts.units for param in unit.params])
         if self._in_backward is not None:
             self._in_backward.forget()
         self.session.lacks_weights, self.session.half_loaded = False, ""

@@ -25,7 +25,7 @@ from zero_offload.checkpoint.values import (
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
-from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Section, Unit
@@ -148,16 +148,10 @@ class ParamAccess:
             for key, values in self._writes.items():
                 self.write_section(sections[key].section, values, {})
         finally:
-            placed = [each for unit in self._units for each in unit.placed_params]
-            self.replaced([param for section, piece, param in placed if piece in self._writes.get(id(section), {})])
+            placed = [(unit, *each) for unit in self._units for each in unit.placed_params]
+            written = [each for each in placed if each[2] in self._writes.get(id(each[1]), {})]
+            replaced(self._residency, [(unit, param) for unit, _, _, param in written])
             self._writes.clear()
-
-    def replaced(self, params: Iterable[nn.Parameter]) -> None:
-        """These have other values: copies on the device go, and so does the use of graphs that read the old ones."""
-        found = list(params)
-        for unit in {self.place(param).unit.index: self.place(param).unit for param in found}.values():
-            self._residency.forget(unit)
-        torch.autograd.graph.increment_version(found)
 
     @property
     def walking(self) -> bool:
@@ -209,13 +203,10 @@ class ParamAccess:
                 "requires_grad_(False) then holds until requires_grad_(True)"
             )
 
-    def check_updatable(self, params: Iterable[nn.Parameter]) -> None:
-        """Whether a step may be taken, before any part of it is."""
-        self._session.check_usable()
-        self.check_frozen(params)
-
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
-        """The same for parameters that an optimizer has: they may have been thawed while no guard saw it."""
+        """The same for parameters that an optimizer steps: they may have been thawed while no guard saw it. And whether
+        there is a step to be had at all."""
+        self._session.check_usable()
         for param in params:
             if not self.place(param).section.layout.trainable and param.requires_grad:
                 self.check_requires_grad(param, True)
@@ -295,7 +286,9 @@ class ParamAccess:
         masters = {} if master is None else {piece: master}
         self.write_section(place.section, masters, {(piece, component): values[component] for component in values})
         if masters and shard.layout.dtype == torch.float16:
-            self.replaced([param])  # a value is its master, rounded; in bf16 what completes one leaves it as it is
+            replaced(
+                self._residency, [(place.unit, param)]
+            )  # a value is its master, rounded; in bf16 what completes one leaves it as it is
 
     def zero_states(self, places: Sequence[Place], shard_index: int) -> None:
         """Of these parameters' states all that this rank has."""

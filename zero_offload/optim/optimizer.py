@@ -57,7 +57,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._is_built = False
         super().__init__(params, defaults)
         self._is_built = True
-        self._register(self.param_groups)
+        _register(self, self.param_groups)
 
     # What a subclass says
 
@@ -85,21 +85,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         try:
             self._check(group)
             if self._is_built:
-                self._register([group])
+                _register(self, [group])
         except BaseException:
             self.param_groups.pop()
             raise
-
-    def _register(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Have states kept for parameters of these groups, which are checked: what an earlier optimizer made goes."""
-        taken = [
-            (owner.states, owner, params, self._hyper(group).states)
-            for group in groups
-            for owner, params in _by_owner(group["params"]).values()
-        ]
-        for states, owner, params, names in taken:
-            states.add(params, names)
-            owner.train_with(self)
 
     def _check(self, group: Mapping[str, Any]) -> None:
         if problems := list(self._problems(group)):
@@ -135,7 +124,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = group_records(self) if hypers else []
         owners = list(_by_owner(hypers).values())
         for owner, params in owners:
-            owner.access.check_updatable(params)
+            owner.access.check_frozen(params)
         for of_ordinary in ordinary:
             self._update_ordinary(*of_ordinary)
         self._hand_over(hypers)
@@ -300,6 +289,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(param)
         if param.dtype == torch.bfloat16:
             self._versions[param] = param._version
+
+
+def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Have states kept for parameters of these groups, which are checked: what an earlier optimizer made goes."""
+    taken = [
+        (owner.states, owner, params, optimizer._hyper(group).states)
+        for group in groups
+        for owner, params in _by_owner(group["params"]).values()
+    ]
+    for states, owner, params, names in taken:
+        states.add(params, names)
+        owner.train_with(optimizer)
 
 
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:

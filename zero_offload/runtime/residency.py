@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from zero_offload.errors import CapacityError
 from zero_offload.memory.arena import MovableBuffer
@@ -266,6 +267,14 @@ class Residency:
         self.gatherer.abandon(unit)
         unit.detach()
         self._advance(unit, UnitState.AWAY)
+
+
+def replaced(residency: Residency, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:
+    """These have other values: copies on the device go, and so does the use of graphs that read the old ones."""
+    found = list(placed)
+    for unit in {unit.index: unit for unit, _ in found}.values():
+        residency.forget(unit)
+    torch.autograd.graph.increment_version([param for _, param in found])
 
 
 def _outdate(sections: Iterable[Section]) -> None:

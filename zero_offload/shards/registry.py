@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class ParamAccess(Protocol):
     """What a guarded parameter may be asked."""
 
-    def check_updatable(self, params: Iterable[nn.Parameter]) -> None:
-        """Raise where no step may be taken, before any part of it is."""
+    def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
+        """Raise where no step of these may be taken, before any part of it is."""
 
     def touch(self, params: Sequence[nn.Parameter], func: object, changed: Sequence[nn.Parameter]) -> bool:
         """Make the data of `params` readable for an operation, or raise naming `zo.gathered`.
