@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -573,3 +575,159 @@ def test_a_complex_parameter_is_refused(fp32_config: zo.OffloadConfig) -> None:
     model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     with pytest.raises(zo.ConfigError, match="phase is complex64"):
         zo.offload(model, fp32_config)
+
+
+class TurnsGradientsOn(nn.Module):
+    """Its blocks save their own weights, not views of them, in a forward that began without gradients."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Conv2d(256, 256, 3, padding=1, bias=False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.enable_grad():
+                return x + self.second(F.gelu(self.first(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("place", ["nvme", "cpu"])
+def test_a_forward_that_turns_gradients_on(place: str, nvme: Path) -> None:
+    def steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        for seed in range(3):
+            x = torch.randn(2, 256, 4, 4, generator=torch.Generator().manual_seed(seed))
+            with torch.no_grad():
+                out = model(x)
+            yield step(out.square().mean(), optimizer)
+
+    assert_same(steps, TurnsGradientsOn, placed("fp32", (place, "cpu", place), nvme, "8MiB"))
+
+
+@pytest.mark.parametrize("place", ["nvme", "cpu"])
+def test_a_state_dict_that_breaks_off_is_over(place: str, nvme: Path) -> None:
+    """A weight that is read outside of its module is the one that training has made, not the copy of then."""
+
+    class Reads(TinyLM):
+        def run_blocks(self, x: Tensor) -> Tensor:
+            return super().run_blocks(x) + F.linear(x, self.blocks[0].up.weight.detach()[:WIDE])
+
+    def breaks(*_: Any) -> None:
+        raise ValueError("in a hook")
+
+    def steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        yield from train(model, optimizer, range(2))
+        hook = model.norm.register_state_dict_pre_hook(breaks)
+        with pytest.raises(ValueError, match="in a hook"):
+            model.state_dict()
+        hook.remove()
+        yield from train(model, optimizer, range(2, 5))
+
+    assert_same(steps, partial(Reads, WIDE), placed("fp32", (place, "cpu", place), nvme))
+
+
+def test_writes_after_a_state_dict_that_broke_off_are_refused(nvme: Path) -> None:
+    model = zo.offload(build(Model), placed("fp32", ("nvme", "cpu", "nvme"), nvme))
+    model.norm.register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.load_state_dict(build(Model).state_dict())
+    with pytest.raises(zo.ZeroOffloadError, match="would be lost"), torch.no_grad():
+        model.blocks[0].up.weight.copy_(torch.zeros(4 * WIDE, WIDE))
+
+
+def test_forwards_that_two_threads_begin_at_once(nvme: Path) -> None:
+    """One of them runs, the other raises; none computes with what the other has let go of."""
+    model = zo.offload(build(Model), placed("fp32", ("nvme", "cpu", "nvme"), nvme, "8MiB"))
+    expected, found = build(Model)(tokens_of(9)).item(), list[float | str]()
+
+    def evaluate() -> None:
+        for _ in range(20):
+            try:
+                with torch.no_grad():
+                    found.append(model(tokens_of(9)).item())
+            except zo.ZeroOffloadError as error:
+                found.append(str(error))
+
+    threads = [threading.Thread(target=evaluate) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    values = [each for each in found if isinstance(each, float)]
+    assert values and set(values) == {expected}
+    assert all("runs in another thread" in each for each in found if isinstance(each, str))
+
+
+def test_a_forward_beside_a_backward_of_another_thread_raises(nvme: Path) -> None:
+    errors: list[str] = []
+
+    class Beside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            def evaluate() -> None:
+                try:
+                    with torch.no_grad():
+                        model(tokens_of(9))
+                except zo.ZeroOffloadError as error:
+                    errors.append(str(error))
+
+            thread = threading.Thread(target=evaluate)
+            thread.start()
+            thread.join()
+            return grad
+
+    class Watched(TinyLM):
+        def run_blocks(self, x: Tensor) -> Tensor:
+            for number, block in enumerate(self.blocks):
+                x = block(Beside.apply(x) if number == 1 and torch.is_grad_enabled() else x)
+            return x
+
+    model = zo.offload(build(partial(Watched, WIDE)), placed("fp32", ("nvme", "cpu", "nvme"), nvme))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    plain = build(Model)
+    reference = zo.AdamW(plain.parameters(), lr=1e-2)
+    assert list(train(model, optimizer, range(3))) == list(train(plain, reference, range(3)))
+    assert len(errors) == 3 and all("a backward of this model runs in another thread" in each for each in errors)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_functions_of_torch_func_where_nothing_leaves(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    make = partial(nn.Sequential, nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    torch.manual_seed(0)
+    plain = make().to(dtype)
+    model = zo.offload(copy.deepcopy(plain).float(), placed(precision, ("cpu",) * 3, None, None))
+    x = torch.randn(6, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = torch.func.jacrev(lambda y: plain(y[None])[0])(x)
+    for _ in range(4):  # changes are looked for in some forwards, not in others
+        assert torch.equal(torch.func.jacrev(lambda y: model(y[None])[0])(x), expected)
+
+
+@pytest.mark.parametrize("place", ["nvme", "cpu"])
+def test_gradients_that_are_not_there_are_made_zeros(place: str, nvme: Path) -> None:
+    def steps(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(0))
+        params = [model.blocks[0].down.weight, model.norm.weight]
+        loss = model.blocks[0](x).square().sum()
+        found = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+        yield from (each.norm().item() for each in found)
+        assert found[1].shape == params[1].shape and not found[1].any()
+
+    assert_same(steps, Model, placed("fp32", (place, "cpu", place), nvme))
+
+
+def test_a_memory_format_changes_nothing_that_is_offloaded(nvme: Path) -> None:
+    model = zo.offload(nn.Conv2d(4, 4, 3), placed("fp32", ("nvme", "cpu", "nvme"), nvme))
+    model.to(memory_format=torch.channels_last)
+    assert model(torch.ones(1, 4, 5, 5)).shape == (1, 4, 3, 3)

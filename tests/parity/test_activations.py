@@ -211,3 +211,24 @@ def test_a_change_in_place_after_saving_raises_as_in_torch(nvme: Path) -> None:
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.ones(2, 8, WIDE)).backward()
     zo.close(model)
+
+
+class Cells(nn.Module):
+    """Cells whose gates are parts of one tensor, each with a version of its own, and changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GRUCell(8, 32), nn.LSTMCell(32, 32)
+        self.rest = nn.Linear(32, 8)
+
+    def forward(self, seed: Tensor) -> Tensor:
+        x = torch.randn(64, 8, generator=torch.Generator().manual_seed(int(seed.sum())))
+        state, memory = self.first(x), torch.zeros(64, 32)
+        for _ in range(2):
+            state, memory = self.second(self.first(x, state), (state, memory))
+        return self.rest(state).square().sum()
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS, ids=str)
+def test_parts_that_count_their_versions_apart(activations: Any, nvme: Path) -> None:
+    assert_same(script, Cells, configured(nvme, "fp32", activations))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -262,3 +264,113 @@ def test_parameters_are_known_by_their_place_and_not_by_their_number(away: bool)
     after = optimizer.state_dict()["state"]
     assert after.keys() == states.keys() == {0, 1}
     assert all(torch.equal(after[index]["exp_avg"], states[index]) for index in states)
+
+
+def test_a_refused_optimizer_leaves_the_states_of_the_running_one() -> None:
+    model = zo.offload(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), zo.OffloadConfig(precision="fp32"))
+    optimizer = zo.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    first, second = ({"params": list(part.parameters())} for part in model)
+    with pytest.raises(zo.ConfigError, match="negative"):
+        zo.AdamW([first, second | {"lr": -1.0}])
+    after = optimizer.state_dict()["state"]
+    assert before.keys() == after.keys() != set()
+    assert all(torch.equal(after[key]["exp_avg"], before[key]["exp_avg"]) for key in before)
+
+
+def test_a_step_that_offloaded_parameters_refuse_leaves_ordinary_ones() -> None:
+    frozen = nn.Linear(4, 3)
+    frozen.bias.requires_grad_(False)
+    model = zo.offload(frozen, zo.OffloadConfig(precision="fp32"))
+    param = with_grad(torch.ones(3))
+    optimizer = zo.AdamW([*model.parameters(), param])
+    with torch._C.DisableTorchFunctionSubclass():
+        model.bias.requires_grad = True  # where no guard sees it
+    with pytest.raises(zo.ConfigError, match="was frozen"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(3)) and param not in optimizer.state
+
+
+@pytest.mark.parametrize("value", [np.float32(1e-2), torch.tensor(1e-2), 1e-2], ids=["numpy", "torch", "python"])
+def test_learning_rates_that_are_kept(value: Any, nvme: Path) -> None:
+    model = zo.offload(nn.Linear(4, 3), zo.OffloadConfig(precision="fp32", nvme=nvme))
+    optimizer = zo.AdamW(model.parameters(), lr=value, betas=(np.float64(0.9), 0.99))
+    for _ in range(2):
+        train(model, optimizer)
+        zo.commit(model, optimizer)
+    zo.close(model)
+
+
+def test_what_no_generation_can_keep_is_said_before_the_step() -> None:
+    model = linear(away=True)
+    optimizer = zo.AdamW(model.parameters())
+    optimizer.param_groups[0]["tags"] = {"a"}
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(zo.ConfigError, match="'tags' is a set"):
+        optimizer.step()
+    assert zo.stats(model).step == 0
+
+
+def test_a_norm_that_is_not_finite_multiplies_nothing_where_it_raises() -> None:
+    model, plain = linear(away=True), linear(away=False)
+    twins = [(model, zo.AdamW(model.parameters())), (plain, zo.AdamW(plain.parameters()))]
+    for each, optimizer in twins:
+        each(torch.tensor([[float("inf"), 1.0, 1.0, 1.0]])).sum().backward()
+        with pytest.raises((zo.NonFiniteError, RuntimeError)):
+            zo.clip_grad_norm_(each, 1.0, error_if_nonfinite=True)
+        each.weight.grad = None
+        optimizer.step()
+    with zo.gathered(model, kind="master") as masters:
+        assert torch.equal(masters["bias"], plain.bias)
+
+
+@pytest.mark.parametrize("params", ["cpu", "nvme"])
+def test_a_backward_through_values_that_were_replaced(params: str, nvme: Path) -> None:
+    settings = {"params": params, "optimizer": params, "nvme": nvme, "durability": "scratch"}
+    model = zo.offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), zo.OffloadConfig(precision="fp32", **settings))
+    loss = model(torch.ones(2, 4)).square().sum()
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_checkpoint_that_is_refused_leaves_gradients(tmp_path: Path) -> None:
+    model = linear(away=True)
+    optimizer = zo.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(zo.CheckpointError):
+        zo.load_checkpoint(model, optimizer, tmp_path / "nowhere")
+    optimizer.step()
+    assert zo.stats(model).step == 1
+
+
+def test_a_master_of_another_shape_is_not_written() -> None:
+    model = zo.offload(nn.Linear(4, 4), zo.OffloadConfig(precision="fp32"))
+    with zo.gathered(model, kind="master") as masters:
+        before = masters["weight"].clone()
+    with (
+        pytest.raises(zo.ConfigError, match="nothing is written"),
+        zo.gathered(model, mode="write", kind="master") as masters,
+    ):
+        masters["weight"] = torch.zeros(1)
+    with zo.gathered(model, kind="master") as masters:
+        assert torch.equal(masters["weight"], before)
+
+
+def test_fp16_values_follow_loaded_masters_where_they_are_present(nvme: Path) -> None:
+    settings = {"params": "nvme", "optimizer": "nvme", "nvme": nvme, "durability": "scratch", "precision": "fp16"}
+    model = zo.offload(nn.Linear(4, 3), zo.OffloadConfig(**settings))
+    optimizer = zo.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4).half()).float().sum().backward()
+    optimizer.step()
+    model(torch.ones(2, 4).half())  # its values are here
+    state = optimizer.state_dict()
+    state["state"][0]["master"].fill_(2.0)
+    optimizer.load_state_dict(state)
+    with zo.gathered(model) as values:
+        assert torch.equal(values["weight"], torch.full((3, 4), 2.0).half())
+    assert torch.equal(
+        model(torch.zeros(1, 4).half() + 1)[0].sub(model.state_dict()["bias"]), torch.full((3,), 8.0).half()
+    )
