@@ -63,6 +63,16 @@ def test_auto_commits_what_all_have_agreed_on() -> None:
     assert ranks.waited_at == [6, 7, 13, 18]
 
 
+def test_auto_does_not_wait_for_a_commit_that_was_made_before_the_first_step() -> None:
+    """Of files that were cut anew."""
+    ranks = Ranks([0, 2, 5, 5, 99])
+    ranks.committed.append((0, "cut anew"))
+    ranks.num_ended = 1
+    _run(ranks, 20, "auto")
+    assert [step for step, _ in ranks.committed] == [0, 4, 6, 11, 16]
+    assert ranks.waited_at == [6, 7, 13, 18]
+
+
 def test_auto_counts_from_where_a_run_goes_on() -> None:
     ranks = Ranks([4])
     _run(ranks, 7, "auto", begin=101)
