@@ -40,8 +40,8 @@ from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane, now
 
 _IN_ANOTHER_THREAD = (
-    "of this model runs in another thread; what starts now could take its parameters out of memory. Run one forward or "
-    "backward at a time"
+    "of this model runs in another thread; what starts now could take its parameters out of memory. Run one forward at "
+    "a time, and none beside a backward"
 )
 
 

@@ -98,13 +98,13 @@ def _try_lock(system: FileSystem, fd: int, kind: int) -> bool:
 def _describe_holder(path: Path, system: FileSystem, fd: int) -> str:
     try:
         holder = json.loads(system.read_whole(fd))
-        if holder["pid"] == os.getpid() and holder["host"] == socket.gethostname():
-            return (
-                f"{path} is in use by process {os.getpid()}, this one: by a model that has not been closed. Call "
-                "zo.close(model) (one that was dropped without it lets go when its last step is complete), or choose "
-                "another directory"
-            )
         who = f"process {holder['pid']} on {holder['host']} since {holder['started']}"
+        if (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
+            return (
+                f"{path} is in use by {who}: that is this one, by a model that has not been closed. Call "
+                "zo.close(model) (a model that was dropped without it lets go when its last step is complete), or "
+                "choose another directory"
+            )
     except (OSError, ValueError, KeyError, TypeError):
         who = "another process"  # it took the lock and has not written its name yet
     return f"{path} is in use by {who}; wait for that run to end, stop it, or choose another directory"

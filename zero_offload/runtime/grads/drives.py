@@ -30,7 +30,7 @@ class GradsToDrives:
 
     def open(self, grads: SectionGrads) -> None:
         """There is room for this section's pages."""
-        if grads.shard.tier is not Tier.NVME or (self._open and self._open[-1] is grads):
+        if grads.shard.tier is not Tier.NVME:
             return
         self._forget(grads)
         while _num_units([*self._open, grads]) > GRADS_IN_FLIGHT:
