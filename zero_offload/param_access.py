@@ -285,10 +285,9 @@ class ParamAccess:
         values = {Component(name): zeros if state is None else state for name, state in states.items()}
         masters = {} if master is None else {piece: master}
         self.write_section(place.section, masters, {(piece, component): values[component] for component in values})
+        # In bf16 what completes a value leaves it as it is; in fp16 it is its master, rounded.
         if masters and shard.layout.dtype == torch.float16:
-            replaced(
-                self._residency, [(place.unit, param)]
-            )  # a value is its master, rounded; in bf16 what completes one leaves it as it is
+            replaced(self._residency, [(place.unit, param)])
 
     def zero_states(self, places: Sequence[Place], shard_index: int) -> None:
         """Of these parameters' states all that this rank has."""

@@ -152,8 +152,10 @@ class DiskTier:
         self._disk = disk
         self._staging = _Blocks(arena)
         self._leaving: deque[_Leaving] = deque()
-        self._landing = Landing(arena)
         self.landing = _Blocks(arena)
+        """On the way to a GPU."""
+        self._slabs = Landing(arena)
+        """Where a CPU computes."""
         self._free: deque[_DiskPiece] = deque()
         self._num_extents = 0
         self.arrivals: list[_FromDisk] = []
@@ -208,7 +210,7 @@ class DiskTier:
 
     def arrival(self, pieces: Pieces) -> Arrival:
         if self._device.is_host:
-            return _ToPlace(self._landing, self._disk, pieces)
+            return _ToPlace(self._slabs, self._disk, pieces)
         return _FromDisk(self, self._device, self._disk, pieces)
 
     def room(self, arrival: _FromDisk) -> None:
