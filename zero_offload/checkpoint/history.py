@@ -68,10 +68,6 @@ class History:
             "(zero-offload train: --generation), or leave it out for the newest"
         )
 
-    def beside(self, chosen: Generation) -> list[str]:
-        """Manifests, damaged ones too, of all generations but this one."""
-        return [name for name in (*self.generations, *self.damaged) if self.generations.get(name) is not chosen]
-
     def is_newest(self, chosen: Generation) -> bool:
         """Whether nothing here can be newer."""
         return chosen is self.newest and not self.damaged

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from zero_offload.errors import CapacityError, ConfigError, IntegrityError, StorageError
+from zero_offload.errors import CapacityError, ConfigError, StorageError
 from zero_offload.storage.failures import remedy_of
 from zero_offload.storage.lock import LOCK_NAME, hold_lock, join_lock, take_lock
 from zero_offload.storage.system import REAL, FileSystem, check_ours, naming_errors
@@ -205,19 +205,14 @@ class RunDirectory:
         with naming_errors("create", path):
             return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, caching, self.system)
 
-    def open_file(self, name: str, nbytes: int | None = None, caching: Caching = Caching.DIRECT) -> DataFile:
-        """An existing file of ours; another size than the `nbytes` expected is an IntegrityError."""
+    def open_file(self, name: str, caching: Caching = Caching.DIRECT) -> DataFile:
+        """An existing file of ours."""
         path = self.path_of(name)
         with naming_errors("open", path):
             fd = self.system.open(name, _OPEN_FLAGS, self.dir_fd)
         try:
             info = self.system.fstat(fd)
             check_ours(path, info)
-            if nbytes is not None and info.st_size != nbytes:
-                raise IntegrityError(
-                    f"{path} has {info.st_size} bytes, its manifest says {nbytes}; "
-                    "load a checkpoint, or start over with existing='discard'"
-                )
             return DataFile(fd, path, info.st_size, _grant(self.system, fd, caching), self.system)
         except BaseException:
             self.system.close(fd)

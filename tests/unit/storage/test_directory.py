@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from zero_offload.errors import CapacityError, ConfigError, IntegrityError, LockError, StorageError
+from zero_offload.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.storage.directory import _OPEN_FILES, Caching, RunDirectory, sync_path
 from zero_offload.storage.system import FileSystem
 from zero_offload.types import MIB
@@ -320,14 +320,12 @@ def test_scratch_files_have_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         file.close()
 
 
-def test_open_file_checks_size_and_kind(tmp_path: Path) -> None:
+def test_open_file_checks_the_kind(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path) as directory:
         directory.create_file("f", 8192).close()
-        file = directory.open_file("f", 8192)
+        file = directory.open_file("f")
         assert file.nbytes == 8192
         file.close()
-        with pytest.raises(IntegrityError, match="has 8192 bytes, its manifest says 4096"):
-            directory.open_file("f", 4096)
         with pytest.raises(StorageError, match="No such file"):
             directory.open_file("missing")
         (tmp_path / "link").symlink_to(tmp_path / "f")
