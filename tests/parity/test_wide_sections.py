@@ -111,3 +111,50 @@ def test_a_gradient_that_one_rank_lacks_raises_on_all(dim: int, pool: RankPool) 
     for failure in pool.call(lack_a_gradient, dim):
         assert isinstance(failure, Failure) and failure.kind == "ZeroOffloadError"
         assert "rank 0 is at the reduction of gradients of layers.0" in failure.message
+
+
+class Halves(nn.Module):
+    """One section of two parameters, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(300))
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        y = x * self.second
+        return (y + x * self.first if both else y).square().mean()
+
+
+def leave_a_gradient(rank: int, world_size: int, stage: int, overlap: str) -> list[float]:
+    """Rank 1 alone has a gradient of `first`, in a backward that is not reduced; the norm, and what a step makes."""
+    model = zo.offload(Halves(), zo.OffloadConfig(stage=stage, precision="fp32", overlap=overlap))
+    optimizer = zo.SGD(model.parameters(), lr=1.0)
+    x, norms = torch.ones(300), []
+    try:
+        with zo.no_sync(model):
+            model(x, both=rank == 1).backward()
+        model(x, both=False).backward()
+        if overlap != "backward":
+            norms.append(float(zo.clip_grad_norm_(model, 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+        # A step later nothing of it is left.
+        model(x, both=False).backward()
+        optimizer.step()
+        with zo.gathered(model) as values:
+            return [*norms, float(values["first"][0]), float(values["second"][0])]
+    finally:
+        zo.close(model)
+
+
+@pytest.mark.parametrize("overlap", ["auto", "backward"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_one_rank_has_left_counts_on_all(stage: int, overlap: str, pool: RankPool) -> None:
+    """The backward that reduces uses another parameter of the section only."""
+    # Rank 0 sees 2/300 of `second` in both; rank 1 sees (1 + 1) * 2/300 of each, and then 2/300 of `second`.
+    of_first, of_second = 2 / 300, (2 + 3) / 300
+    norm = math.sqrt(300 * (of_first**2 + of_second**2))
+    second = 1 - of_second
+    expected = [norm] * (overlap != "backward") + [1 - of_first, second - 2 * second / 300]
+    for found in pool.succeed(leave_a_gradient, stage, overlap):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -45,6 +45,9 @@ class SectionGrads:
     """Several ranks: this rank's own sums of backwards that were not reduced, over the whole section."""
     waiting: set[int] = field(default_factory=set)
     """Parameters with a gradient in `local`."""
+    joined: set[int] | None = None
+    """Those of `waiting` that this backward's reduction took along, while other ranks do not know of them yet; None
+    where it has reduced nothing of the section beside such."""
     params: list[nn.Parameter] = field(default_factory=list)
     sums: dict[int, GradSum] = field(default_factory=dict)
     """Per parameter that has a gradient; several ranks: of this rank's part."""

@@ -144,12 +144,15 @@ class GradReducer:
             return
         self._deferred = False
         sections = self.ledger.sections
-        flags = [index in grads.waiting for grads in sections for index in range(len(grads.params))]
+        left = [grads.waiting if grads.joined is None else grads.joined for grads in sections]
+        flags = [index in each for grads, each in zip(sections, left, strict=True) for index in range(len(grads.params))]
         found = iter(self._collectives.any_rank(flags))
         for grads in sections:
             anywhere = {index for index in range(len(grads.params)) if next(found)}
-            if anywhere:
-                grads.holding |= anywhere
+            grads.holding |= anywhere
+            if grads.joined is not None:  # on all ranks: these gradients have crossed with others
+                grads.joined, grads.whole = None, True
+            elif anywhere:
                 self._open_partial(grads)
                 self._partials.widen(grads)
                 self._complete(grads)
@@ -190,6 +193,8 @@ class GradReducer:
             what = _describe(grads)
             grads.arrived.clear()
             self._collectives.agreement.same(f"the reduction of gradients of {what}")
+            if self._deferred:
+                grads.joined = (grads.joined or set()) | grads.waiting
             self._add_waiting(grads)
             self._reductions.add(grads)
             return
@@ -204,7 +209,7 @@ class GradReducer:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
         self.keeper.keep_reduced(grads, shard)
         self._partials.drop(grads)
-        grads.whole = True
+        grads.whole = grads.joined is None
 
     def _add_waiting(self, grads: SectionGrads) -> None:
         """Add this rank's own sums of earlier backwards to the partial one."""
@@ -230,7 +235,7 @@ class GradReducer:
         self.keeper.drop()
         for grads in self.ledger.sections:
             grads.arrived.clear()
-            grads.awaits_more = False
+            grads.awaits_more, grads.joined = False, None
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
