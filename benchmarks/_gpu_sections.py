@@ -66,14 +66,14 @@ def correctness(machine: Machine, directory: Path, limit_s: float, report: Repor
 
 def _tests(seconds: float, report: Report) -> Row:
     """Failures and errors of `tests/gpu`; 1 where pytest itself failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS)]
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", str(TESTS)]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(TEST_WORKERS, count_cores()))]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=seconds, cwd=TESTS.parent.parent
         )
-        output, status = done.stdout + done.stderr, done.returncode
+        output, status = done.stderr + done.stdout, done.returncode
     except subprocess.TimeoutExpired as error:
         told = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         output, status = f"{told}\nended after its {seconds:.0f} s", -1

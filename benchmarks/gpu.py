@@ -5,8 +5,8 @@ is written after each. The sections come in groups of eight minutes at most: a m
 and what a section that was ended has pinned, up to 100 GiB, must be freed within them. Build first, in a command of its
 own:
 
-    python setup.py -q build_ext --inplace
-    python benchmarks/gpu.py [--group 1|2|3|4 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan] [--rehearse]
+    python3 setup.py -q build_ext --inplace
+    PYTHONPATH=. python3 benchmarks/gpu.py [--group 1|2|3|4 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan] [--rehearse]
 
 * correctness: tests/gpu; losses of a small model with every placement `==` those of a plain one on the GPU.
 * bandwidth: PCIe, pinning, the update on the host, the disk, the GPU.

@@ -55,7 +55,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     owner.session.settle()
     places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
     if mode == "write":
-        _one_rank(owner, "params")
+        _one_rank(owner, "params", owner.parts.ranks.world_size)
         owner.drain()  # a commit under way must not see half of what is written
     read: dict[str, Callable[[OffloadedModel, dict[Place, nn.Parameter]], Values]] = {
         "master": _masters,
@@ -131,7 +131,8 @@ def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterat
 
 
 def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
-    _one_rank(owner, "master")
+    # Where nothing is divided every rank has them.
+    _one_rank(owner, "master", owner.parts.collectives.num_shards)
     values = {}
     for section in {id(place.section): place.section for place in places}.values():
         owner.parts.board.wait(section.layout.unit)
@@ -144,7 +145,7 @@ def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values
 
 
 def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
-    _one_rank(owner, "grads")
+    _one_rank(owner, "grads", owner.parts.ranks.world_size)
     for place, param in places.items():
         check_not_updated(owner.grads.ledger, param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
@@ -153,8 +154,8 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
     return {place.name: found[param] for place, param in places.items() if param in found}
 
 
-def _one_rank(owner: OffloadedModel, kind: str) -> None:
-    if owner.parts.collectives.num_shards > 1 or owner.parts.ranks.num_columns > 1:
+def _one_rank(owner: OffloadedModel, kind: str, num_ranks: int) -> None:
+    if num_ranks > 1 or owner.parts.ranks.num_columns > 1:
         raise ZeroOffloadError(
             f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
             "and load it on one"

@@ -91,7 +91,8 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
         first = 0 if resumed is None else resumed.extra["next"]
         ended["first"] = first
         losses: list[float] = []
-        for step in range(first, case.num_steps):
+        has_less = how == "less" and rank == VICTIM
+        for step in range(first, STRIKE if has_less else case.num_steps):
             began = time.monotonic()
             if how and step == STRIKE and rank == VICTIM:
                 _at(place, lambda: _strike(how, out), model, step)
@@ -99,7 +100,8 @@ def run_rank(rank: int, case: Case, out: str, how: str, place: str) -> None:
             ranks.steps(case, (rank, WORLD), model, optimizer, range(step, step + 1), done)
             losses += done.losses
         ended["losses"] = losses
-        torch.save(ranks.read_params(model), Path(out, f"params{rank}.pt"))
+        if not has_less:
+            torch.save(ranks.read_params(model), Path(out, f"params{rank}.pt"))
         zo.close(model)
     except BaseException as error:
         ended["error"] = [type(error).__name__, str(error)]
@@ -194,6 +196,16 @@ def test_one_rank_closes_after_an_exception(tmp_path: Path) -> None:
     ended = _run(case, tmp_path, "raise and close", "forward")
     assert ended[VICTIM]["error"] == ["StorageError", "the drive is on fire"]
     assert all(re.search(SAYS["raise"], ended[rank]["error"][1]) for rank in (0, 2)), ended
+
+
+def test_one_rank_has_less_data(tmp_path: Path) -> None:
+    """It closes the model while the others are in forward: they learn so at once, and it in time."""
+    ended = _run(_case(tmp_path / "nvme"), tmp_path, "less")
+    for rank in (0, 2):
+        kind, text = ended[rank]["error"]
+        assert kind == "RankError" and re.search(f"^{NAME}.*closed the model before the others.*less data", text), text
+        assert f"(rank {VICTIM} has left)" in text
+    assert ended[VICTIM]["error"][0] == "RankError"
 
 
 # Ranks that see different things

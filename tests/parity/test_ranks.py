@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import SWAP
 from tests.helpers.pairwise import Row, all_rows, label, pairwise
@@ -296,3 +299,48 @@ def test_names_of_files(pool: RankPool, nvme: Path) -> None:
         "run.json",
         "LOCK",
     } <= names
+
+
+def offload_beside_other_groups(rank: int, world_size: int) -> None:
+    """Ranks are in different numbers of process groups, and one that was there before goes away."""
+    other = dist.new_group([0, 1], use_local_synchronization=True)
+    dist.new_group([0])  # as torch wants it, by every rank
+    for group in (other, None):
+        model = zo.offload(nn.Linear(8, 8), zo.OffloadConfig(stage=3, precision="fp32"))
+        model(torch.ones(1, 8)).sum().backward()
+        zo.close(model)
+        if group is not None:
+            dist.destroy_process_group(group)
+
+
+def test_other_process_groups_may_come_and_go() -> None:
+    pool = RankPool(2)
+    try:
+        pool.succeed(offload_beside_other_groups)
+    finally:
+        pool.close()
+
+
+def ask_on_several_ranks(rank: int, world_size: int) -> list[str]:
+    """At stage 0 each rank has whole gradients, of which it does not know yet what the others have."""
+    model = zo.offload(nn.Linear(4, 4), zo.OffloadConfig(stage=0, precision="fp32"))
+    refused = []
+    try:
+        with zo.no_sync(model):
+            model(torch.ones(1, 4)).sum().backward()
+        with pytest.raises(zo.ZeroOffloadError) as found, zo.gathered(model, kind="grads"):
+            pass
+        refused.append(str(found.value))
+        with pytest.raises(zo.ZeroOffloadError) as found, zo.gathered(model, mode="write"):
+            pass
+        refused.append(str(found.value))
+        with zo.gathered(model, kind="master") as values:
+            assert values["weight"].shape == (4, 4)
+    finally:
+        zo.close(model)
+    return refused
+
+
+def test_gradients_and_writes_of_several_ranks_are_refused(pool: RankPool) -> None:
+    for refused in pool.succeed(ask_on_several_ranks):
+        assert len(refused) == 2 and all("works on one rank" in each for each in refused)

@@ -126,7 +126,8 @@ class GradKeeper:
     def _send_sum(self, grads: SectionGrads, index: int) -> None:
         """A sum is complete."""
         shard = grads.local or grads.shard
-        if shard.tier is not Tier.NVME:  # there it lands in wider memory
+        # On a drive it lands in wider memory. Where it is wide already nothing moves, and nobody waits for the device.
+        if shard.tier is not Tier.NVME and shard.dtype != torch.float32:
             self._staging.await_placed(grads)
             shard.widen()
         self._send(grads, index, grads.adding.pop(index).float(), adds=False)

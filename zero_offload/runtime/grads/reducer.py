@@ -145,7 +145,9 @@ class GradReducer:
         self._deferred = False
         sections = self.ledger.sections
         left = [grads.waiting if grads.joined is None else grads.joined for grads in sections]
-        flags = [index in each for grads, each in zip(sections, left, strict=True) for index in range(len(grads.params))]
+        flags = [
+            index in each for grads, each in zip(sections, left, strict=True) for index in range(len(grads.params))
+        ]
         found = iter(self._collectives.any_rank(flags))
         for grads in sections:
             anywhere = {index for index in range(len(grads.params)) if next(found)}

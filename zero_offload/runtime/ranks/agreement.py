@@ -29,7 +29,9 @@ class Agreement:
     """The ranks that hold the same part of one model."""
 
     def __init__(self, group: RankGroup, branches: Branches) -> None:
-        self._num_ranks = len(group.members)
+        self._members = sorted(group.members)
+        """In torch's order."""
+        self._num_ranks = len(self._members)
         self._group = group.agreement_group
         self._channel = None if self._group is None else group.channel(group.everyone)
         self._watch = group.watch
@@ -84,10 +86,11 @@ class Agreement:
         first = next(rank for rank in range(self._num_ranks) if texts[rank] != texts[0])
         remedy = (
             "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "
-            "some ranks only): make them alike, or offload with branches='any'"
+            "some ranks only), or ran another number of micro-batches: make them alike, or offload with branches='any'"
             if self.branches is Branches.SAME
             else "With branches='any' ranks may use different units, but each runs as many forwards and backwards of "
             "the model as the others, and calls zo's functions in the same order"
         )
-        self._error = ZeroOffloadError(f"rank 0 is at {texts[0]}, rank {first} at {texts[first]}. {remedy}")
+        ours, theirs = (f"rank {self._members[each]}" for each in (0, first))
+        self._error = ZeroOffloadError(f"{ours} is at {texts[0]}, {theirs} at {texts[first]}. {remedy}")
         return self._error

@@ -22,6 +22,7 @@ from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
+from zero_offload.runtime.ranks.watch import time_limit
 from zero_offload.telemetry.events import Counters
 from zero_offload.telemetry.spans import Lane as TraceLane
 from zero_offload.telemetry.spans import now
@@ -164,7 +165,7 @@ class CommitGroup:
     """Agreements of ranks about files, on a process group of their own."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._watch = group.watch
+        self._ranks, self._watch = group, group.watch
         with self._watch.waiting("zo.offload, which all ranks call"):
             self._group = group.control_group()
         ascending = sorted(group.run_members)
@@ -199,7 +200,7 @@ class CommitGroup:
         return [bytes(every[number].tolist()).decode() for number in self._order]
 
     def all_come(self, what: str, *, surely: bool) -> bool:
-        """Whether every rank calls this, for `what`.
+        """Whether every rank calls this, for `what`, after which it computes no more.
 
         Not `surely`: this rank has met an error, which may be its own affair, and waits for the others for `COME_S`
         only. After a False the group is of no more use. Else RankError is raised where one does not come.
@@ -207,8 +208,9 @@ class CommitGroup:
         if self._group is None:
             return True
         if surely:
-            with self._watch.waiting(what):
-                dist.monitored_barrier(self._group)
+            self._ranks.leave()
+            with self._watch.waiting(what), self._watch.leaving():
+                dist.monitored_barrier(self._group, timeout=time_limit(self._group))
             return True
         try:
             dist.monitored_barrier(self._group, timeout=COME_S, wait_all_ranks=True)

@@ -112,6 +112,11 @@ class RankGroup:
         assert self.agreement_group is not None
         return Neighbourhood(self.agreement_group, self.members)
 
+    def leave(self) -> None:
+        """This rank calls no collective of the control thread any more: those that wait for it there learn it."""
+        if len(self.members) > 1:
+            self._neighbourhood.leave()
+
     def channel(self, group: Group, *, reads: bool = False) -> Channel | None:
         """A channel of its own between the ranks of `group`, if they can reach each other's memory. Collective."""
         ranks = self.members if group is None else tuple(dist.get_process_group_ranks(group))
@@ -123,9 +128,13 @@ def _partition(config: OffloadConfig, world_size: int, num_replicas: int = 1) ->
 
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
-    # Only the members call: ranks outside of the mesh know nothing of this model.
+    # Of some ranks only the members call: those outside of the mesh know nothing of this model. torch names such a
+    # group by how many groups a rank is in, so they must be in equally many; of all ranks it counts the calls.
+    is_part = len(members) < dist.get_world_size()
     # torch would give it the default time-out, not the one that init_process_group was given.
-    group: Group = dist.new_group(list(members), timeout=time_limit(), backend=backend, use_local_synchronization=True)
+    group: Group = dist.new_group(
+        list(members), timeout=time_limit(), backend=backend, use_local_synchronization=is_part
+    )
     return group
 
 

@@ -27,8 +27,9 @@ from zero_offload.runtime.ranks.watch import Place, time_limit
 
 _PAGE_WORDS = 512
 _NUM_CHANNELS = 4
-_POSTED, _READ = 0, 1
-"""Words of a page that hold a turn: the last that was told; the last whose buffers of others are read no more."""
+_POSTED, _READ, _LEFT = 0, 1, 2
+"""Words of a page. Two hold a turn: the last that was told; the last whose buffers of others are read no more. The
+third says that there will be no other."""
 _SLOTS = (8, 256)
 """Turns alternate: a rank posts turn k + 2 after all have posted k + 1, and so have heard k."""
 WORDS_MAX = _SLOTS[1] - _SLOTS[0]
@@ -95,8 +96,11 @@ class Channel:
             while not native.word_wait(page.address(word), at_least, _LOOK_EVERY_S):
                 # Any of them: who comes late may be waiting for one that is gone. It may have come before it went.
                 for other in self._others:
-                    if other.place.state() == "gone" and not native.word_wait(other.address(word), at_least, 0.0):
-                        raise RuntimeError(f"the process of rank {other.rank} is gone")
+                    is_gone = other.place.state() == "gone"
+                    if is_gone or other.words[_LEFT]:
+                        if native.word_wait(other.address(word), at_least, _LOOK_EVERY_S):
+                            continue
+                        raise RuntimeError(f"rank {other.rank} is gone" if is_gone else f"rank {other.rank} has left")
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out after {self._limit_s:g} s")
 
@@ -157,6 +161,11 @@ class Neighbourhood:
             for member in members
         ]
         return Channel(pages, list(members).index(self._rank))
+
+    def leave(self) -> None:
+        """Whoever waits for this rank in a channel waits in vain."""
+        for number in range(self._num_channels):
+            self._words[self._rank][number * _PAGE_WORDS + _LEFT] = 1
 
     def _find(self, offer: _Offer) -> bool:
         """Map another rank's pages, if it can be done; says whether its memory can be read as well."""

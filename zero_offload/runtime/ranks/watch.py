@@ -72,7 +72,7 @@ class Witness:
     waits: str = ""
     """What it has waited for in vain."""
     ended: str = ""
-    """Its program ended without an error."""
+    """What it did without an error: ended its program, or closed the model."""
     state: str = ""
 
     @property
@@ -119,6 +119,13 @@ class RankWatch:
             self._say("waits", what)
             raise RankError(self._explain(what, waited_s, error)) from error
 
+    @contextlib.contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Inside this rank waits for the others to close the model as well."""
+        self._say("ended", "closed the model")
+        yield
+        self._say("ended", "")  # the program goes on, perhaps with another model
+
     def failed(self, error: BaseException) -> None:
         """This rank ends with `error`: others that wait for it will show its text."""
         if isinstance(error, RankError):
@@ -131,7 +138,7 @@ class RankWatch:
         if isinstance(error, SystemExit):
             error = error.__context__  # torch's spawn turns an error into an exit
         if error is None:
-            self._say("ended", "yes")
+            self._say("ended", "ended its program")
         else:
             self.failed(error)
 
@@ -199,7 +206,7 @@ def _verdict(witnesses: Sequence[Witness], what: str) -> str:
         )
     if ended := [each for each in witnesses if each.ended and not each.waits]:
         return (
-            f"{_names(ended)} ended its program before the others, without an uncaught error: has it less data? "
+            f"{_names(ended)} {ended[0].ended} before the others, without an uncaught error: has it less data? "
             "All ranks must do the same number of steps"
         )
     if silent := [each for each in witnesses if not each.is_clear]:
