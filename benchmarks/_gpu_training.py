@@ -7,7 +7,9 @@ section that is ended keeps what it had.
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -33,6 +35,8 @@ STATE_BYTES = {"fp32": 12.0, "compact": 5.03}
 """Per parameter, its value included."""
 DISK_SHARE = 0.9
 """Of what is free; the rest is for rates."""
+STEPS_AT_LEAST, STEPS_SHARE = 8, 0.5
+"""Warm-up and two sizes, in so much of a section's time as their bytes take of the disk's."""
 CONTEXT_BYTES = GIB
 """What a driver takes of a card, at most."""
 PROCESS_BYTES = 8 * GIB
@@ -81,8 +85,12 @@ class Clock:
 
     ends: float
 
+    @property
+    def left_s(self) -> float:
+        return self.ends - MARGIN_S - time.perf_counter()
+
     def allows(self, seconds: float) -> bool:
-        return time.perf_counter() + seconds + MARGIN_S < self.ends
+        return seconds < self.left_s
 
 
 @dataclass
@@ -115,14 +123,15 @@ class Limits:
 
 
 def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Report) -> Iterator[Row]:
-    shape = _that_fits(job, SHAPES["tiny" if machine.rehearses else job.shape], directory)
+    disk = rates_of_disk(machine, directory) if job.on_disk else None
+    whole = SHAPES["tiny" if machine.rehearses else job.shape]
+    shape = whole if disk is None else _that_fits(job, whole, directory, disk, clock.left_s)
     tokens, seq = (SMALL_TOKENS, SMALL_SEQ) if machine.rehearses else (TOKENS, SEQ)
     config = _config(job, machine, shape, seq, directory, report)
     if config is None:
         return
     if job.device_limit is not None:
         machine.cap(job.device_limit - CONTEXT_BYTES)
-    disk = rates_of_disk(machine, directory) if job.on_disk else None
     limits = _limits(job, machine, shape, disk)
     report("rates", {"disk": disk and disk._asdict(), **asdict(limits)})
     limits.step_s = without_offload(job, machine, shape, tokens, seq, report)
@@ -156,14 +165,20 @@ def train(job: Job, machine: Machine, directory: Path, clock: Clock, report: Rep
     zo.close(model)
 
 
-def _that_fits(job: Job, shape: Shape, directory: Path) -> Shape:
-    """With fewer layers, where the disk has too little room for all."""
-    if not job.on_disk:
-        return shape
+def _that_fits(job: Job, shape: Shape, directory: Path, disk: Rates, left_s: float) -> Shape:
+    """With fewer layers, where the disk has too little room for all, or is too slow for `STEPS_AT_LEAST`."""
     slots = 1 if job.durability == "scratch" else 2
     room = DISK_SHARE * shutil.disk_usage(directory).free / (slots * STATE_BYTES[job.states])
+    in_time = STEPS_SHARE * left_s / STEPS_AT_LEAST / _disk_s(job, 1, disk)
     ends = shape.numel - shape.num_layers * shape.layer_numel
-    return replace(shape, num_layers=max(1, min(shape.num_layers, int((room - ends) / shape.layer_numel))))
+    num_layers = int((min(room, in_time) - ends) / shape.layer_numel)
+    return replace(shape, num_layers=max(1, min(shape.num_layers, num_layers)))
+
+
+def _disk_s(job: Job, numel: int, disk: Rates) -> float:
+    """Seconds of a step's bytes; an estimate, until they are counted."""
+    state_bytes = STATE_BYTES[job.states] * numel
+    return disk.seconds(state_bytes + 2 * 2 * numel, state_bytes)
 
 
 def _limits(job: Job, machine: Machine, shape: Shape, disk: Rates | None) -> Limits:
@@ -171,9 +186,7 @@ def _limits(job: Job, machine: Machine, shape: Shape, disk: Rates | None) -> Lim
     links, update_s = link_rates(machine), update_s_per_parameter(machine, job.states)
     limits = Limits(2 * 2 * shape.numel / links.up, 2 * shape.numel / links.down, update_s * shape.numel)
     if disk is not None:
-        # An estimate, until a step's bytes are counted.
-        state_bytes = STATE_BYTES[job.states] * shape.numel
-        limits.disk_s = disk.seconds(state_bytes + 2 * 2 * shape.numel, state_bytes)
+        limits.disk_s = _disk_s(job, shape.numel, disk)
     return limits
 
 
@@ -290,7 +303,8 @@ def warm_up(step: Step, machine: Machine, batch: Batch) -> float:
 
 
 def time_steps(step: Step, machine: Machine, batch: Batch, num_steps: int = TIMED_STEPS) -> dict[str, float]:
-    """Steps behind each other: each pays for the update of the one before.
+    """The median of steps behind each other: each pays for the update of the one before, and some of the first ones
+    look for changes of parameters.
 
     One more than is timed goes before them, for the allocators; not where only one is, since it is slow.
     """
@@ -298,11 +312,13 @@ def time_steps(step: Step, machine: Machine, batch: Batch, num_steps: int = TIME
     if num_steps > 1:
         step(batch)
         machine.wait()
-    began = time.perf_counter()
+    ends = [time.perf_counter()]
     for _ in range(num_steps):
         loss = step(batch)
-    machine.wait()
-    step_s = (time.perf_counter() - began) / num_steps
+        if len(ends) == num_steps:
+            machine.wait()
+        ends.append(time.perf_counter())
+    step_s = statistics.median(then - before for before, then in itertools.pairwise(ends))
     return {"step_s": step_s, "steps": num_steps, "loss": loss.item()}
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,14 +196,21 @@ def test_tests_of_the_gpu_share_its_kernels_among_workers(
     assert ("-n" in commands[0]) == has_xdist
 
 
-def test_fewer_layers_where_the_disk_is_small(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_layers_where_the_disk_is_small_or_slow(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training, model = benchmark("_gpu_training"), benchmark("_gpu_model")
     shape, job = model.SHAPES["2b"], training.JOBS["2b-disk"]
     free = int(24 * shape.numel * 0.7)
     monkeypatch.setattr(training.shutil, "disk_usage", lambda path: argparse.Namespace(free=free))
-    fitting = training._that_fits(job, shape, tmp_path)
+    fast, slow = (training.Rates(rate, rate) for rate in (100e9, 1e9))
+    fitting = training._that_fits(job, shape, tmp_path, fast, 150.0)
     assert 0 < fitting.num_layers < shape.num_layers and 24 * fitting.numel <= 0.9 * free
-    assert training._that_fits(training.JOBS["8b-cpu"], shape, tmp_path) is shape
+    in_time = training._that_fits(job, shape, tmp_path, slow, 150.0)
+    # Of 12 and 4 bytes per parameter read, and 12 written, eight times in half of that.
+    assert 0 < in_time.num_layers < fitting.num_layers and 8 * 28 * in_time.numel / 1e9 <= 75
+    whole = training._that_fits(job, replace(shape, num_layers=2), tmp_path, fast, 150.0)
+    assert whole.num_layers == 2
 
 
 def test_a_section_whose_time_is_up_is_ended_and_leaves_a_row(
