@@ -6,7 +6,8 @@ and what a section that was ended has pinned, up to 100 GiB, must be freed withi
 own:
 
     python3 setup.py -q build_ext --inplace
-    PYTHONPATH=. python3 benchmarks/gpu.py [--group 1|2|3|4 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan] [--rehearse]
+    PYTHONPATH=. python3 benchmarks/gpu.py [--group 1|2|3|4 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan]
+                                           [--rehearse]
 
 * correctness: tests/gpu; losses of a small model with every placement `==` those of a plain one on the GPU.
 * bandwidth: PCIe, pinning, the update on the host, the disk, the GPU.

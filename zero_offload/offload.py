@@ -36,16 +36,7 @@ from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import resolve
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import SectionLayout, ShardLayout, make_layout
-from zero_offload.plan.memory import (
-    GRADS_IN_FLIGHT,
-    UNITS_IN_FLIGHT,
-    Placement,
-    UnitBytes,
-    UnitNumel,
-    estimate_memory,
-    measure_units,
-    ring_bytes,
-)
+from zero_offload.plan.memory import GRADS_IN_FLIGHT, UNITS_IN_FLIGHT, Placement, estimate_memory, ring_bytes
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import Partition
@@ -53,6 +44,7 @@ from zero_offload.plan.placement import assign_tiers, place, tier_budget
 from zero_offload.plan.search import Outlook
 from zero_offload.plan.shapes import UnitWork
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
+from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units
 from zero_offload.probe import probe_hardware
 from zero_offload.run_files import RunFiles
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed

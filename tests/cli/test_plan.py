@@ -62,7 +62,7 @@ def test_accumulation_and_precision(capsys: pytest.CaptureFixture[str]) -> None:
 def test_formats_of_states(states: str, nbytes: float, capsys: pytest.CaptureFixture[str]) -> None:
     """The value is 2 of these bytes, and stored once."""
     _, result = plan(capsys, "--model", "320M", "--states", states)
-    assert result["bytes"]["cpu"]["optimizer"] == (nbytes - 2) * 320_000_000
+    assert result["bytes"]["cpu"]["optimizer"] == pytest.approx((nbytes - 2) * 320_000_000, abs=100)
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(main(["plan", "--states", "fp8"]))
     assert ended.value.code == 2 and "use 'fp32', 'bf16' or 'compact'" in capsys.readouterr().err
@@ -77,6 +77,7 @@ def test_wear_of_a_drive(capsys: pytest.CaptureFixture[str]) -> None:
     written = 12 * 3_200_000_000
     assert result["wear"] == {
         "states_bytes_per_step": written,
+        "activation_bytes_per_step": 0,
         "commit_bytes_per_step": 0,
         "is_upper_bound": False,
         "tbw": 600.0,
@@ -321,3 +322,143 @@ def test_nobody_reads_what_it_prints() -> None:
     assert child.stdout is not None and child.stderr is not None
     child.stdout.close()
     assert (child.stderr.read(), child.wait()) == ("", 141)
+
+
+AUTO = ["--params-tier", "auto", "--grads-tier", "auto", "--optimizer-tier", "auto"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", "--json", *flags])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "llama-70b", "--gpu", "h100", "--ranks", "8", "--ram", "1TiB", "--tokens", "4096"],
+        ["--model", "8B", "--cpu-memory", "64GiB", *NVME_ROOM[2:], "--nvme-capacity", "80GiB", *AUTO]
+        + ["--durability", "scratch"],
+    ],
+    ids=["of two memories", "of memory and a drive"],
+)
+def test_a_mixture_may_fit_where_no_tier_has_room_for_all(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, result = planned(capsys, *flags)
+    assert code == 0 and result["fits"], result["reasons"]
+
+
+def test_one_more_drive_beside_directories_is_the_same_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = ["--params-tier", "nvme", "--optimizer-tier", "nvme"]
+    _, result = plan(capsys, "--model", "gpt350m", "--nvme", str(tmp_path), *tiers)
+    (offer,) = [each for each in result["step"]["offers"] if each["what"] == "more drive"]
+    assert result["step"]["bottleneck"] == "drives"
+    assert offer["step_s"] is not None and offer["step_s"] < 0.95 * result["step"]["predicted_s"]
+
+
+def test_more_memory_is_compared_with_what_auto_may_use(capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of what has no budget; so the first more GiB does not bring the other half."""
+    flags = [
+        "--model",
+        "llama-8b",
+        "--gpu",
+        "rtx4090",
+        "--nvme",
+        "2x7GB/s",
+        "--tokens",
+        "8192",
+        "--durability",
+        "scratch",
+    ]
+    _, result = planned(capsys, *flags)
+    whole = result["bytes"]["cpu"]["available"]
+    (offer,) = [each for each in result["step"]["offers"] if each["what"] == "GiB more RAM"]
+    _, half = planned(capsys, *flags, "--cpu-memory", str(whole // 2 + offer["amount"] * GIB))
+    assert offer["step_s"] == pytest.approx(half["step"]["predicted_s"], rel=0.02)
+
+
+def test_a_large_size_has_blocks_as_large_models_have(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu", "h100", "--ranks", "8", "--ram", "2TiB", "--nvme", "8x7GB/s"]
+    code, result = planned(capsys, "--model", "175B", *flags)
+    assert code == 0 and result["parameters"] == 175 * 10**9
+    main(["plan", "--model", "175B", *flags])
+    assert "in 96 units on 8 ranks" in capsys.readouterr().out
+
+
+def test_activations_elsewhere_take_room_there(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "llama-8b", "--gpu", "rtx4090", "--ram", "64GiB", "--nvme", "2x7GB/s", "--tokens", "131072"]
+    _, on_cpu = planned(capsys, *flags, "--activations-tier", "cpu")
+    # Inputs of 32 blocks of width 4096, and of what is before and after them, 16 bits each.
+    kept = int(0.9 * 64 * GIB) - on_cpu["bytes"]["cpu"]["available"]
+    assert 131072 * 2 * 32 * 4096 <= kept <= 131072 * 2 * 36 * 4096
+    _, on_disk = planned(capsys, *flags, "--activations-tier", "nvme")
+    assert on_disk["wear"]["activation_bytes_per_step"] == kept // 2  # of two drives each
+    assert on_disk["bytes"]["nvme"]["available"] == 2 * 2 * 10**12 - kept
+    assert main(["plan", *flags[:-1], "524288", "--activations-tier", "cpu"]) == 3
+    assert "--activations-tier nvme" in capsys.readouterr().err
+
+
+def test_fp32_computes_at_its_own_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "llama-1b", "--gpu", "h100", "--ram", "1TiB", "--tokens", "65536"]
+    (_, bf16), (_, fp32) = (planned(capsys, *flags, "--precision", each) for each in ("bf16", "fp32"))
+    assert fp32["step"]["compute_s"] == pytest.approx(bf16["step"]["compute_s"] * 989 / 67, rel=0.1)
+
+
+def test_a_break_even_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                "llama-8b",
+                "--gpu",
+                "rtx4090",
+                "--ram",
+                "64GiB",
+                "--nvme",
+                "2x7GB/s",
+                "--tokens",
+                "8192",
+            ]
+        )
+        == 0
+    )
+    assert "if their activations had room: see --tokens" in capsys.readouterr().out
+
+
+def test_ranks_that_are_said_to_fit_do(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--params-tier", "nvme", "--grads-tier", "nvme", "--optimizer-tier", "nvme"]
+    flags = ["--model", "8B", *NVME_ROOM[2:], "--nvme-capacity", "100GiB", "--cpu-memory", "64GiB", *tiers]
+    code, result = planned(capsys, *flags)
+    assert code == 3
+    said = [way.split()[2] for way in result["suggestions"] if " ranks, each" in way]
+    if said:
+        assert planned(capsys, *flags, "--ranks", said[0])[0] == 0
+    assert said != ["2"] and planned(capsys, *flags, "--ranks", "2")[0] == 3
+
+
+def test_the_fastest_of_unequal_drives_wears_most(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "8B", "--cpu-memory", "256GiB", "--optimizer-tier", "nvme", "--nvme"]
+    _, equal = planned(capsys, *flags, "4.5GB/s", "4.5GB/s")
+    _, unequal = planned(capsys, *flags, "7GB/s", "2GB/s")
+    half, most = (each["wear"]["states_bytes_per_step"] for each in (equal, unequal))
+    assert most == pytest.approx(2 * half * 7 / 9)
+
+
+def test_bytes_written_are_those_that_wear(capsys: pytest.CaptureFixture[str]) -> None:
+    tiers = ["--params-tier", "nvme", "--grads-tier", "nvme", "--optimizer-tier", "nvme"]
+    flags = [
+        "--model",
+        "llama-8b",
+        "--cpu-memory",
+        "256GiB",
+        "--nvme",
+        "4x7GB/s",
+        *tiers,
+        "--accumulate",
+        "5",
+        "--loop",
+    ]
+    _, result = planned(capsys, *flags)
+    assert result["nvme_written_bytes_per_step"] == 32 * result["parameters"]
+    assert result["wear"]["states_bytes_per_step"] == 8 * result["parameters"]

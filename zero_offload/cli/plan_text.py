@@ -12,7 +12,7 @@ from typing import Any
 from zero_offload.cli.planning import Offer, Planned, Request
 from zero_offload.plan.costs import Job
 from zero_offload.plan.forecast import MEETS, Forecast
-from zero_offload.plan.memory import PLACED_KINDS
+from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.plan.wear import TB, Wear
 from zero_offload.telemetry.spans import Cause
 from zero_offload.types import StateKind, Tier, format_bytes
@@ -57,8 +57,21 @@ class Report:
 
     @property
     def wear(self) -> Wear:
-        wear = self.planned.memory.wear.of_backwards(self.job.num_grads_out)
-        return wear.of_one_drive(self.request.cluster.ranks_per_node, max(len(self.request.config.nvme_dirs), 1))
+        """Of one drive, the fastest: bytes are dealt by speed."""
+        request = self.request
+        fastest = 1.0 if request.drives is None else request.drives.fastest
+        num_drives = max(len(request.config.nvme_dirs), 1)
+        return self.planned.memory.wear.of_one_drive(request.cluster.ranks_per_node, num_drives, fastest)
+
+    @property
+    def outgrows(self) -> bool:
+        """Whether at the break-even activations need memory of the GPU that this placement uses."""
+        request, found = self.request, self.found
+        if request.gpu is None or found is None or found.break_even_tokens is None:
+            return False
+        then = request.with_tokens(found.break_even_tokens).activation_bytes()
+        free = self.planned.memory.budget.of(Tier.DEVICE) - self.planned.memory.used_bytes(Tier.DEVICE)
+        return then - request.activation_bytes() > free
 
 
 def as_text(report: Report) -> str:
@@ -126,7 +139,7 @@ def _forecast_lines(report: Report) -> Iterator[str]:
         f"a tenth more of it saves {_seconds(found.bottleneck.saved_s)}" if found.bottleneck.saved_s > 0 else "alone"
     )
     yield f"  bound by {found.bottleneck.title}: {saved}"
-    yield f"without offload, if it fitted: {_seconds(found.no_offload_s)}; {_break_even(found)}"
+    yield f"without offload, if it fitted: {_seconds(found.no_offload_s)}; {_break_even(report, found)}"
     for offer in report.offers:
         yield f"{offer.amount} {offer.title}: {_offer_text(offer, found)}"
     yield f"rates: {machine.source}"
@@ -134,11 +147,14 @@ def _forecast_lines(report: Report) -> Iterator[str]:
         yield "  (--measure takes some seconds, and is remembered)"
 
 
-def _break_even(found: Forecast) -> str:
+def _break_even(report: Report, found: Forecast) -> str:
     percent = f"within {MEETS - 1:.0%} of that"
     if found.break_even_tokens is None:
         return f"no number of tokens per step comes {percent}"
-    return f"{percent} from {found.break_even_tokens:,} tokens of a rank per step on"
+    then = f"{percent} from {found.break_even_tokens:,} tokens of a rank per step on"
+    if report.outgrows:
+        then += f" (if their activations had room: see --tokens {found.break_even_tokens})"
+    return then
 
 
 def _offer_text(offer: Offer, found: Forecast) -> str:
@@ -162,6 +178,8 @@ def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
     parts = []
     if wear.states_bytes:
         parts.append(f"{format_bytes(wear.states_bytes)} of states that rest on it")
+    if wear.activation_bytes:
+        parts.append(f"{format_bytes(wear.activation_bytes)} of activations")
     if wear.commit_bytes:
         how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
         if wear.is_bound:
@@ -187,6 +205,7 @@ def _wear_json(wear: Wear, tbw: float, step_s: float | None) -> dict[str, Any]:
     num_steps = wear.steps_to(tbw) if written else None
     return {
         "states_bytes_per_step": int(wear.states_bytes),
+        "activation_bytes_per_step": int(wear.activation_bytes),
         "commit_bytes_per_step": int(wear.commit_bytes_per_step),
         "is_upper_bound": wear.is_bound,
         "tbw": tbw,

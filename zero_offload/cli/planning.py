@@ -28,19 +28,18 @@ from zero_offload.plan.hardware import (
     gpu_memory_bytes,
     share_of_rank,
 )
-from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, estimate_memory
+from zero_offload.plan.memory import MemoryPlan, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import assign_tiers, tier_budget, ways_to_fit
+from zero_offload.plan.placement import AUTO_FRACTION, assign_tiers, tier_budget, ways_to_fit
 from zero_offload.plan.search import Outlook
-from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape
+from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
 from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.probe import probe_hardware
 from zero_offload.types import HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}
-BLOCKS_OF_A_COUNT = 32
-"""A model known by its size alone is planned as this many equal units."""
 SEQUENCE_USUAL = 4096
 RAM_SHARE, GPU_SHARE = 0.9, 0.95
 """Of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
@@ -85,34 +84,59 @@ class Request:
         """The config with one rank's share of a machine that is given whole."""
         config, here = self.config, self.cluster.ranks_per_node
         if ram is not None:
-            config = replace(config, cpu_memory=int(parse_bytes(ram) * RAM_SHARE) // here)
+            config = replace(config, cpu_memory=self._beside_activations(int(parse_bytes(ram) * RAM_SHARE) // here))
         if self.gpu is not None and config.device_memory is None:
             whole = int(gpu_memory_bytes(self.gpu) * GPU_SHARE)
             activations = self.activation_bytes()
             if activations >= whole:
+                stay = Tier.DEVICE in config.activation_fractions
                 raise CapacityError(
                     f"activations of {self.batch.tokens * self.batch.num_together:,} tokens take "
                     f"{format_bytes(activations)} of the {format_bytes(whole)} of a {self.gpu}; make smaller "
-                    "micro-batches with --accumulate N --loop, or add --activations-tier cpu"
+                    "micro-batches with --accumulate N --loop" + ", or add --activations-tier cpu" * stay
                 )
             config = replace(config, device_memory=whole - activations)
         if self.drives is not None and config.nvme_capacity is None:
-            config = replace(config, nvme_capacity=self.drives.count * DRIVE_BYTES // here)
+            capacity = self.drives.count * DRIVE_BYTES // here - self.kept_bytes(Tier.NVME)
+            config = replace(config, nvme_capacity=max(capacity, 1))
         return config
 
-    def activation_bytes(self) -> int:
-        """At their most on the device: inputs of blocks, of all micro-batches that go through them together, one
-        block's inside, and some logits."""
-        value_bytes = 4 if self.config.compute_dtype_name == "float32" else 2
-        stays = self.config.activation_fractions.get(Tier.DEVICE, 0.0)
+    def _beside_activations(self, cpu_bytes: int) -> int:
+        """What is left of a rank's share of the host's memory."""
+        kept = 0 if self.gpu is None and self.config.device_memory is None else self.kept_bytes(Tier.CPU)
+        if kept >= cpu_bytes:
+            raise CapacityError(
+                f"activations of {self.batch.tokens * self.batch.num_together:,} tokens on cpu take "
+                f"{format_bytes(kept)} of the {format_bytes(cpu_bytes)} of a rank; make smaller micro-batches with "
+                "--accumulate N --loop, or use --activations-tier nvme"
+            )
+        return cpu_bytes - kept
+
+    def kept_bytes(self, tier: Tier) -> int:
+        """Of what is saved for backward, on this tier at once."""
         kept = [
             each.boundary_values if self.batch.recompute and each.attention_width else each.inside_values
             for each in self.work
         ]
-        inside = max(each.inside_values for each in self.work)
-        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value_bytes + 8)  # and in fp32, and its gradient
-        together = self.batch.num_together
-        return int(self.batch.tokens * value_bytes * (sum(kept) * stays * together + inside) + logits)
+        numel = self.batch.tokens * self.batch.num_together * sum(kept)
+        return int(numel * self._value_bytes * self.config.activation_fractions.get(tier, 0.0))
+
+    @property
+    def _value_bytes(self) -> int:
+        return 4 if self.config.compute_dtype_name == "float32" else 2
+
+    def activation_bytes(self) -> int:
+        """At their most on the device: inputs of blocks, of all micro-batches that go through them together, one
+        block's inside, and some logits."""
+        inside = self.batch.tokens * self._value_bytes * max(each.inside_values for each in self.work)
+        # And in fp32, and their gradient.
+        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (self._value_bytes + 8)
+        return self.kept_bytes(Tier.DEVICE) + inside + logits
+
+    def with_tokens(self, tokens: int) -> Request:
+        """Of a rank's step, in as many micro-batches."""
+        each = max(tokens // self.batch.micro_batches, 1)
+        return replace(self, batch=replace(self.batch, tokens=each, sequence=min(self.batch.sequence, each)))
 
     def with_one_more_gpu(self) -> Request:
         """In each machine, with the same memory, drives and tokens of a rank."""
@@ -133,9 +157,9 @@ class Request:
         config, cluster = self.config, self.cluster
         drives, source = (self.drives, "") if self.drives else remembered_drives(config.nvme_dirs)
         if self.gpu is not None:
-            found = share_of_rank(self.gpu, drives, cluster)
+            found = share_of_rank(self.gpu, drives, cluster, config.compute_dtype_name)
         elif config.device_memory is not None:
-            found = default_machine("a GPU of no name", 1, drives, cluster)
+            found = default_machine("a GPU of no name", 1, drives, cluster, config.compute_dtype_name)
         else:
             cores = max(probe_hardware().num_cores // cluster.ranks_per_node, 1)
             found = remembered(config, () if self.drives else config.nvme_dirs, cores, cluster)
@@ -182,7 +206,7 @@ def find_work(model: str) -> tuple[tuple[UnitWork, ...], int, bool]:
         return shape.units(), preset.vocab_size, preset.recompute is gpt.Recompute.BLOCK
     if match := _COUNT.fullmatch(model):
         numel = int(float(match[1]) * _MULTIPLE[match[2].lower()])
-        return equal_blocks(numel, BLOCKS_OF_A_COUNT), 0, True
+        return equal_blocks(numel, usual_layers(numel)), 0, True
     shape = find_shape(model, tuple(gpt.PRESETS))
     return shape.units(), shape.vocab, True
 
@@ -200,13 +224,17 @@ class Planned:
     outlook: Outlook
 
 
-def plan_request(request: Request) -> Planned:
-    config, partition, machine = request.config, request.partition, request.machine()
+def plan_request(request: Request, machine: Machine | None = None) -> Planned:
+    """`machine` where it is another than the request's."""
+    config, partition, machine = request.config, request.partition, machine or request.machine()
     job = Job.of(request.work, config, partition, request.batch)
     outlook = request.outlook or Outlook(job, machine)
     hardware = request.hardware()
     placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, outlook)
     memory = estimate_memory(job.units, placement, config, partition)
+    wear = memory.wear.of_backwards(job.as_run(placement.tiers, machine).num_grads_out)
+    activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
+    memory = replace(memory, wear=replace(wear, activation_bytes=activations))
     ways = [] if memory.fits else ways_to_fit(job.units, config, hardware, partition)
     return Planned(job, placement, machine, memory, tuple(ways), outlook)
 
@@ -223,27 +251,29 @@ class Offer:
 def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offer]:
     """More memory, one more drive, one more GPU: each planned and simulated anew."""
     config, here = request.config, request.cluster.ranks_per_node
+    where = " in each machine" if request.cluster.nodes > 1 else ""
     if any(isinstance(config.placement_of(kind), str) for kind in PLACED_KINDS):
-        cpu_bytes = planned.memory.budget.cpu_bytes
+        # Of memory that has no budget "auto" leaves a part alone, and would do so with more.
+        fraction = AUTO_FRACTION if config.cpu_memory is None else 1.0
+        cpu_bytes = int(planned.memory.budget.cpu_bytes * fraction)
 
         def with_more(nbytes: int) -> Prediction | None:
             larger = replace(config, cpu_memory=cpu_bytes + nbytes // here)
             return _predict(replace(request, config=larger, outlook=planned.outlook))
 
         gib, found = next_memory(now.step_s, with_more, MORE_GIB_MAX)
-        yield Offer("GiB more RAM", gib, found)
+        yield Offer(f"GiB more RAM{where}", gib, found)
     if config.nvme_dirs:
-        drives = request.drives or remembered_drives(config.nvme_dirs)[0]
-        found = _predict(replace(request, drives=drives.times(drives.count + 1)))
-        yield Offer("more drive", 1, found if found and found.step_s < now.step_s * NOTICED else None)
+        count = (request.drives or remembered_drives(config.nvme_dirs)[0]).count
+        found = _predict(request, planned.machine.with_drives((count + 1) / count))
+        yield Offer(f"more drive{where}", 1, found if found and found.step_s < now.step_s * NOTICED else None)
     if request.gpu is not None:
         larger = request.with_one_more_gpu()
         found = _predict(larger)
-        title = "more GPU" if larger.cluster.nodes == 1 else "more GPU in each machine"
-        yield Offer(title, 1, found if found and found.tokens_per_s * NOTICED > now.tokens_per_s else None)
+        yield Offer(f"more GPU{where}", 1, found if found and found.tokens_per_s * NOTICED > now.tokens_per_s else None)
 
 
-def _predict(request: Request) -> Prediction | None:
+def _predict(request: Request, machine: Machine | None = None) -> Prediction | None:
     """None where it does not fit."""
-    planned = plan_request(request)
+    planned = plan_request(request, machine)
     return simulate(planned.job, planned.placement, planned.machine) if planned.memory.fits else None

@@ -16,9 +16,9 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.hardware import Machine
 from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
 from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.plan.memory import UnitBytes, measure_units
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork
+from zero_offload.plan.unit_bytes import UnitBytes, measure_units
 from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap
 
 PIECES_MAX = 128
@@ -184,7 +184,7 @@ def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> tuple[Fe
     crosses = not machine.is_host
     if partition.param_shards > 1:
         reads = unit.params_bytes if params is Tier.NVME and not on_device else 0
-        uploads = unit.params_bytes if crosses and params is not Tier.DEVICE and not on_device else 0
+        uploads = unit.params_bytes if crosses and not on_device else 0
         every = Fetch(_per(reads, machine.read_bytes), _per(uploads, machine.upload_bytes), gather_s)
         return every, every, whole
     later = Fetch(_per(whole * (params is Tier.NVME), machine.read_bytes), _per(whole * crosses, machine.upload_bytes))
@@ -192,7 +192,7 @@ def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> tuple[Fe
         # The states' shard of the new values, gathered, and kept where parameters rest.
         own = whole / shards
         first = Fetch(
-            _per(own * (at[StateKind.OPTIMIZER] is Tier.NVME and not machine.is_host), machine.read_bytes),
+            _per(own * (at[StateKind.OPTIMIZER] is params is Tier.NVME and not machine.is_host), machine.read_bytes),
             _per(own * (crosses and not on_device), machine.upload_bytes),
             gather_s,
             _per(whole * (crosses and not in_place), machine.download_bytes),
@@ -204,8 +204,7 @@ def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> tuple[Fe
     if in_place:
         if machine.is_host or not trained:
             return NO_FETCH, NO_FETCH, 0
-        reads = whole if at[StateKind.OPTIMIZER] is Tier.NVME else 0
-        return Fetch(_per(reads, machine.read_bytes), _per(whole, machine.upload_bytes)), NO_FETCH, 0
+        return Fetch(upload_s=_per(whole, machine.upload_bytes)), NO_FETCH, 0
     return later, later, whole
 
 
@@ -259,10 +258,10 @@ def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, upd
     numel = unit.trained_numel / job.partition.optimizer_shards
     grad_bytes = unit.grads_bytes + unit.passing_grads_bytes
     touched = 2 * unit.optimizer_bytes + grad_bytes
-    reads = unit.grads_bytes if grads is Tier.NVME else 0
+    grad_reads = unit.grads_bytes if grads is Tier.NVME else 0
     if optimizer is Tier.DEVICE and not machine.is_host:
         return UpdateCosts(
-            device_read_s=_per(reads, machine.read_bytes),
+            device_read_s=_per(grad_reads, machine.read_bytes),
             device_upload_s=_per(grad_bytes * (grads is not Tier.DEVICE), machine.upload_bytes),
             device_s=_per(touched, machine.device_bytes),
         )
@@ -271,7 +270,8 @@ def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, upd
     # Where only parameters rest on NVMe their values there are a copy that the update writes.
     copies = 0.0 if on_disk or params is not Tier.NVME or job.partition.replicates_params else values
     delivers = values if on_disk and params is not Tier.NVME else 0.0
-    reads += unit.optimizer_bytes * on_disk
+    # Values that are in memory are not read with the states.
+    reads = grad_reads + (unit.optimizer_bytes - delivers) * on_disk
     writes = unit.optimizer_bytes * on_disk + copies
     on_gpu = grads is Tier.DEVICE and not machine.is_host
     rate = machine.host_bytes_beside if update_beside else machine.host_bytes

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from zero_offload.plan.costs import Job
 from zero_offload.plan.hardware import Lane, Machine
-from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
+from zero_offload.plan.memory import Budget, MemoryPlan, Placement
 from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.types import GIB, Tier
 
 SPEED_UP = 1.1

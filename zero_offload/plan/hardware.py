@@ -4,10 +4,11 @@ Owns the table of public specifications and the shares of them that programs ach
 hand. Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
 
 GPUs: data sheets and architecture papers of NVIDIA and AMD: memory, its bandwidth, dense bf16 arithmetic with fp32
-sums, the link to the host (per direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s) and to each other (NVLink or Infinity
-Fabric per direction; the same PCIe where there is neither). Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC
-7003: 205 GB/s a socket) or of twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600.
-Networks: InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
+sums, and fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told), the link to the host (per
+direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s) and to each other (NVLink or Infinity Fabric per direction; the same
+PCIe where there is neither). Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC 7003: 205 GB/s a socket) or of
+twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600. Networks:
+InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
 
 Achieved shares: what large products of matrices, streams and copies reach of a specification. They are rules of thumb,
 not measurements: a figure from a GPU does not exist in this project yet.
@@ -16,6 +17,7 @@ not measurements: a figure from a GPU does not exist in this project yet.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -53,6 +55,7 @@ class Gpu:
 
     memory_gib: float
     tflops: float
+    tflops_fp32: float
     memory_gb_s: float
     link_gb_s: float
     """To the host, per direction."""
@@ -76,16 +79,16 @@ HOSTS: Mapping[str, Host] = {
 }
 
 GPUS: Mapping[str, Gpu] = {
-    "rtx3090": Gpu(24, 71, 936, 32, 32),
-    "rtx4090": Gpu(24, 165, 1008, 32, 32),
-    "rtx5090": Gpu(32, 209, 1792, 64, 64),
-    "l40s": Gpu(48, 362, 864, 32, 32, "ddr4-server"),
-    "a100-40": Gpu(40, 312, 1555, 32, 300, "ddr4-server"),
-    "a100-80": Gpu(80, 312, 2039, 32, 300, "ddr4-server"),
-    "h100": Gpu(80, 989, 3350, 64, 450, "ddr5-server"),
-    "h200": Gpu(141, 989, 4800, 64, 450, "ddr5-server"),
-    "b200": Gpu(180, 2250, 8000, 64, 900, "ddr5-server"),
-    "mi300x": Gpu(192, 1307, 5300, 64, 448, "ddr5-server"),
+    "rtx3090": Gpu(24, 71, 35.6, 936, 32, 32),
+    "rtx4090": Gpu(24, 165, 82.6, 1008, 32, 32),
+    "rtx5090": Gpu(32, 209, 104.8, 1792, 64, 64),
+    "l40s": Gpu(48, 362, 91.6, 864, 32, 32, "ddr4-server"),
+    "a100-40": Gpu(40, 312, 19.5, 1555, 32, 300, "ddr4-server"),
+    "a100-80": Gpu(80, 312, 19.5, 2039, 32, 300, "ddr4-server"),
+    "h100": Gpu(80, 989, 67, 3350, 64, 450, "ddr5-server"),
+    "h200": Gpu(141, 989, 67, 4800, 64, 450, "ddr5-server"),
+    "b200": Gpu(180, 2250, 75, 8000, 64, 900, "ddr5-server"),
+    "mi300x": Gpu(192, 1307, 163.4, 5300, 64, 448, "ddr5-server"),
 }
 _ALIASES = {"a100": "a100-80"}
 
@@ -125,6 +128,10 @@ class Machine:
             names = [*_RATES[Lane.READ], *_RATES[Lane.WRITE]]
         return replace(self, **{name: getattr(self, name) * factor for name in names})
 
+    def with_drives(self, factor: float) -> Machine:
+        """The same with drives that are so many times as fast together."""
+        return replace(self, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
+
     def lanes(self) -> tuple[Lane, ...]:
         """Those that are there; of a drive that takes turns the reads stand for both."""
         there = [lane for lane in Lane if getattr(self, _RATES[lane][0]) > 0]
@@ -153,9 +160,11 @@ class Drives:
     read_bytes: float
     write_bytes: float
     takes_turns: bool = True
+    fastest: float = 1.0
+    """How many times as much the fastest of them moves as it would if they were equal."""
 
     def times(self, count: int) -> Drives:
-        """The same with another number of equal drives."""
+        """The same with another number of such drives."""
         factor = count / self.count
         return replace(self, count=count, read_bytes=self.read_bytes * factor, write_bytes=self.write_bytes * factor)
 
@@ -195,7 +204,9 @@ def parse_drives(texts: list[str]) -> Drives | None:
     read_bytes, write_bytes = (
         sum(count * rate for count, rate in zip(counts, rates, strict=True)) for rates in (reads, writes)
     )
-    return Drives(sum(counts), read_bytes, write_bytes)
+    of_each = [read + write for read, write in zip(reads, writes, strict=True)]
+    fastest = max(of_each) * sum(counts) / (read_bytes + write_bytes)
+    return Drives(sum(counts), read_bytes, write_bytes, fastest=fastest)
 
 
 def find_gpu(name: str) -> tuple[str, Gpu]:
@@ -210,10 +221,12 @@ def find_gpu(name: str) -> tuple[str, Gpu]:
 
 def gpu_of_device(device_name: str) -> str | None:
     """The preset of a device as torch names it, such as "NVIDIA GeForce RTX 4090"; None for others."""
-    words = re.sub(r"[^a-z0-9]", "", device_name.lower())
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
     if "a100" in words:
         return "a100-80" if "80gb" in words else "a100-40"
-    return next((name for name in GPUS if name in words), None)
+    # "RTX 4090" and "RTX4090" are one card, "RTX A1000" and "GH200" are others.
+    joined = {*words, *(one + other for one, other in itertools.pairwise(words))}
+    return next((name for name in GPUS if name in joined), None)
 
 
 @dataclass(frozen=True)
@@ -231,8 +244,11 @@ class Cluster:
 ONE_RANK_ALONE = Cluster()
 
 
-def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster) -> Machine:
-    """One rank's share of a machine with these GPUs, one for each rank; host, drives and ports are divided."""
+def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = "bfloat16") -> Machine:
+    """One rank's share of a machine with these GPUs, one for each rank; host, drives and ports are divided.
+
+    `dtype` is what the model computes in.
+    """
     name, gpu = find_gpu(gpu_name)
     host, here = HOSTS[gpu.host], cluster.ranks_per_node
     dram = host.memory_gb_s * GB * STREAM_SHARE / here
@@ -246,7 +262,7 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster) -> Machine:
     return Machine(
         name=name,
         is_host=False,
-        flops=gpu.tflops * 1e12 * COMPUTE_SHARE,
+        flops=(gpu.tflops_fp32 if dtype == "float32" else gpu.tflops) * 1e12 * COMPUTE_SHARE,
         device_bytes=gpu.memory_gb_s * GB * STREAM_SHARE,
         upload_bytes=link,
         download_bytes=link,
@@ -271,7 +287,11 @@ CORE_BYTES = 8e9
 
 
 def default_machine(
-    device_name: str, num_cores: int, drives: Drives = ONE_DRIVE, cluster: Cluster = ONE_RANK_ALONE
+    device_name: str,
+    num_cores: int,
+    drives: Drives = ONE_DRIVE,
+    cluster: Cluster = ONE_RANK_ALONE,
+    dtype: str = "bfloat16",
 ) -> Machine:
     """What a rank is taken to be able to do where nothing was measured, the same on every rank that agrees on these."""
     if device_name.startswith("cpu"):
@@ -291,5 +311,5 @@ def default_machine(
             source=f"defaults for a CPU with {num_cores} cores, not measured",
         )
     preset = gpu_of_device(device_name)
-    found = share_of_rank(preset or "rtx4090", drives, cluster)
+    found = share_of_rank(preset or "rtx4090", drives, cluster, dtype)
     return found if preset else replace(found, source=f"{found.source}: {device_name} is not known here")

@@ -1,41 +1,27 @@
 """What a placement costs: bytes per tier and kind of state, buffers in flight, and SSD wear per step.
 
-Owns the byte table. Pure arithmetic: it never measures a machine and never chooses a tier (`placement`
-does). The calls in order: `measure_units` turns element counts into one rank's bytes, `estimate_memory`
-adds them up for a `Placement` and says whether they fit its `Budget`.
-
-Bytes per trained parameter (frozen ones have the value only):
-
-    compute  value  residual  master  exp_avg  exp_avg_sq  optimizer extents  gradient held
-    bf16       2        2        -       4         4              12          2, or 4 if several are summed
-    fp16       2        -        4       4         4              14          2, or 4 if several are summed
-    fp32       4        -        -       4         4              12          4
-
-With overlap="backward" no gradients are held, unless several backwards are added up: `GRAD_RING_UNITS` units' pass.
-
-With `Precision(states="bf16")` exp_avg and exp_avg_sq are 2 each; with "compact" 1 1/64 each, and the residual is 1.
-
-Parameters that `Precision.modules` keeps in another dtype count by that one's row.
-
-Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
-Where params and optimizer both rest in the same memory, that value is the parameter itself, or a part of it. What a GPU
-updates in its own memory has its value there too, whatever the params tier; with one shard forward uses it in place.
+Pure arithmetic: it never measures a machine and never chooses a tier (`placement` does). The call: `estimate_memory`
+adds up what `unit_bytes.measure_units` has of each unit, for a `Placement`, and says whether it fits its `Budget`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_offload.abi import STATE_BLOCK, StateFormat
 from zero_offload.config import OffloadConfig
-from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
+from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.partition import ONE_RANK, Partition
+from zero_offload.plan.unit_bytes import (
+    PLACED_KINDS,
+    UnitBytes,
+    divide_up,
+    optimizer_state_bytes,
+    rest_bytes,
+    resting,
+)
 from zero_offload.plan.wear import Wear
-from zero_offload.types import FRAME, Durability, StateKind, Tier, UpdateOverlap, format_bytes
-
-PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
+from zero_offload.types import FRAME, Durability, StateKind, Tier, format_bytes
 
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
@@ -58,65 +44,6 @@ ACTIVATION_BLOCK_BYTES = 1 << 20
 """What activations on disk are cut into."""
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
 """Blocks in memory on their way to the disk, and from it."""
-
-_VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_MASTER_BYTES = {"bfloat16": 4, "float16": 6, "float32": 4}
-_STATE_BYTES = {StateFormat.FP32: 4.0, StateFormat.BF16: 2.0, StateFormat.COMPACT: 1 + 4 / STATE_BLOCK}
-
-
-def _optimizer_bytes(dtype: str, states: StateFormat) -> float:
-    """Bytes per element of AdamW's states, value and master included."""
-    short = states is StateFormat.COMPACT and dtype == "bfloat16"  # a residual of 8 bits
-    return _MASTER_BYTES[dtype] - short + 2 * _STATE_BYTES[states]
-
-
-@dataclass(frozen=True)
-class UnitNumel:
-    """Elements of one unit, over all ranks."""
-
-    name: str
-    trained: int
-    frozen: int = 0
-    sizes: tuple[int, int, int] | None = None
-    """Bytes of trained values, frozen values and optimizer states, where not all is in the compute dtype."""
-    frame_bytes: int = 0
-    """Of the host's pages under whole values, where they are fetched; every section has its own."""
-    in_use_with: tuple[tuple[int, ...], ...] = ()
-    """As `ModelSpec.in_use_with`."""
-
-    @classmethod
-    def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
-        numel, nbytes, state_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0
-        frame_bytes = sum(_divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
-        for section in unit.sections:
-            numel[section.trainable] += section.used_numel
-            nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
-            if section.trainable:
-                dtype = str(section.dtype).removeprefix("torch.")
-                state_bytes += math.ceil(section.used_numel * _optimizer_bytes(dtype, section.state_format))
-        sizes = (nbytes[True], nbytes[False], state_bytes)
-        return cls(unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with)
-
-
-@dataclass(frozen=True)
-class UnitBytes:
-    """What one rank holds of a unit."""
-
-    name: str
-    params_bytes: int
-    """Values in the compute dtype, frozen ones included."""
-    grads_bytes: int
-    optimizer_bytes: int
-    """Self-contained extents: the value and everything that completes the optimizer's state."""
-    frozen_bytes: int = 0
-    """The part of `params_bytes` that is not trained."""
-    trained_numel: int = 0
-    """Trained elements, over all ranks."""
-    passing_grads_bytes: int = 0
-    """Gradients between backward and an update inside of it, where none are held: `grads_bytes` is 0 then."""
-    frame_bytes: int = 0
-    in_use_with: tuple[tuple[int, ...], ...] = ()
-    """Both as in `UnitNumel`; without them nothing is known of the least that a run needs."""
 
 
 @dataclass(frozen=True)
@@ -201,69 +128,11 @@ class MemoryPlan:
     def _of_units_at_once(self) -> str:
         needed, given = format_bytes(self.least_bytes), format_bytes(self.budget.device_bytes)
         # A run takes whole frames, one at least.
-        if self.least_bytes > _divide_up(self.budget.device_bytes, FRAME) * FRAME:
+        if self.least_bytes > divide_up(self.budget.device_bytes, FRAME) * FRAME:
             return (
                 f"device_memory is {given}, units in use at once take {needed}: a step that uses them whole will fail"
             )
         return f"device_memory holds the {needed} in use at once; more fetches ahead"
-
-
-def measure_units(
-    units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
-) -> tuple[UnitBytes, ...]:
-    """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    value = _VALUE_BYTES[config.compute_dtype_name]
-    state = _optimizer_bytes(config.compute_dtype_name, config.state_format)
-    # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
-    sums = partition.world_size > 1 or num_micro_batches > 1
-    passes = config.overlap == UpdateOverlap.BACKWARD and num_micro_batches == 1
-    measured = []
-    for unit in units:
-        trained, frozen, states = unit.sizes or (
-            unit.trained * value,
-            unit.frozen * value,
-            math.ceil(unit.trained * state),
-        )
-        summed = unit.trained * 4 if sums else trained
-        bytes_of = UnitBytes(
-            name=unit.name,
-            params_bytes=_divide_up(trained + frozen, partition.param_shards),
-            grads_bytes=0 if passes else _grads_bytes(unit.trained, summed, partition),
-            optimizer_bytes=_divide_up(states, partition.optimizer_shards),
-            frozen_bytes=_divide_up(frozen, partition.param_shards),
-            trained_numel=unit.trained,
-            passing_grads_bytes=_divide_up(summed, partition.optimizer_shards) if passes else 0,
-            frame_bytes=unit.frame_bytes,
-            in_use_with=unit.in_use_with,
-        )
-        measured.append(bytes_of)
-    return tuple(measured)
-
-
-def _grads_bytes(numel: int, held_bytes: int, partition: Partition) -> int:
-    """Where the reduction is deferred, a rank's own sums are whole, and its shard of their mean is beside them."""
-    held = _divide_up(held_bytes, partition.grad_shards)
-    return held + _divide_up(numel * 4, partition.optimizer_shards) * partition.defers_reduction
-
-
-def rest_bytes(
-    unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], partition: Partition, shared_memory: bool
-) -> int:
-    """Bytes one copy of `kind` takes on the tier that `tiers` gives it; `shared_memory` as in `Budget`."""
-    params_tier, optimizer_tier = tiers[StateKind.PARAMS], tiers[StateKind.OPTIMIZER]
-    if kind is StateKind.GRADS:
-        return unit.grads_bytes
-    if kind is StateKind.PARAMS:
-        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one; as
-        # does one that a device updates.
-        on_device = optimizer_tier is Tier.DEVICE is not params_tier and not shared_memory
-        inside = (params_tier is optimizer_tier is Tier.NVME or on_device) and not partition.replicates_params
-        return unit.frozen_bytes if inside else unit.params_bytes
-    in_memory = Tier.NVME not in (params_tier, optimizer_tier)
-    if in_memory and (shared_memory or params_tier is optimizer_tier):
-        trained_bytes = (unit.params_bytes - unit.frozen_bytes) * partition.param_shards
-        return unit.optimizer_bytes - _divide_up(trained_bytes, partition.optimizer_shards)
-    return unit.optimizer_bytes
 
 
 def estimate_memory(
@@ -275,8 +144,8 @@ def estimate_memory(
     shared = placement.budget.shared_memory
     written = committed = grads = 0
     for unit, tiers in zip(units, placement.tiers, strict=True):
-        for kind in PLACED_KINDS:
-            rest[tiers[kind], kind] += rest_bytes(unit, kind, tiers, partition, shared)
+        for tier, kind, nbytes in resting(unit, tiers, partition, shared):
+            rest[tier, kind] += nbytes
         if tiers[StateKind.OPTIMIZER] is Tier.NVME:
             written += unit.optimizer_bytes
             rest[Tier.NVME, StateKind.OPTIMIZER] += unit.optimizer_bytes * keeps_generations  # second slot
@@ -333,7 +202,7 @@ def _staging_bytes(
         # On their way to a drive they have pages of their own.
         written.append(unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
-    state = max(_optimizer_bytes(name, config.state_format) for name in dtypes)
+    state = max(optimizer_state_bytes(name, config.state_format) for name in dtypes)
     chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
     # Of each unit that a device updates in its own memory: where its gradients come from.
     grads_of_device = {
@@ -370,7 +239,7 @@ def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
     them; over ranks this one's part of their sum, fp32, and where that is deferred the former or the latter."""
     if partition.world_size == 1:
         return nbytes
-    reduced = _divide_up(numel * 4, partition.optimizer_shards)
+    reduced = divide_up(numel * 4, partition.optimizer_shards)
     return max(nbytes, reduced) if partition.defers_reduction else reduced
 
 
@@ -384,10 +253,6 @@ def _stages_grads(tiers: Mapping[StateKind, Tier], shared_memory: bool) -> bool:
     grads = tiers[StateKind.GRADS]
     on_device = grads is Tier.DEVICE is not tiers[StateKind.OPTIMIZER] and not shared_memory
     return grads is Tier.NVME or on_device
-
-
-def _divide_up(value: int, parts: int) -> int:
-    return -(-value // parts)
 
 
 def _row(label: str, cells: Sequence[str]) -> str:

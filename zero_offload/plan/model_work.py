@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from zero_offload.plan.memory import UnitNumel
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 from zero_offload.plan.shapes import UnitWork, plain_block
+from zero_offload.plan.unit_bytes import UnitNumel
 
 
 def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:

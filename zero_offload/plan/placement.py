@@ -14,16 +14,10 @@ from typing import Any
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError
 from zero_offload.plan.dealer import Dealer
-from zero_offload.plan.memory import (
-    PLACED_KINDS,
-    Budget,
-    MemoryPlan,
-    Placement,
-    UnitBytes,
-    estimate_memory,
-)
+from zero_offload.plan.memory import Budget, MemoryPlan, Placement, estimate_memory
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.search import Outlook, Room, UnitTiers, fastest, weight
+from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
 from zero_offload.types import HardwareProfile, Tier, format_bytes
 
 __all__ = ["Placement", "UnitBytes", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
@@ -161,7 +155,7 @@ def ways_to_fit(
             ways[f"would fit: {_describe(changes, plan)}"] = None
     for factor in _RANK_FACTORS if config.stage == 3 else ():
         more = replace(partition, world_size=partition.world_size * factor)
-        if _try([_divide(unit, factor) for unit in units], config, hardware, more).fits:
+        if _try([_divide(unit, factor, partition) for unit in units], config, hardware, more).fits:
             ways[f"would fit: {more.world_size} ranks, each with this much memory and disk"] = None
             break
     if config.nvme_dirs and elsewhere.fits:
@@ -208,13 +202,15 @@ def _describe(changes: Mapping[str, str | None], plan: MemoryPlan) -> str:
 _BUDGETS = {"device_memory": Tier.DEVICE, "cpu_memory": Tier.CPU, "nvme_capacity": Tier.NVME}
 
 
-def _divide(unit: UnitBytes, factor: int) -> UnitBytes:
+def _divide(unit: UnitBytes, factor: int, partition: Partition) -> UnitBytes:
+    """At stage 3, over so many times as many ranks."""
+    # Several ranks add gradients up in fp32, where one alone may have had 16 bits.
+    least = 4 * unit.trained_numel if partition.world_size == 1 else 0
     return replace(
         unit,
         params_bytes=-(-unit.params_bytes // factor),
-        grads_bytes=-(-unit.grads_bytes // factor),
+        grads_bytes=-(-max(unit.grads_bytes, least * (unit.grads_bytes > 0)) // factor),
         optimizer_bytes=-(-unit.optimizer_bytes // factor),
         frozen_bytes=-(-unit.frozen_bytes // factor),
-        trained_numel=-(-unit.trained_numel // factor),
-        passing_grads_bytes=-(-unit.passing_grads_bytes // factor),
+        passing_grads_bytes=-(-max(unit.passing_grads_bytes, least * (unit.passing_grads_bytes > 0)) // factor),
     )

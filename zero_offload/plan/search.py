@@ -23,18 +23,11 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.costs import Job, unit_costs
 from zero_offload.plan.hardware import Cluster, Lane, Machine, default_machine
 from zero_offload.plan.lane_costs import UnitCosts
-from zero_offload.plan.memory import (
-    PLACED_KINDS,
-    Budget,
-    Placement,
-    UnitBytes,
-    UnitNumel,
-    estimate_memory,
-    rest_bytes,
-)
+from zero_offload.plan.memory import Budget, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import UnitWork, plain_block
 from zero_offload.plan.simulate import simulate
+from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes, UnitNumel, resting
 from zero_offload.types import StateKind, Tier, UpdateOverlap
 
 SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
@@ -77,7 +70,8 @@ class Outlook:
         """By what is known of such a device, without a measurement; without `work` all parameters multiply."""
         known = work or [plain_block(_numel(unit, partition)) for unit in units]
         job = Job.of(known, config, partition, units=units)
-        return cls(job, default_machine(device_name, num_cores, cluster=Cluster(partition.world_size)))
+        cluster, dtype = Cluster(partition.world_size), config.compute_dtype_name
+        return cls(job, default_machine(device_name, num_cores, cluster=cluster, dtype=dtype))
 
 
 def _numel(unit: UnitBytes, partition: Partition) -> UnitNumel:
@@ -102,7 +96,7 @@ class Room:
 def fastest(outlook: Outlook, given: Sequence[Mapping[StateKind, Tier]], room: Room) -> list[UnitTiers]:
     """Tiers of every unit: those given, and for the other kinds the fastest that fit.
 
-    Where the last tier alone is too much, and no other tier holds all, what is not given is on the last.
+    Where nothing fits, what is not given is on the last tier.
     """
     tiers = (*room.free_bytes, room.last)
     key = (tiers, room.budget.shared_memory, tuple(tuple(at.items()) for at in given))
@@ -134,13 +128,9 @@ class Search:
 
     def best(self, room: Room) -> list[UnitTiers]:
         on_last = self._all_on(room.last)
-        if not self._fits(on_last, room.budget):
-            # Buffers between memory and a drive may take more than a small model.
-            whole = (self._all_on(tier) for tier in self._tiers)
-            return next((tiers for tiers in whole if self._fits(tiers, room.budget)), on_last)
         best: tuple[float, Indices] | None = None
         num_simulated = 0
-        for bound_s, choice in itertools.islice(self._fitting(room), CANDIDATES_MAX):
+        for bound_s, choice in itertools.islice(self._fitting(room, on_last), CANDIDATES_MAX):
             tiers = self.tiers_of(choice)
             if best is not None and (bound_s * (1 - TRAILS) >= best[0] or num_simulated >= self._simulations_max):
                 break
@@ -152,9 +142,16 @@ class Search:
             step_s = self._step_s(choice.tobytes(), tiers)
             if best is None or step_s < best[0]:
                 best = step_s, choice
-        return self._best_of_whole(room, on_last if best is None else self.tiers_of(best[1]), best and best[0])
+        found = self._best_of_whole(room, best and self.tiers_of(best[1]), best and best[0])
+        if found is not None:
+            return found
+        # What one tier holds with nothing left for activations is better than what none does.
+        whole = (on_last, *(self._all_on(tier) for tier in self._tiers))
+        return next((tiers for tiers in whole if self._fits(tiers, room.budget)), on_last)
 
-    def _best_of_whole(self, room: Room, found: list[UnitTiers], found_s: float | None) -> list[UnitTiers]:
+    def _best_of_whole(
+        self, room: Room, found: list[UnitTiers] | None, found_s: float | None
+    ) -> list[UnitTiers] | None:
         """What was found, or all on one tier of memory: that may fit only because it needs no buffers of a drive."""
         for tier in self._memory:
             tiers = self._all_on(tier)
@@ -195,10 +192,14 @@ class Search:
     def _at(self, unit: int, choice: int) -> UnitTiers:
         return dict(zip(PLACED_KINDS, _CHOICES[choice], strict=True)) | dict(self._given[unit])
 
-    def _fitting(self, room: Room) -> Iterator[tuple[float, Indices]]:
+    def _fitting(self, room: Room, on_last: list[UnitTiers]) -> Iterator[tuple[float, Indices]]:
         """Candidates that fit into memory, each once, those with the lowest bound first."""
-        # What has no room goes to the last tier, whether or not it fits there.
-        limits = np.array([np.inf if tier is room.last else room.free_bytes[tier] for tier in self._memory])
+        free: dict[Tier, float] = dict(room.free_bytes)
+        if room.last in free:
+            # What has no room goes to the last tier, up to all of it where not everything fits there.
+            beyond = room.budget.of(room.last) - room.limit_bytes[room.last]
+            free[room.last] = np.inf if self._fits(on_last, room.budget) else free[room.last] + beyond
+        limits = np.array([free[tier] for tier in self._memory])
         fits = np.flatnonzero((self._bytes[self._order] <= limits).all(axis=1))
         seen: set[bytes] = set()
         for index in self._order[fits]:
@@ -256,9 +257,9 @@ class Search:
     def _bytes_of(self, unit: int, choice: int, tier: Tier) -> float:
         job, at = self._outlook.job, self._at(unit, choice)
         return sum(
-            rest_bytes(job.units[unit], kind, at, job.partition, self._budget.shared_memory)
-            for kind in PLACED_KINDS
-            if kind not in self._given[unit] and at[kind] is tier
+            nbytes
+            for place, kind, nbytes in resting(job.units[unit], at, job.partition, self._budget.shared_memory)
+            if kind not in self._given[unit] and place is tier
         )
 
     def _shares(self, kind: StateKind) -> Indices:

@@ -11,12 +11,13 @@ second token with. Activations are what a block keeps for backward with attentio
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zero_offload.errors import ConfigError
-from zero_offload.plan.memory import UnitNumel
+from zero_offload.plan.unit_bytes import UnitNumel
 
 
 @dataclass(frozen=True)
@@ -223,9 +224,18 @@ def find_shape(name: str, others: Sequence[str] = ()) -> Shape:
     )
 
 
+def usual_layers(numel: int) -> int:
+    """Of the model known here that is nearest in size."""
+    return min(SHAPES.values(), key=lambda shape: abs(math.log(max(numel, 1) / shape.numel))).layers
+
+
 def equal_blocks(numel: int, count: int) -> tuple[UnitWork, ...]:
-    """A model of which only the size is known: so many equal blocks."""
-    return tuple(plain_block(UnitNumel(f"block {index}", numel // count)) for index in range(count))
+    """A model of which only the size is known: so many blocks, equal to one parameter."""
+    ends = [numel * index // count for index in range(count + 1)]
+    return tuple(
+        plain_block(UnitNumel(f"block {index}", end - begin))
+        for index, (begin, end) in enumerate(itertools.pairwise(ends))
+    )
 
 
 def plain_block(numel: UnitNumel) -> UnitWork:

@@ -1,8 +1,8 @@
 """What training writes to a drive, and how long one lasts: drives are sold for a number of bytes written (TBW).
 
 Pure arithmetic on what `memory` counts: states that rest on NVMe are written in every step, and a commit writes no more
-of them; those that rest in memory are written for every generation. Left out are manifests (kilobytes), activations,
-whose bytes depend on the batch, and what is written once: the states at the start, frozen parameters.
+of them; those that rest in memory are written for every generation. Activations count where the batch is known. Left
+out are manifests (kilobytes) and what is written once: the states at the start, frozen parameters.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Wear:
     """Steps from one generation to the next; with "auto" every step is counted: it may be less."""
     grads_bytes: float = 0.0
     """Of `states_bytes`, gradients, which are written in every backward."""
+    activation_bytes: float = 0.0
+    """In every step."""
 
     @property
     def commit_bytes_per_step(self) -> float:
@@ -35,21 +37,22 @@ class Wear:
 
     @property
     def bytes_per_step(self) -> float:
-        return self.states_bytes + self.commit_bytes_per_step
+        return self.states_bytes + self.activation_bytes + self.commit_bytes_per_step
 
     @property
     def is_bound(self) -> bool:
         """Whether it may be less."""
         return self.commit_bytes > 0 and not isinstance(self.commit_every, int)
 
-    def of_one_drive(self, num_ranks: int, num_drives: int) -> Wear:
-        """Of one rank's: what each drive gets when so many ranks stripe over so many."""
-        share = num_ranks / num_drives
+    def of_one_drive(self, num_ranks: int, num_drives: int, fastest: float = 1.0) -> Wear:
+        """Of one rank's: what a drive gets when so many ranks stripe over so many, or `fastest` times as much."""
+        share = num_ranks / num_drives * fastest
         return replace(
             self,
             states_bytes=self.states_bytes * share,
             commit_bytes=self.commit_bytes * share,
             grads_bytes=self.grads_bytes * share,
+            activation_bytes=self.activation_bytes * share,
         )
 
     def of_backwards(self, count: int) -> Wear:

@@ -31,10 +31,11 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero_offload as zo
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
-from zero_offload.plan.memory import UnitNumel, estimate_memory, measure_units
+from zero_offload.plan.memory import estimate_memory
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import assign_tiers, tier_budget
 from zero_offload.plan.search import Outlook
+from zero_offload.plan.unit_bytes import UnitNumel, measure_units
 from zero_offload.probe import probe_hardware
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters, unit_numels

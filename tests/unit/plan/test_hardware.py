@@ -61,6 +61,8 @@ def test_gpus_by_name() -> None:
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA A100-PCIE-40GB", "a100-40"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA GH200 480GB", None),
         ("cpu", None),
     ],
 )

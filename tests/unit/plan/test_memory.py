@@ -9,19 +9,10 @@ from torch import nn
 from zero_offload.config import OffloadConfig, Precision
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
-from zero_offload.plan.memory import (
-    CHUNKS_IN_FLIGHT,
-    GRADS_IN_FLIGHT,
-    PLACED_KINDS,
-    Budget,
-    MemoryPlan,
-    Placement,
-    UnitNumel,
-    estimate_memory,
-    measure_units,
-)
+from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRADS_IN_FLIGHT, Budget, MemoryPlan, Placement, estimate_memory
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
+from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, measure_units
 from zero_offload.shards.shard import planned_components, shard_bytes
 from zero_offload.types import GIB, MIB, StateKind, Tier
 
@@ -331,3 +322,22 @@ def test_the_table_shows_every_number() -> None:
     assert "written to NVMe per step: 35.2 KiB" in text
     assert text.endswith("it fits")
     assert {kind.value for kind in StateKind} - {"activations"} <= set(lines)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("optimizer", ["device", "cpu", "nvme"])
+def test_parameters_on_a_gpu_have_their_values_in_the_hosts_memory(optimizer: str, world_size: int) -> None:
+    """Unless the GPU updates them; where ranks gather them for each use they are nowhere else."""
+    frozen = 5 * N
+    plan = estimate(("device", "cpu", optimizer), GPU, world_size, frozen, durability="scratch")
+    found = used(plan)
+    trained = 2 * 3 * N // world_size
+    on_host = 2 * frozen // world_size + trained * (optimizer == "nvme")
+    assert found["cpu", "params"] == on_host
+    whole = trained + 2 * frozen // world_size
+    if world_size == 1:
+        assert found["device", "params"] == whole
+    elif optimizer == "device":
+        assert found["device", "params"] == trained
+    else:
+        assert ("device", "params") not in found

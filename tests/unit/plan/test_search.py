@@ -11,12 +11,13 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan import search
 from zero_offload.plan.costs import Batch, Job
 from zero_offload.plan.hardware import Machine
-from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement, UnitBytes, estimate_memory
+from zero_offload.plan.memory import Budget, Placement, estimate_memory
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import assign_tiers
 from zero_offload.plan.search import Outlook, UnitTiers, spread_order
 from zero_offload.plan.shapes import equal_blocks
 from zero_offload.plan.simulate import simulate
+from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
 from zero_offload.types import MIB, StateKind, Tier
 
 GPU = Machine("gpu", False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0, 16)

@@ -19,10 +19,11 @@ from zero_offload.plan.forecast import (
     without_offload,
 )
 from zero_offload.plan.hardware import Cluster, Lane, Machine, parse_drives, share_of_rank
-from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
+from zero_offload.plan.memory import Budget, Placement
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import SHAPES, equal_blocks
 from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.types import GIB, StateKind, Tier
 
 CPU = Machine("cpu", True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
@@ -84,7 +85,8 @@ def test_a_drive_slower_than_all_else_is_the_step() -> None:
     slow = replace(GPU, read_bytes=2e8, write_bytes=1e8, flops=1e15)
     placement = placement_of(job, (HOST, HOST, NVME), shared=False)
     found = simulate(job, placement, slow)
-    moved_s = 4 * 12 * NUMEL * (1 / 2e8 + 1 / 1e8)
+    # Values are in memory: written with the states, and not read with them.
+    moved_s = 4 * NUMEL * (10 / 2e8 + 12 / 1e8)
     assert found.step_s == pytest.approx(moved_s, rel=0.02)
     assert found.busy[Lane.READ] == pytest.approx(1.0, abs=0.02)
     assert find_bottleneck(job, placement, slow, found.step_s).title == "drives"
