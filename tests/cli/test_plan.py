@@ -349,8 +349,8 @@ def test_a_mixture_may_fit_where_no_tier_has_room_for_all(flags: list[str], caps
 def test_one_more_drive_beside_directories_is_the_same_machine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiers = ["--params-tier", "nvme", "--optimizer-tier", "nvme"]
-    _, result = plan(capsys, "--model", "gpt350m", "--nvme", str(tmp_path), *tiers)
+    flags = ["--device-memory", "24GiB", "--params-tier", "nvme", "--optimizer-tier", "nvme"]
+    _, result = plan(capsys, "--model", "gpt350m", "--nvme", str(tmp_path), *flags)
     (offer,) = [each for each in result["step"]["offers"] if each["what"] == "more drive"]
     assert result["step"]["bottleneck"] == "drives"
     assert offer["step_s"] is not None and offer["step_s"] < 0.95 * result["step"]["predicted_s"]
