@@ -30,7 +30,7 @@ from zero_offload.param_access import ParamAccess
 from zero_offload.parts import Parts
 from zero_offload.runtime.grads.ledger import SectionGrads, check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
-from zero_offload.runtime.units.unit import Unit
+from zero_offload.runtime.units.unit import Unit, is_viewed
 from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.registry import Trainer
 from zero_offload.step import StepInput, section_updates
@@ -172,7 +172,7 @@ class BackwardUpdates:
         if not all(each.whole or _expects_none(each) for each in self._sections[unit.index]):
             return False
         # Other ranks do not know of a view that is held on this one; they refuse it, all alike, where it matters.
-        return self._parts.collectives.world_size > 1 or not unit.lent
+        return self._parts.collectives.world_size > 1 or not is_viewed(unit, unit.sections)
 
     def end(self) -> None:
         if self._runs:

@@ -118,9 +118,10 @@ class Commits:
             snapshot = snapshots.begin(order)
             commits.submit(lambda: keeper.commit(record, snapshot, wish))
 
+        self._updates.submit(begin)
+        # Not before: what was never submitted is never over.
         self._num_launched += 1
         self._last_step = record.step
-        self._updates.submit(begin)
 
     def forget_unfit(self) -> None:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""

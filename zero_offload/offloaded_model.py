@@ -28,6 +28,7 @@ from zero_offload.backward_updates import BackwardUpdates, check_holds_grads
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
+from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
@@ -125,6 +126,11 @@ class OffloadedModel:
         spans = self.parts.store.counters.spans
         begin = now() if spans.on else 0
         self.session.check_usable()
+        if written := next((unit.name for unit in self.parts.units if unit.writable), ""):
+            raise ZeroOffloadError(
+                f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
+                "over the update; call step() after it"
+            )
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.

@@ -254,6 +254,7 @@ class ParamAccess:
     def read_states(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, States]:
         """Copies of these states, of the parameter's shape, fp32; and of what its value lacks of the master: of bf16
         the "residual", int16, of fp16 the "master", fp32."""
+        self._session.check_usable()
         _need_whole(self._places.values(), "optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         by_section: dict[int, list[nn.Parameter]] = {}
         for param in wanted:

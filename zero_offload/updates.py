@@ -23,6 +23,7 @@ from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.parts import Parts
 from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import GradLedger
+from zero_offload.runtime.units.unit import is_viewed
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.telemetry.spans import Cause
 from zero_offload.types import UpdateOverlap
@@ -90,6 +91,9 @@ class Updates:
         self._run(sections)
         if not in_backward:
             parts.residency.refresh_kept()
+            for unit in (parts.units[index] for index in units):
+                if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way
+                    parts.board.wait(unit.index)
 
     def _run(self, sections: Sequence[SectionUpdate]) -> None:
         parts, beside = self._parts, overlaps(self._parts, sections)

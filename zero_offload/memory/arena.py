@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from typing import Protocol
 
 import torch
 
+from zero_offload.errors import CapacityError
 from zero_offload.memory import pages
 from zero_offload.memory.pages import FRAME, num_frames
 
@@ -61,8 +63,13 @@ class _Viewed:
     def nbytes(self) -> int:
         return sum(nbytes for life, nbytes in self._regions.copy().values() if life() is not None)
 
+    def forget(self) -> None:
+        """In a forked child, which has none of them: what has their addresses there is not to be unmapped."""
+        self._regions.clear()
+
 
 _mapped = _Viewed()
+os.register_at_fork(after_in_child=_mapped.forget)
 
 
 def _region(address: int, nbytes: int) -> Region:
@@ -230,7 +237,8 @@ class MovableBuffer:
 
         Raises CapacityError, and has taken nothing, where the system refuses.
         """
-        assert self._frames is None
+        if self._frames is not None:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
+            self.detach()
         frames = self._arena.lease_frames(self.num_frames, claimed=self._claims)
         if frames is None:
             return False
@@ -244,9 +252,9 @@ class MovableBuffer:
         return True
 
     def detach(self) -> None:
-        """Take the pages back."""
+        """Take the pages back. What they hold is worth nothing, so after a Ctrl-C it may be done twice."""
         assert self._frames is not None
-        _move_all(self._places(), self._frames)
+        _move_all(self._places(), self._frames, undone=CapacityError)
         pages.protect(self.region.address, self.region.nbytes)
         self._arena.release_frames(self._frames, claimed=self._claims)
         self._frames = None
@@ -257,14 +265,14 @@ class MovableBuffer:
         return range(begin, begin + self.num_frames * FRAME, FRAME)
 
 
-def _move_all(sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Move frames, all of them or none."""
+def _move_all(sources: Sequence[int], targets: Sequence[int], undone: type[BaseException] = BaseException) -> None:
+    """Move frames, all of them or, where such an error ends it, none."""
     moved: list[tuple[int, int]] = []
     try:
         for move in zip(sources, targets, strict=True):
             pages.move_frame(*move)
             moved.append(move)
-    except BaseException:
+    except undone:
         for source, target in reversed(moved):
             pages.move_frame(target, source)
         raise

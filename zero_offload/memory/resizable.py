@@ -107,7 +107,8 @@ class ResizableBuffer:
         Raises torch.OutOfMemoryError, and has taken nothing, where the device has too little for what it promised:
         activations, and whatever else computes there, are in no budget.
         """
-        assert not self._attached
+        if self._attached:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
+            self.detach()
         if self.num_frames > self._budget.free_frames:
             return False
         self._storage.resize_(self._nbytes)

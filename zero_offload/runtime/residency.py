@@ -70,6 +70,9 @@ class Residency:
         self.gatherer.agreement.begin()
         self._store.counters.add("departures", self.schedule.num_departures)
         self._loans.forget()
+        for unit in self._units:
+            if unit.state is UnitState.AWAY:
+                unit.detach()  # what a Ctrl-C has left of it
         self.schedule.begin_cycle(kind)
         self._look_ahead()
 
@@ -265,8 +268,9 @@ class Residency:
         if unit.state is UnitState.AWAITING and not self.board.withdraw(unit.index):
             self.board.wait(unit.index)
         self.gatherer.abandon(unit)
-        unit.detach()
+        # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         self._advance(unit, UnitState.AWAY)
+        unit.detach()
 
 
 def replaced(residency: Residency, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:

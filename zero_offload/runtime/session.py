@@ -136,8 +136,8 @@ class Session:
 
     @property
     def active(self) -> bool:
-        """Whether parameters may be touched: a forward or backward of this model is running."""
-        return bool(self.forwards) or in_backward()
+        """Whether parameters may be touched: a forward or backward of this model is running on this thread."""
+        return (bool(self.forwards) and threading.get_ident() == self._thread) or in_backward()
 
     # Forward
 
@@ -289,6 +289,8 @@ class Session:
         broken = self._backward_runs
         if broken and self._ending is not None and _lives(self._ending):
             raise ZeroOffloadError(f"a backward {_IN_ANOTHER_THREAD}")
+        if broken and not self._backward_runs:
+            return  # it has come to its end meanwhile, in another thread
         self._backward_runs = False
         for unit in self._units:
             if not in_forward:

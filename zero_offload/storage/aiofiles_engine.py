@@ -172,13 +172,16 @@ class AiofilesEngine:
         if len(blocks) and not address:
             raise ConfigError("a transfer: base is NULL")
         ticket = Ticket(next(self._numbers), blocks, address)
-        batch = self._open[ticket.number] = _Batch(ticket, op, len(blocks))
+        batch = _Batch(ticket, op, len(blocks))
         if not len(blocks):
             batch.future.set_result(None)
+            self._open[ticket.number] = batch
             return ticket
         offsets = [0, *itertools.accumulate(int(nbytes) for nbytes in blocks["nbytes"])]
         rank = (-int(urgency), ticket.number)
         jobs = [_Job(rank, batch, row, address + offsets[row]) for row in range(len(blocks))]
+        # Last of all: `close` waits for what is open, and a Ctrl-C may strike anywhere.
+        self._open[ticket.number] = batch
         self._loop.call_soon_threadsafe(self._queue, jobs)
         return ticket
 

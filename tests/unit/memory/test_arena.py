@@ -104,13 +104,37 @@ def test_frames_move_all_or_none(monkeypatch: pytest.MonkeyPatch, moves: int) ->
     assert arena.free_frames == 3
 
 
-def test_attached_twice_or_detached_twice_is_a_bug() -> None:
+def test_detached_twice_is_a_bug() -> None:
     buffer = MovableBuffer(Arena(2), 1)
     with pytest.raises(AssertionError):
         buffer.detach()
+
+
+@pytest.mark.parametrize("strike", [1, 2, 3])
+def test_what_a_ctrl_c_breaks_off_is_done_again(monkeypatch: pytest.MonkeyPatch, strike: int) -> None:
+    """It strikes as a move returns: pages have gone that nobody has noted."""
+    arena, move_frame, num_moves = Arena(3), pages.move_frame, 0
+    buffer = MovableBuffer(arena, 3 * FRAME)
+    view = buffer.region.tensor(torch.uint8, 3 * FRAME)
     assert buffer.attach()
-    with pytest.raises(AssertionError):
-        buffer.attach()
+
+    def move(source: int, target: int) -> None:
+        nonlocal num_moves
+        move_frame(source, target)
+        num_moves += 1
+        if num_moves == strike:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pages, "move_frame", move)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.detach()
+    assert buffer.attached
+    assert buffer.attach()
+    view.fill_(7)
+    assert view.sum(dtype=torch.int64).item() == 7 * 3 * FRAME
+    buffer.detach()
+    assert arena.free_frames == 3
 
 
 def test_a_pinner_sees_every_region_before_its_pages_go() -> None:

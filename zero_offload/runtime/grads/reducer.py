@@ -195,7 +195,10 @@ class GradReducer:
             what = _describe(grads)
             grads.arrived.clear()
             self._collectives.agreement.same(f"the reduction of gradients of {what}")
-            if self._deferred:
+            if self._deferred and self.passing:  # its update follows at once
+                flags = [index in grads.waiting for index in range(len(grads.params))]
+                grads.holding |= {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_}
+            elif self._deferred:
                 grads.joined = (grads.joined or set()) | grads.waiting
             self._add_waiting(grads)
             self._reductions.add(grads)

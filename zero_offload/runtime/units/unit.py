@@ -9,7 +9,7 @@ storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Resi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, Protocol
@@ -143,8 +143,9 @@ class Unit:
         return True
 
     def detach(self) -> None:
+        """Take the pages of all buffers away. What a Ctrl-C breaks off is done again before the next `attach`."""
         for section in self.sections:
-            if section.buffer is not None:
+            if section.buffer is not None and section.buffer.attached:
                 section.buffer.detach()
 
     def open(self) -> None:
@@ -198,9 +199,8 @@ class Unit:
 
     @property
     def lent(self) -> bool:
-        """Whether somebody holds a view of its buffers, other than a backward that will ask for the unit."""
-        views_made = sum(section.views_made() for section in self.sections if section.buffer is not None)
-        return views_made > len(self.saved_views)
+        """Whether somebody holds a view of buffers that may go, other than a backward that will ask for the unit."""
+        return is_viewed(self, (section for section in self.sections if section.buffer is not None))
 
     @property
     def may_be_evicted(self) -> bool:
@@ -216,6 +216,11 @@ class Unit:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
         self.forward_uses = self.backward_uses = 0
         self.close()
+
+
+def is_viewed(unit: Unit, sections: Iterable[Section]) -> bool:
+    """Whether somebody else holds a view of these sections of a unit: an update changes what such a view shows."""
+    return sum(section.views_made() for section in sections) > len(unit.saved_views)
 
 
 def _loses(unit: Unit, section: Section) -> bool:
