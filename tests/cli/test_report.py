@@ -113,3 +113,23 @@ def test_what_is_no_run_directory_is_said_so(tmp_path: Path) -> None:
     done = _report(tmp_path)
     assert done.returncode == 2
     assert "run.json" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_figures_are_printed_where_no_picture_can_be(run_dir: Path) -> None:
+    (run_dir / "report.png.tmp").mkdir()
+    done = _report(run_dir)
+    assert done.returncode == 4 and "cannot write" in done.stderr and "report.png" in done.stderr
+    assert "step_s" in done.stdout and "bytes per step" in done.stdout
+    done = _report(run_dir, "--json")
+    assert done.returncode == 4 and json.loads(done.stdout)["report"] is None
+
+
+def test_waits_are_compared_with_the_time_that_they_are_in(run_dir: Path) -> None:
+    """Validation reads parameters too, between one step() and the next."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    exposed = {"params": 0.9, "activations": 0.0, "update": 0.0, "grads": 0.0, "commit": 0.0}
+    rows = [row | {"exposed_s": exposed, "stall_s": 0.9, "whole_s": 2.0} for row in lines]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    summary = json.loads(_report(run_dir, "--json").stdout)
+    assert summary["step_s"] == 0.5 and summary["stall_share"] == pytest.approx(0.45)
+    assert summary["step_time_s"]["compute"] == pytest.approx(1.1)

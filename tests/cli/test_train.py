@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -414,3 +415,50 @@ def test_states_rest_as_asked_and_belong_to_the_run(text: Path, tmp_path: Path, 
     assert json.loads((tmp_path / "run" / "nvme" / "generation-0.json").read_text())["payload"]["states"] == "compact"
     other = _here(capsys, *arguments[:-1], "bf16")
     assert other.code == 2 and "offload.precision" in other.err
+
+
+def test_a_run_goes_on_with_another_learning_rate(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--data", text, "--warmup", 1, "--out", tmp_path / "run"]
+    assert _here(capsys, *short, "--steps", 3, "--lr", 1e-2).code == 0
+    goes_on = _here(capsys, *short, "--steps", 5, "--lr", 1e-3, "--clip", 0.5)
+    assert goes_on.code == 0, goes_on.err
+    assert "the run had lr=0.01 and now has 0.001" in goes_on.out
+    assert "the run had clip=1 and now has 0.5" in goes_on.out
+    rates = [row["lr"] for row in _rows(tmp_path / "run")]
+    assert rates[0] == 1e-2 and all(rate <= 1e-3 for rate in rates[3:])
+
+
+def test_a_flag_is_a_part_of_a_table(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    file, out = tmp_path / "run.toml", tmp_path / "run"
+    file.write_text('[offload]\nprecision = { compute = "bf16", states = "compact" }\n')
+    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--steps", 1, "--data", text, "--out", out]
+    assert _here(capsys, file, *short, "--precision", "fp32").code == 0
+    precision = json.loads((out / "run.json").read_text())["identity"]["offload.precision"]
+    assert (precision["compute"], precision["states"]) == ("fp32", "compact")
+
+
+def test_a_file_behind_paths_is_not_lost(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 1\n")
+    refused = _here(capsys, "--data", text, tmp_path / "run.toml")
+    assert refused.code == 2 and "write it before the flags" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("offload", "step", "words"),
+    [
+        ({}, 3, "it is committed, and the same command continues from there"),
+        ({}, 0, "the same command begins with step 1"),
+        ({"durability": "scratch"}, 3, "nothing is kept of it .* the same command begins anew"),
+    ],
+)
+def test_what_is_said_of_a_run_that_was_stopped(offload: dict[str, Any], step: int, words: str) -> None:
+    config = recipe.TrainConfig.from_tables({}, offload)
+    assert re.search(words, recipe._what_goes_on(config, step))
+
+
+def test_names_of_files_need_not_be_text(text: Path, tmp_path: Path, capsys: Capture) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(text, os.path.join(os.fsencode(data), b"caf\xe9.py"))
+    short = ["--model", "tiny", "--seq", 16, "--batch", 1, "--steps", 1, "--out", tmp_path / "run"]
+    assert _here(capsys, *short, "--data", data).code == 0

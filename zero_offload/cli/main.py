@@ -7,6 +7,7 @@ and `run(args) -> int`; heavy imports wait inside `run`, so `--help` stays quick
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capaci
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = build_parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # not every terminal has every letter
     try:
         code: int = args.run(args)
         sys.stdout.flush()

@@ -32,25 +32,37 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    from zero_offload.errors import ZeroOffloadError
     from zero_offload.recipes.run_dir import read_run
     from zero_offload.telemetry.report import summarize, write_report
 
-    summary = summarize(read_run(args.run_dir))
-    summary["report"] = str(write_report(args.run_dir))
+    found = read_run(args.run_dir)
+    summary, failure = summarize(found), None
+    try:
+        summary["report"] = str(write_report(args.run_dir))
+    except ZeroOffloadError as error:
+        summary["report"], failure = None, error  # the figures are there all the same
+    _print(args, summary, found.description.get("identity", {}).get("ranks", 1))
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _print(args: argparse.Namespace, summary: Mapping[str, Any], num_ranks: int) -> None:
     if args.json:
         print(json.dumps(summary))
-        return 0
+        return
     tables = ("step_time_s", "bytes_per_step", "memory", "traced_steps", "update_overlap")
     figures = {name: value for name, value in summary.items() if name not in tables}
     width = max(map(len, figures))
     for name, value in figures.items():
         print(f"{name:<{width}}  {value:.4g}" if isinstance(value, float) else f"{name:<{width}}  {value}")
-    for line in _tables(summary):
+    for line in _tables(summary, " of rank 0" if num_ranks > 1 else ""):
         print(line)
-    return 0
 
 
-def _tables(summary: Mapping[str, Any]) -> Iterator[str]:
+def _tables(summary: Mapping[str, Any], whose: str) -> Iterator[str]:
+    """`whose` bytes and memory are."""
     from zero_offload.types import format_bytes
 
     if times := summary["step_time_s"]:
@@ -67,11 +79,11 @@ def _tables(summary: Mapping[str, Any]) -> Iterator[str]:
         for name, words in (("update", "the update's time,"), ("transfer", "the time of transfers,")):
             seconds, overlap = traced[f"{name}_s"], traced[f"{name}_overlap"]
             yield f"of {words} {seconds:.4g} s per step, {overlap:.1%} lay beside compute"
-    yield from ("", f"{'bytes per step':<34}{'read':>12}{'written':>12}")
+    yield from ("", f"{'bytes per step' + whose:<34}{'read':>12}{'written':>12}")
     for tier, moved in summary["bytes_per_step"].items():
         if any(moved.values()):
             yield f"{tier:<34}{format_bytes(moved['read']):>12}{format_bytes(moved['written']):>12}"
-    yield from ("", f"{'memory':<34}{'planned':>12}{'at most':>12}{'ratio':>10}")
+    yield from ("", f"{'memory' + whose:<34}{'planned':>12}{'at most':>12}{'ratio':>10}")
     for place, each in summary["memory"].items():
         planned, measured = each["planned_bytes"], each["measured_bytes"]
         if planned or measured:

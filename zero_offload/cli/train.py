@@ -9,10 +9,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_offload.cli.plan import flag_values, steps_or_auto, with_states
+from zero_offload.errors import ConfigError
 from zero_offload.recipes.settings import TrainConfig, read_tables
 from zero_offload.types import Existing
 
@@ -49,8 +51,13 @@ def run(args: argparse.Namespace) -> int:
     from zero_offload.recipes.train import Ending, train
 
     train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
-    train_table |= _given(args, "train_")
-    offload_table = with_states(offload_table | _given(args, "offload_"))
+    given, offload_given = _given(args, "train_"), _given(args, "offload_")
+    _check_file(args.file, [*given.get("data", ()), *offload_given.get("nvme", ())])
+    if isinstance(precision := offload_table.get("precision"), dict) and "precision" in offload_given:
+        # The flag is a part of what the table says.
+        offload_given["precision"] = {**precision, "compute": offload_given["precision"]}
+    train_table |= given
+    offload_table = with_states(offload_table | offload_given)
     config = TrainConfig.from_tables(train_table, offload_table)
     stream = sys.stderr if args.json else sys.stdout
     result = train(config, Existing.DISCARD if args.discard else Existing.RESUME, stream)
@@ -62,6 +69,12 @@ def run(args: argparse.Namespace) -> int:
             files = "metrics and sample" if result.ending is Ending.FINISHED else "metrics"
             print(f"{files}: {result.out}" + (f"; report: {report}" if report else ""))
     return INTERRUPTED_EXIT_CODE if result.ending is Ending.INTERRUPTED else 0
+
+
+def _check_file(file: Path | None, paths: Sequence[str]) -> None:
+    """Flags that take several paths take a run.toml behind them as well."""
+    if file is None and (found := next((path for path in paths if path.endswith(".toml")), "")):
+        raise ConfigError(f"{found} is read as one of several paths of the flag before it; write it before the flags")
 
 
 def _add_train_flags(group: argparse._ArgumentGroup) -> None:

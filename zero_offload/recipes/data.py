@@ -189,7 +189,7 @@ def _split_by_file(sources: Sequence[_Source], texts: Sequence[Text]) -> tuple[T
 
 
 def _name_fraction(name: str) -> float:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64
 
 
 def _require_sequence(train: Text, validation: Text, seq: int, sources: Sequence[_Source]) -> None:
@@ -218,5 +218,5 @@ def _entropy_nats(counts: npt.NDArray[np.int64]) -> float:
 def _fingerprint(sources: Sequence[_Source], texts: Sequence[Text], counts: npt.NDArray[np.int64]) -> str:
     digest = hashlib.sha256(counts.astype("<i8").tobytes())
     for source, text in zip(sources, texts, strict=True):
-        digest.update(f"{source.name}:{len(text)}\n".encode())
+        digest.update(os.fsencode(f"{source.name}:{len(text)}\n"))  # names need not be text
     return digest.hexdigest()[:16]

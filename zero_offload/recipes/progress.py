@@ -70,7 +70,8 @@ class Progress:
         activations = " ".join(
             f"{tier} {format_bytes(nbytes)}" for tier, nbytes in row.get("activation_bytes", {}).items() if nbytes
         )
-        stall = 100 * row["stall_s"] / row["step_s"] if row["step_s"] else 0.0
+        whole_s = row.get("whole_s", row["step_s"])  # waits of a validation before it are in there, too
+        stall = 100 * row["stall_s"] / whole_s if whole_s else 0.0
         overlap = update_overlap(row.get("update_s", 0.0), row.get("exposed_s", {}).get("update", 0.0))
         left_s = round(self._step_s * (self._num_steps - row["step"]))
         parts = [

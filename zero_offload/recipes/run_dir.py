@@ -28,7 +28,7 @@ _RANK_TRACES = "trace.rank*.json"
 
 Row = dict[str, Any]
 
-_MAY_CHANGE = ("ranks", "steps", "eval_every", "eval_batches", "sample_bytes")
+_MAY_CHANGE = ("ranks", "steps", "lr", "clip", "eval_every", "eval_batches", "sample_bytes")
 _DECIDES_NUMBERS = ("offload.precision", "offload.grad_reduction")
 """Of the settings of tiers and storage; a run may go on with any other value of the rest, as long as generations are
 kept or not kept."""
@@ -44,7 +44,7 @@ class RunDir:
         """How a start with this identity meets what lies here: resume the same run, refuse a stranger.
 
         Raises ConfigError naming the first setting in which an earlier run here differs; where states rest, on how
-        many ranks, to which step it goes and how it is measured may.
+        many ranks, to which step it goes, how large its steps are and how it is measured may.
         """
         earlier = self.earlier_identity()
         if earlier is None:
@@ -87,11 +87,9 @@ class RunDir:
             raise StorageError(f"cannot delete {path}: {error.strerror}; choose another --out") from error
 
     def read_trace(self) -> dict[str, Any] | None:
-        """The first rank's trace, if there is one."""
-        for name in (TRACE_FILE, "trace.rank0.json"):
-            if (self.path / name).is_file():
-                return _read_json(self.path / name)
-        return None
+        """The first rank's trace, if there is one; of two, of starts with one rank and with several, the newer."""
+        found = [path for name in (TRACE_FILE, "trace.rank0.json") if (path := self.path / name).is_file()]
+        return _read_json(max(found, key=lambda path: path.stat().st_mtime_ns)) if found else None
 
     def write_sample(self, text: str) -> None:
         _replace_text(self.path / SAMPLE_FILE, text)

@@ -67,6 +67,8 @@ class TrainConfig:
         """Build from plain values as TOML or flags hold them; all problems of both tables at once."""
         names = [item.name for item in fields(cls) if item.name != "offload"]
         problems = unknown_names(train, names)
+        if "existing" in offload:
+            problems.append("existing is decided by train: a run goes on by itself, and --discard deletes it")
         settings = {name: value for name, value in train.items() if name in names}
         try:
             settings |= _as_paths(settings)

@@ -29,23 +29,20 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import zero_offload as zo
-from zero_offload.checkpoint.file_list import count_reusable
+from zero_offload.api import need_runtime
 from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
-from zero_offload.plan.memory import estimate_memory
+from zero_offload.plan.memory import Budget, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import assign_tiers, tier_budget
-from zero_offload.plan.search import Outlook
 from zero_offload.plan.unit_bytes import UnitNumel, measure_units
-from zero_offload.probe import probe_hardware
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
-from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters, unit_numels
+from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters
 from zero_offload.recipes.progress import Progress
 from zero_offload.recipes.ranks import Ranks, joined_ranks
 from zero_offload.recipes.run_dir import METRICS_FILE, TRACE_FILE, Metrics, Row, RunDir
 from zero_offload.recipes.settings import TrainConfig
 from zero_offload.recipes.step_trace import StepTrace
 from zero_offload.recipes.stop import StopRequest, requested_stop
-from zero_offload.types import KIB, Existing, Tier
+from zero_offload.types import KIB, Durability, Existing, StateKind, Tier
 
 _BETAS = (0.9, 0.95)
 _LR_FLOOR = 0.1
@@ -170,7 +167,7 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
         "tokens_per_step": config.batch * config.seq * config.accumulate * ranks.size,
         "baseline_rss_bytes": baseline_bytes,
         "device": model.rotation.device.type,
-        "plan": _planned_bytes(config, ranks.size),
+        "plan": _planned_bytes(model, config, ranks.size),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
@@ -194,6 +191,9 @@ def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
     progress.note(
         f"resuming from step {step} (generation {resumed.number}, committed {resumed.committed_at}, in {where})"
     )
+    for name in ("lr", "clip"):
+        if (value := getattr(job.config, name)) != (former := before.get(name, value)):
+            progress.note(f"the run had {name}={former:g} and now has {value:g}")
     if (last_before := before.get("steps", last_step)) != last_step:
         progress.note(
             f"the run was to end at step {last_before} and now ends at {last_step}, as does its learning rate"
@@ -207,9 +207,9 @@ def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
 
 
 def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
-    """Go on at that step of this run's curve, which may lead to another last step than the state's did."""
+    """Go on at that step of this run's curve, which may have another height or last step than the state's had."""
     scheduler = job.scheduler
-    scheduler.load_state_dict(state)
+    scheduler.load_state_dict(state | {"base_lrs": [job.config.lr] * len(job.optimizer.param_groups)})
     for group, base, factor in zip(job.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
         group["lr"] = base * factor(scheduler.last_epoch)
 
@@ -247,7 +247,8 @@ def _train_steps(
             raise NonFiniteError(
                 f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
                 "none of them changed the parameters, and a warning at the first skipped step names gradients. "
-                f"Try a smaller --lr (now {job.config.lr:g}) or --precision fp32"
+                f"Go on with a smaller --lr (now {job.config.lr:g}), which may change from start to start, or begin "
+                "anew with --precision fp32 and another --out"
             )
     if metrics is not None:
         metrics.close()
@@ -296,6 +297,7 @@ def _measured(job: _Job, step_s: float) -> Row:
     stats = zo.stats(job.model)
     return {
         "step_s": step_s,
+        "whole_s": stats.step_s,
         "tokens_per_s": job.tokens_per_step / step_s,
         "stall_s": stats.stall_s,
         "exposed_s": dict(stats.exposed_s),
@@ -333,8 +335,7 @@ def _finish(job: _Job, last_step: int, val_loss: float | None, progress: Progres
     config, unigram_nats = job.config, job.corpus.unigram_nats
     if last_step < config.steps:
         zo.close(job.model)
-        command = "the same command" + " without --generation" * (config.offload.generation is not None)
-        progress.note(f"stopped after step {last_step}, which is committed; {command} continues from there")
+        progress.note(f"stopped after step {last_step}; {_what_goes_on(config, last_step)}")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
     loss = _validation_loss(job) if val_loss is None else val_loss  # a run found finished has it to measure
     job.model.eval()
@@ -346,6 +347,14 @@ def _finish(job: _Job, last_step: int, val_loss: float | None, progress: Progres
     progress.note(f"validation loss {loss:.4f} nats per byte; unigram entropy {unigram_nats:.4f}")
     progress.note(f"a sample of what the model writes:\n{sample}")
     return TrainResult(Ending.FINISHED, last_step, loss, unigram_nats, sample, config.out)
+
+
+def _what_goes_on(config: TrainConfig, last_step: int) -> str:
+    """What a second start would do."""
+    command = "the same command" + " without --generation" * (config.offload.generation is not None)
+    if not config.offload.nvme_dirs or config.offload.effective_durability is Durability.SCRATCH:
+        return f"nothing is kept of it (durability='scratch', or no --nvme): {command} begins anew"
+    return f"it is committed, and {command} continues from there" if last_step else f"{command} begins with step 1"
 
 
 def _printable(text: str) -> str:
@@ -361,16 +370,17 @@ def _lr_factor(step: int, warmup: int, steps: int) -> float:
     return _LR_FLOOR + (1 - _LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _planned_bytes(config: TrainConfig, num_ranks: int) -> dict[str, int]:
-    """Bytes of one rank that the plan gives each tier."""
-    units = [UnitNumel(name, numel) for name, numel in unit_numels(config.gpt())]
+def _planned_bytes(model: GPT, config: TrainConfig, num_ranks: int) -> dict[str, int]:
+    """Bytes of one rank that the plan gives each tier, with the placement that was made."""
+    parts = need_runtime(model, "train").parts
     partition = Partition(config.offload.stage, num_ranks)
-    unit_bytes = measure_units(units, config.offload, partition, config.accumulate)
-    directories = config.offload.nvme_dirs
-    hardware = count_reusable(probe_hardware(directories), directories)
-    budget = tier_budget(config.offload, hardware)
-    outlook = Outlook.of(unit_bytes, config.offload, partition, hardware.device_name, hardware.num_cores)
-    placement = assign_tiers(unit_bytes, config.offload, budget, partition, outlook)
+    numels = [UnitNumel.of(unit.layout) for unit in parts.units]
+    unit_bytes = measure_units(numels, config.offload, partition, config.accumulate)
+    chosen = [unit.sections[0].shard.placement for unit in parts.units]
+    tiers = tuple(
+        {StateKind.PARAMS: at.params, StateKind.GRADS: at.grads, StateKind.OPTIMIZER: at.optimizer} for at in chosen
+    )
+    placement = Placement(tiers, Budget(0, 0, 0, parts.device.is_host))
     plan = estimate_memory(unit_bytes, placement, config.offload, partition)
     return {tier.value: plan.used_bytes(tier) for tier in Tier}
 

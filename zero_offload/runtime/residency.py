@@ -97,7 +97,7 @@ class Residency:
         if unit.state is UnitState.PRESENT and not self.board.pending(unit.index):
             self.board.check()
             return
-        with self._store.counters.timed("stall_s"), self._store.counters.waiting(Cause.PARAMS, unit.name):
+        with self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
             while unit.state is not UnitState.PRESENT or self.board.pending(unit.index):

@@ -17,7 +17,7 @@ from zero_offload.types import Tier
 
 
 class Counters:
-    """Monotonic totals since the model was offloaded; keys such as "read.nvme" or "stall_s"."""
+    """Monotonic totals since the model was offloaded; keys such as "read.nvme" or "update_s"."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -20,9 +20,11 @@ from torch import nn
 from zero_offload.api import need_runtime
 from zero_offload.errors import ConfigError, StorageError
 from zero_offload.telemetry.breakdown import StepTime, step_times
-from zero_offload.telemetry.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans
+from zero_offload.telemetry.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans, now
 
 _TRACKS_PER_LANE = 1000
+_ORIGINS_NS = 4 * 86400 * 10**9
+"""Times are counted from such a multiple: as floats of microseconds they keep their nanoseconds."""
 
 
 class Profile:
@@ -33,6 +35,7 @@ class Profile:
         self._rank = rank
         self._world_size = world_size
         self._kept: tuple[list[Span], list[Sample], bool] | None = None
+        self._origin_ns = now() // _ORIGINS_NS * _ORIGINS_NS
 
     def keep(self) -> None:
         """What has been recorded until now is all."""
@@ -53,7 +56,8 @@ class Profile:
     def export_chrome_trace(self, path: str | Path) -> Path:
         """Write the trace, whole or not at all, and return where: with several ranks a file each, `name.rank0.json`.
 
-        Times are those of the machine's monotonic clock, so files of ranks on one machine can be laid side by side.
+        Times are those of the machine's monotonic clock, less some whole days, so files of ranks on one machine can be
+        laid side by side.
         Raises StorageError.
         """
         target = trace_path(Path(path), self._rank, self._world_size)
@@ -62,7 +66,7 @@ class Profile:
             "traceEvents": [*_metadata(self._rank, placed), *self._events(placed)],
             "displayTimeUnit": "ms",
             "otherData": {
-                "unix_minus_trace_clock_ns": time.time_ns() - time.perf_counter_ns(),
+                "unix_minus_trace_clock_ns": time.time_ns() - time.perf_counter_ns() + self._origin_ns,
                 "oldest_spans_missing": self._recorded()[2],
                 "spans_max": SPANS_MAX,
             },
@@ -83,13 +87,16 @@ class Profile:
                 "pid": self._rank,
                 "tid": track,
             }
-            event |= {"ts": span.begin_ns / 1000, "dur": (span.end_ns - span.begin_ns) / 1000}
+            event |= {"ts": self._microseconds(span.begin_ns), "dur": (span.end_ns - span.begin_ns) / 1000}
             event |= {"args": {"bytes": span.nbytes}} if span.nbytes else {}
             yield event
         for sample in self._recorded()[1]:
             kind, tier = sample.name.split(".")
             name, args = f"{_COUNTERS[kind]} {tier}", {"bytes": sample.value}
-            yield {"name": name, "ph": "C", "pid": self._rank, "ts": sample.at_ns / 1000, "args": args}
+            yield {"name": name, "ph": "C", "pid": self._rank, "ts": self._microseconds(sample.at_ns), "args": args}
+
+    def _microseconds(self, at_ns: int) -> float:
+        return (at_ns - self._origin_ns) / 1000
 
 
 _COUNTERS = {"read": "bytes read so far from", "written": "bytes written so far to", "resident": "bytes at rest on"}
@@ -132,14 +139,21 @@ def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
 
 
 def _on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Viewers want spans of a track beside or inside each other; transfers overlap, so they get several."""
-    if not spans or spans[0].lane not in TRANSFERS:
-        yield from ((0, span) for span in spans)
-        return
-    free_ns: list[int] = []
-    for span in sorted(spans, key=lambda each: each.begin_ns):
-        track = next((i for i, at_ns in enumerate(free_ns) if at_ns <= span.begin_ns), len(free_ns))
-        free_ns[track : track + 1] = [span.end_ns]
+    """Viewers want spans of a track beside or inside each other. Transfers overlap, and so do forwards that take turns:
+    they get several. A transfer inside of another one is no part of it.
+    """
+    open_ns: list[list[int]] = []
+    """By track: ends of the spans that are under way, the innermost last."""
+    for span in sorted(spans, key=lambda each: (each.begin_ns, -each.end_ns)):
+        for ends in open_ns:
+            while ends and ends[-1] <= span.begin_ns:
+                ends.pop()
+        nests = span.lane not in TRANSFERS
+        free = (i for i, ends in enumerate(open_ns) if not ends or (nests and ends[-1] >= span.end_ns))
+        track = next(free, len(open_ns))
+        if track == len(open_ns):
+            open_ns.append([])
+        open_ns[track].append(span.end_ns)
         yield track, span
 
 

@@ -6,6 +6,8 @@ Calls: `write_report(run_dir)` for the PNG, `summarize(read_run(run_dir))` for t
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -31,7 +33,7 @@ _WAITS = {
     "params": ("waiting for parameters", _RED),
     "update": ("waiting for the update", _ORANGE),
     "activations": ("waiting for activations", _GREEN),
-    "grads": ("waiting for gradients of other ranks", _BLUE),
+    "grads": ("waiting for gradients", _BLUE),
     "commit": ("waiting for a commit", _GREY),
 }
 """By cause: words, and a colour that is the same in every picture."""
@@ -69,10 +71,10 @@ def _save(figure: Figure, path: Path) -> Path:
         figure.savefig(unfinished, dpi=110, format="png")
         os.replace(unfinished, path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot write {path}: {error.strerror}; free space there, then: zero-offload report"
-        ) from error
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
+        raise StorageError(f"cannot write {path}: {error.strerror}; {remedy}, then: zero-offload report") from error
     return path
 
 
@@ -81,7 +83,7 @@ def summarize(run: Run) -> dict[str, Any]:
     rows = _require_rows(run).rows
     steady = rows[_WARM_UP_STEPS:] or rows
     validation = [row["val_loss"] for row in rows if row.get("val_loss") is not None]
-    total_s = sum(row["step_s"] for row in steady)
+    total_s = sum(_whole_s(row) for row in steady)
     return {
         "steps": rows[-1]["step"],
         "steps_planned": run.description["identity"]["steps"],
@@ -97,8 +99,8 @@ def summarize(run: Run) -> dict[str, Any]:
         "peak_rss_bytes": max(row["peak_rss_bytes"] for row in rows),
         "planned_rss_bytes": _planned_rss_bytes(run),
         "resumes": sum(1 for row in rows if row.get("resumed")),
-        "step_time_s": _step_time(steady),
-        "update_overlap": _update_overlap(steady),
+        "step_time_s": _step_time(_of_last_start(steady)),
+        "update_overlap": _update_overlap(_of_last_start(steady)),
         "bytes_per_step": {
             tier.value: {word: _median_bytes(steady, f"{word}_bytes", tier) for word in ("read", "written")}
             for tier in Tier
@@ -113,7 +115,7 @@ def _step_time(rows: Sequence[Row]) -> dict[str, float]:
     if not all("exposed_s" in row for row in rows):
         return {}  # an earlier build's run
     waits = {cause.value: _mean(rows, _exposed(cause.value)) for cause in Cause}
-    whole = _mean(rows, _figure("step_s"))
+    whole = _mean(rows, _whole_s)
     return {"compute": max(0.0, whole - sum(waits.values())), **waits, "step": whole}
 
 
@@ -125,7 +127,8 @@ def _update_overlap(rows: Sequence[Row]) -> float | None:
 
 def _memory(run: Run) -> dict[str, dict[str, int]]:
     """Bytes that the plan gives a tier, and the most that states, buffers included, have taken there."""
-    plan, last = run.description["plan"], [row["resident_bytes"] for row in run.rows]
+    rows = _of_last_start(run.rows)
+    plan, last = run.description["plan"], [row["resident_bytes"] for row in rows]
     places: dict[str, tuple[str, ...]] = {tier.value: (tier.value,) for tier in Tier}
     if run.description["device"] == "cpu":
         # Compute works on CPU memory: both tiers are that.
@@ -137,7 +140,7 @@ def _memory(run: Run) -> dict[str, dict[str, int]]:
         }
         for name, tiers in places.items()
     }
-    rss_bytes = max(row["peak_rss_bytes"] for row in run.rows)
+    rss_bytes = max(row["peak_rss_bytes"] for row in rows)
     return found | {"process": {"planned_bytes": _planned_rss_bytes(run), "measured_bytes": rss_bytes}}
 
 
@@ -199,9 +202,8 @@ def _draw_loss(axes: Axes, run: Run) -> None:
 def _draw_step_time(axes: Axes, run: Run) -> None:
     bins = _bins(run.rows)
     steps = [part[-1]["step"] for part in bins]
-    whole, update, commit = (
-        [1000 * _mean(part, _figure(name)) for part in bins] for name in ("step_s", "update_s", "commit_s")
-    )
+    values = (_whole_s, _figure("update_s"), _figure("commit_s"))
+    whole, update, commit = ([1000 * _mean(part, value) for part in bins] for value in values)
     waits = [(words, color, [1000 * _mean(part, of) for part in bins]) for words, color, of in _waits(run.rows)]
     compute = [max(0.0, ms - sum(wait[i] for _, _, wait in waits)) for i, ms in enumerate(whole)]
     stack = [("forward, backward and the rest", _SKY, compute), *waits]
@@ -223,7 +225,7 @@ def _waits(rows: Sequence[Row]) -> list[tuple[str, str, Callable[[Row], float]]]
     return [
         (words, color, _exposed(cause))
         for cause, (words, color) in _WAITS.items()
-        if any(row["exposed_s"][cause] > _SHOWN_SHARE * row["step_s"] for row in rows)
+        if any(row["exposed_s"][cause] > _SHOWN_SHARE * _whole_s(row) for row in rows)
     ]
 
 
@@ -276,6 +278,18 @@ def _bins(rows: Sequence[Row]) -> list[Sequence[Row]]:
 
 def _mean(rows: Sequence[Row], value: Callable[[Row], float]) -> float:
     return statistics.fmean(value(row) for row in rows)
+
+
+def _whole_s(row: Row) -> float:
+    """From one `step()` to the next, in which waits are counted: validation is in there, and not in "step_s"."""
+    seconds: float = row["whole_s"] if "whole_s" in row else row["step_s"]
+    return seconds
+
+
+def _of_last_start(rows: Sequence[Row]) -> Sequence[Row]:
+    """Those since the run was resumed the last time, perhaps with other tiers."""
+    begin = max((index for index, row in enumerate(rows) if row.get("resumed")), default=0)
+    return rows[begin:]
 
 
 def _figure(name: str) -> Callable[[Row], float]:

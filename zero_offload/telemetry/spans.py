@@ -102,9 +102,16 @@ class Spans:
         self._samples.append((name, now(), value))
 
     def taken(self) -> list[Span]:
-        """What began and ended since `begin`, the oldest left out where the ring was too small."""
+        """What began and ended since `begin`, the oldest left out where the ring was too small; so are steps of which
+        something is missing."""
+        ring = self._ring.copy()
         # A site may have begun under an earlier `begin`.
-        return [Span(*each) for each in self._ring.copy() if each[2] >= self.begin_ns]
+        whole_ns = ring[0][3] if len(ring) == SPANS_MAX else self.begin_ns
+        return [
+            Span(*each)
+            for each in ring
+            if each[2] >= self.begin_ns and (each[0] is not Lane.STEPS or each[2] >= whole_ns)
+        ]
 
     def samples(self) -> list[Sample]:
         return [Sample(*each) for each in self._samples.copy()]

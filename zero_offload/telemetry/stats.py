@@ -20,7 +20,7 @@ class Stats:
     """Steps so far, skipped ones included."""
     step_s: float
     stall_s: float
-    """Seconds that forward and backward waited for parameters."""
+    """Seconds that forward and backward waited for parameters, activations and gradients."""
     update_s: float
     """Seconds of update passes, most of them beside forward."""
     commit_s: float
@@ -39,7 +39,7 @@ class Stats:
     skipped_steps: int
     """Steps not applied because a gradient was NaN or infinite, in all."""
     resident_bytes: dict[str, int]
-    """Bytes that rest on each tier now, buffers included."""
+    """Bytes that rest on each tier now; on the host and on drives with buffers, on a GPU without units in use."""
     num_mappings: int
     """Ranges of host memory asked of the system, in all; these and the next stand still once training has settled."""
     num_registrations: int
@@ -59,6 +59,9 @@ class Stats:
 def update_overlap(update_s: float, exposed_s: float) -> float | None:
     """The share of an update's seconds that ran beside something else."""
     return max(0.0, 1 - exposed_s / update_s) if update_s else None
+
+
+_STALLS = (Cause.PARAMS, Cause.ACTIVATIONS, Cause.GRADS)
 
 
 class StatsKeeper:
@@ -93,7 +96,7 @@ class StatsKeeper:
         return Stats(
             step=step,
             step_s=delta.get("step_s", 0.0),
-            stall_s=delta.get("stall_s", 0.0),
+            stall_s=sum(delta.get(f"exposed.{cause.value}", 0.0) for cause in _STALLS),
             update_s=delta.get("update_s", 0.0),
             commit_s=delta.get("commit_s", 0.0),
             commit_wait_s=delta.get("commit_wait_s", 0.0),

@@ -67,11 +67,12 @@ def test_unwritable_metrics_are_a_storage_error(tmp_path: Path) -> None:
 
 def test_the_same_run_resumes_and_another_is_refused(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    assert run.find_existing({"lr": 1.0}) is Existing.REFUSE  # a foreign generation must not be overwritten
-    run.create({"identity": {"lr": 1.0, "data": ["x"]}})
-    assert run.find_existing({"lr": 1.0, "data": ["x"]}) is Existing.RESUME
-    with pytest.raises(ConfigError, match=r"lr=1\.0, this one has lr=2\.0.*--discard"):
-        run.find_existing({"lr": 2.0, "data": ["x"]})
+    assert run.find_existing({"seed": 1}) is Existing.REFUSE  # a foreign generation must not be overwritten
+    run.create({"identity": {"seed": 1, "lr": 1.0, "data": ["x"]}})
+    assert run.find_existing({"seed": 1, "lr": 1.0, "data": ["x"]}) is Existing.RESUME
+    assert run.find_existing({"seed": 1, "lr": 0.5, "data": ["x"]}) is Existing.RESUME
+    with pytest.raises(ConfigError, match=r"seed=1, this one has seed=2.*--discard"):
+        run.find_existing({"seed": 2, "lr": 1.0, "data": ["x"]})
 
 
 def test_a_damaged_description_is_one_clear_error(tmp_path: Path) -> None:

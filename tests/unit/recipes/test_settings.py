@@ -83,7 +83,8 @@ def test_bad_toml_is_one_message_with_the_file(tmp_path: Path, text: str) -> Non
 
 def test_arguments_tell_runs_apart_but_not_how_they_start() -> None:
     one = TrainConfig.from_tables({}, {})
-    assert one.arguments() == TrainConfig.from_tables({}, {"existing": "discard"}).arguments()
+    with pytest.raises(ConfigError, match="existing is decided by train: .* --discard"):
+        TrainConfig.from_tables({}, {"existing": "discard"})
     assert one.arguments() == TrainConfig.from_tables({"trace": 3}, {}).arguments()
     for train, offload in (({"lr": 1e-4}, {}), ({"steps": 3}, {}), ({}, {"params": "cpu"})):
         assert one.arguments() != TrainConfig.from_tables(train, offload).arguments()

@@ -19,6 +19,7 @@ from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool
 from zero_offload.optim.pipeline import UpdatePipeline
 from zero_offload.telemetry import profile as profile_file
+from zero_offload.telemetry import spans as spans_module
 from zero_offload.telemetry.profile import Profile
 from zero_offload.telemetry.spans import Lane, Span, now
 
@@ -317,3 +318,30 @@ def test_ranks_write_a_file_each(tmp_path: Path) -> None:
         assert {"gather", "reduce"} <= lanes and exposed["grads"] > 0
         events = json.loads((tmp_path / f"trace.rank{rank}.json").read_text())["traceEvents"]
         assert {event["pid"] for event in events} == {rank}
+
+
+def test_forwards_that_take_turns_have_tracks_of_their_own() -> None:
+    """Two spans of a track that overlap in part make a viewer drop the second."""
+    ends = {"whole": (0, 100), "a": (10, 40), "b": (20, 60), "inside b": (30, 50), "late": (60, 70)}
+    spans = [Span(Lane.FORWARD, name, *at) for name, at in ends.items()]
+    placed = {span.name: track for track, span in profile_file._on_tracks(spans)}
+    assert placed == {"whole": 0, "a": 0, "b": 1, "inside b": 1, "late": 0}
+    transfers = [span._replace(lane=Lane.READ) for span in spans]
+    placed = {span.name: track for track, span in profile_file._on_tracks(transfers)}
+    assert placed == {"whole": 0, "a": 1, "b": 2, "inside b": 3, "late": 1}
+
+
+def test_times_keep_their_nanoseconds_after_a_year(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    year_ns = 400 * 86400 * 10**9 + 12345
+    recorded = spans_module.Spans()
+    monkeypatch.setattr(profile_file, "now", lambda: year_ns)
+    monkeypatch.setattr(spans_module, "now", lambda: year_ns)
+    recorded.begin()
+    made = Profile(recorded, 0, 1)
+    for index in range(1000):
+        recorded.put(Lane.BACKWARD, str(index), year_ns + 333 * index, year_ns + 333 * (index + 1))
+    events = json.loads(made.export_chrome_trace(tmp_path / "trace.json").read_text())["traceEvents"]
+    found = [event for event in events if event["ph"] == "X"]
+    begins = [round(event["ts"] * 1000) for event in found]
+    ends = [round(event["ts"] * 1000) + round(event["dur"] * 1000) for event in found]
+    assert len(found) == 1000 and begins[1:] == ends[:-1]

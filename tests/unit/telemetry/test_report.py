@@ -87,7 +87,7 @@ def test_steps_of_earlier_builds_are_reported_without_what_they_lack(tmp_path: P
     pytest.importorskip("matplotlib")
     run = _write_run(tmp_path / "run", 20)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
-    for row in rows[:5]:
+    for row in rows[8:12]:
         del row["exposed_s"]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     summary = summarize(read_run(run))

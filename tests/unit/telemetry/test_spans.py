@@ -194,3 +194,17 @@ def test_a_backward_that_broke_off_leaves_nothing_to_the_next(turns: tuple[Spans
     clock[0] = 50
     recorded.backward.end()
     assert _segments(recorded) == [("backward", 40, 50)]
+
+
+def test_a_step_of_which_spans_are_missing_is_left_out(monkeypatch: pytest.MonkeyPatch, clock: list[int]) -> None:
+    """Its own span is the last of it, and so the newest."""
+    monkeypatch.setattr(spans, "SPANS_MAX", 5)
+    recorded = Spans()
+    recorded.begin()
+    for step in (1, 2, 3):
+        began = clock[0]
+        for name in "ab":
+            clock[0] += 10
+            recorded.add(Lane.UPDATE, f"{name}{step}", clock[0] - 10)
+        recorded.add(Lane.STEPS, str(step), began)
+    assert _names(recorded) == ["b2", "a3", "b3", "3"] and recorded.is_full

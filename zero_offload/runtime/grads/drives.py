@@ -63,7 +63,7 @@ class GradsToDrives:
 
     def _settle_oldest(self) -> None:
         grads = self._leaving[0]
-        with self._counters.timed("stall_s"), self._counters.waiting(Cause.GRADS, grads.unit.name):
+        with self._counters.waiting(Cause.GRADS, grads.unit.name):
             for shard in _shards(grads):
                 shard.settle()
         self._leaving.pop(0)

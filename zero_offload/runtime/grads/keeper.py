@@ -189,7 +189,7 @@ class GradKeeper:
 
     def _streamed(self, grads: SectionGrads, grad: torch.Tensor) -> bool:
         """Whether a gradient is on its drive now, but for its end."""
-        with self._counters.timed("stall_s"), self._counters.waiting(Cause.GRADS, grads.unit.name):
+        with self._counters.waiting(Cause.GRADS, grads.unit.name):
             return grads.shard.stream(grad)
 
     def _store_reduced(self, grads: SectionGrads, reduced: torch.Tensor) -> None:

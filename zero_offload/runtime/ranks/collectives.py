@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,23 @@ from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
 from zero_offload.runtime.ranks.watch import time_limit
 from zero_offload.telemetry.events import Counters
+from zero_offload.telemetry.spans import Cause, now
 from zero_offload.telemetry.spans import Lane as TraceLane
-from zero_offload.telemetry.spans import now
 from zero_offload.types import Branches, GradReduction
 
 T = TypeVar("T")
 
 COME_S = timedelta(seconds=5)
 """How long ranks wait for each other where one may have been left by an exception."""
+
+
+class _Track(NamedTuple):
+    """Where a transfer is drawn, and whose wait it may be."""
+
+    lane: TraceLane
+    cause: Cause
+    name: str
+    nbytes: int
 
 
 class Collectives:
@@ -72,10 +81,10 @@ class Collectives:
         if self._gathers is None:
             return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        what = f"the gather of parameters of {unit}"
-        begin = now() if self.counters.spans.on else 0
-        wait = self._watched(lambda lane: lane.gather(flat), self._gathers, what)
-        return self._recorded(wait, TraceLane.GATHER, unit, begin, flat.nbytes) if begin else wait
+        track = _Track(TraceLane.GATHER, Cause.PARAMS, unit, flat.nbytes)
+        return self._recorded(
+            lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}", track
+        )
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.
@@ -91,14 +100,12 @@ class Collectives:
         one_shard = self.num_shards == 1
         # An all-reduce is a reduce-scatter and a gather of the sums.
         self.counters.add("reduced", sent.nbytes + sent.numel() * self._reduce_dtype.itemsize * one_shard)
-        begin = now() if self.counters.spans.on else 0
-        wait = self._watched(
+        wait = self._recorded(
             lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
             what,
+            _Track(TraceLane.REDUCE, Cause.GRADS, unit, sent.nbytes),
         )
-        if begin:
-            wait = self._recorded(wait, TraceLane.REDUCE, unit, begin, sent.nbytes)
 
         def finish() -> list[torch.Tensor]:
             shard = wait()
@@ -123,11 +130,25 @@ class Collectives:
         return watched
 
     def _recorded(
-        self, wait: Callable[[], T], lane: TraceLane, name: str, begin_ns: int, nbytes: int
+        self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str, track: _Track
     ) -> Callable[[], T]:
+        """`_watched`, with its time: as a transfer, and as one that compute waits for where the launch is all of it."""
+        begin = now() if self.counters.spans.on else 0
+
+        def over() -> None:
+            if begin:
+                self.counters.spans.add(track.lane, track.name, begin, track.nbytes)
+
+        if lane.at_once:
+            with self.counters.waiting(track.cause, track.name):
+                wait = self._watched(launch, lane, what)
+            over()
+            return wait
+        wait = self._watched(launch, lane, what)
+
         def recorded() -> T:
             result = wait()
-            self.counters.spans.add(lane, name, begin_ns, nbytes)
+            over()
             return result
 
         return recorded

@@ -23,6 +23,9 @@ _TAGS = 1 << 30
 class Lane(Protocol):
     """A tensor's part i, of as many as there are ranks, is rank i's."""
 
+    at_once: bool
+    """Whether a launch returns when the bytes are here: compute stands still meanwhile."""
+
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         """Fill `flat`, (numel,), of which this rank's part is in place."""
 
@@ -39,6 +42,8 @@ class Exchange(Protocol):
     num_ranks: int
     index: int
     """This rank's number."""
+    at_once: bool
+    """As in `Lane`."""
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Launch: sent[i] goes to rank i, whose part arrives in received[i]."""
@@ -46,6 +51,8 @@ class Exchange(Protocol):
 
 class Sockets:
     """A process group's messages."""
+
+    at_once = False
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -78,6 +85,7 @@ class DirectLane:
 
     def __init__(self, ranks: Exchange) -> None:
         self._ranks = ranks
+        self.at_once = ranks.at_once
 
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         parts = flat.tensor_split(self._ranks.num_ranks)
@@ -113,6 +121,8 @@ class DirectLane:
 
 class NativeLane:
     """The backend's own collectives: on a GPU they run on a stream of the group, and a wait is one of streams."""
+
+    at_once = False
 
     def __init__(self, group: Group) -> None:
         self._group = group

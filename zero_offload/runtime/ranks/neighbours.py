@@ -54,6 +54,8 @@ class Page:
 class Channel:
     """Turns of some ranks, by their number in `pages`: turn k of one meets turn k of all others."""
 
+    at_once = True
+
     def __init__(self, pages: Sequence[Page], index: int) -> None:
         self._pages, self.num_ranks, self.index = pages, len(pages), index
         self._mine = pages[index]

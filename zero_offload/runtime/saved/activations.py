@@ -220,7 +220,7 @@ class Activations:
         away.check.raise_if_changed()
         self._note_backward()
         if not away.stored.here:
-            with self._counters.timed("stall_s"), self._counters.waiting(Cause.ACTIVATIONS):
+            with self._counters.waiting(Cause.ACTIVATIONS):
                 memory = away.stored.read()
             self._count(away.stored)
             self._fetch_ahead(away.stored.number)
