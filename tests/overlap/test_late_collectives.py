@@ -43,6 +43,8 @@ def case_of(stage: int, **settings: Any) -> Case:
 class LateLane:
     """Nothing happens before the wait; until then the target is poisoned, and the source must stay as it is."""
 
+    at_once = False
+
     def __init__(self, lane: DirectLane, outstanding: dict[str, int]) -> None:
         self._lane = lane
         self._open = 0
