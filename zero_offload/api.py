@@ -211,9 +211,8 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
 
     Hyperparameters, random number generators and the loss scale are taken now, which is after `scaler.update()`.
     `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Of several ranks it is rank
-    0's, which all get back. Without a directory for
-    generations this does nothing, and warns once unless durability="scratch" says so. Raises ConfigError when `extra`
-    is of something else, or `optimizer` has no parameter of the model.
+    0's, which all get back. Without a directory for generations this does nothing, and warns once unless
+    durability="scratch" says so. Raises ConfigError when `extra` is of something else, or `optimizer` not this model's.
     """
     owner = need_runtime(model, "zo.commit")
     check_optimizer("zo.commit", optimizer)
