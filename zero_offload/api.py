@@ -83,10 +83,12 @@ def accumulate(
     The gradients are, bit for bit, those of `for batch in micro_batches: loss_fn(model, batch).backward()`, but a unit
     that rests elsewhere comes to the device twice, however many micro-batches there are. What forwards keep for
     backward is kept for all of them at once: mark blocks by `zo.checkpoint`, and it is their inputs, which rest where
-    `activations=` says. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the loop; it runs
-    on a thread per micro-batch, one at a time, and runs no backward itself. Random numbers: the first micro-batch goes
-    on with the generators, the others with forks of them, so dropout can be repeated from the same seed but is not that
-    of the loop. Where no parameter leaves the device this is the loop. Raises ConfigError with overlap="backward".
+    `activations=` says. Several ranks each add up their gradients and reduce once, as in that loop with all but the
+    last micro-batch in `zo.no_sync`. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the
+    loop; it runs on a thread per micro-batch, one at a time, and runs no backward itself. Random numbers: the first
+    micro-batch goes on with the generators, the others with forks of them, so dropout can be repeated from the same
+    seed but is not that of the loop. Where no parameter leaves the device this is the loop. Raises ConfigError with
+    overlap="backward".
     """
     owner = need_runtime(model, "zo.accumulate")
     if not isinstance(micro_batches, Iterable) or not callable(loss_fn):
@@ -99,17 +101,13 @@ def accumulate(
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
-    # Sums that `no_sync` has left are reduced with the next backward, as a whole.
-    num_alone = 1 if owner.grads.has_waiting else 0
-    if len(batches) - num_alone < 2 or not owner.session.any_leaves:
-        num_alone = len(batches)
-    losses = [_backward_of(forward()) for forward in forwards[:num_alone]]
-    if num_alone < len(batches):
-        parts = owner.parts
-        pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
-        by_unit = MicroBatches(pieces, forwards[num_alone:])
-        losses += by_unit.forward()
-        by_unit.backward()
+    if len(batches) < 2 or not owner.session.any_leaves:
+        return [_backward_of(forward()) for forward in forwards]
+    parts = owner.parts
+    pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
+    by_unit = MicroBatches(pieces, forwards)
+    losses = by_unit.forward()
+    by_unit.backward()
     return losses
 
 

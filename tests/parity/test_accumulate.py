@@ -252,7 +252,7 @@ RANKS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("row", pairwise(RANKS), ids=label)
-def test_ranks_train_as_in_the_loop(row: Row, nvme: Path, pools: RankPools) -> None:
+def test_ranks_train_as_in_the_loop_that_reduces_once(row: Row, nvme: Path, pools: RankPools) -> None:
     settings = {name: row[name] for name in ("stage", "params", "grads", "precision")}
     case = Case(
         {**settings, "durability": "scratch", "device_memory": "8MiB"},
@@ -261,14 +261,34 @@ def test_ranks_train_as_in_the_loop(row: Row, nvme: Path, pools: RankPools) -> N
         row["max_norm"],
         num_frozen=row["num_frozen"],
     )
-    case = replace(case, no_sync=row["no_sync"])
+    # In place it is the loop itself, and that reduces each micro-batch.
+    once = replace(case, no_sync=row["no_sync"] or row["params"] == "nvme")
+    by_unit = replace(case, no_sync=row["no_sync"], by_unit=True)
     expected, found = (
-        pools.of(2).succeed(
-            ranks.train, replace(case, by_unit=by_unit, settings=case.settings | {"nvme": nvme / str(by_unit)})
-        )
-        for by_unit in (False, True)
+        pools.of(2).succeed(ranks.train, replace(each, settings=case.settings | {"nvme": nvme / str(each.by_unit)}))
+        for each in (once, by_unit)
     )
     assert found == expected
+
+
+def reduced_bytes(rank: int, world_size: int, nvme: Path, count: int, by_unit: bool) -> int:
+    """Over ranks, in one step."""
+    model = zo.offload(build(TinyLM), away(nvme / f"{count} {by_unit}", grads="cpu", stage=2))
+    optimizer = zo.AdamW(param_groups(model), lr=1e-2)
+    (zo.accumulate if by_unit else loop)(model, batches_of(count, 10 * rank), third)
+    optimizer.step()
+    found = zo.stats(model).communicated_bytes["reduced"]
+    zo.close(model)
+    return found
+
+
+def test_gradients_cross_ranks_once(nvme: Path, pools: RankPools) -> None:
+    one, two, five = (
+        pools.of(2).succeed(reduced_bytes, nvme, count, by_unit)
+        for count, by_unit in ((1, False), (2, True), (5, True))
+    )
+    assert two == five == one
+    assert pools.of(2).succeed(reduced_bytes, nvme, 5, False) == [5 * each for each in one]
 
 
 class Shortened(TinyLM):
@@ -283,17 +303,15 @@ class Shortened(TinyLM):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def after_deferred(rank: int, world_size: int, nvme: Path, by_unit: bool) -> dict[str, Tensor]:
-    """A backward that was not reduced, then micro-batches of which the first does not use all of that."""
-    config = zo.OffloadConfig(
-        params="nvme", precision="fp32", nvme=nvme / str(by_unit), durability="scratch", device_memory="8MiB"
-    )
-    model = zo.offload(build(Shortened), config)
+def after_deferred(rank: int, world_size: int, nvme: Path, grads: str, by_unit: bool) -> dict[str, Tensor]:
+    """A backward that was not reduced, then micro-batches of which the last does not use all of that."""
+    model = zo.offload(build(Shortened), away(nvme / str(by_unit), device_memory="8MiB", grads=grads))
     lengths = [8, 9, 9, 8, 9]
     batches = [tokens_of(10 * rank + i, length=length) for i, length in enumerate(lengths)]
+    num_waiting = 1 if by_unit else len(batches) - 1
     with zo.no_sync(model):
-        loop(model, batches[:1], third)
-    (zo.accumulate if by_unit else loop)(model, batches[1:], third)
+        loop(model, batches[:num_waiting], third)
+    (zo.accumulate if by_unit else loop)(model, batches[num_waiting:], third)
     owner = runtime_of(model)
     assert owner is not None
     sections = owner.grads.ledger.sections
@@ -302,6 +320,31 @@ def after_deferred(rank: int, world_size: int, nvme: Path, by_unit: bool) -> dic
     return found
 
 
-def test_what_no_sync_has_left_is_reduced_as_in_the_loop(nvme: Path, pools: RankPools) -> None:
-    expected, found = (pools.of(2).succeed(after_deferred, nvme, by_unit) for by_unit in (False, True))
+@pytest.mark.parametrize("grads", ["cpu", "nvme"])
+def test_what_no_sync_has_left_is_reduced_as_in_the_loop(grads: str, nvme: Path, pools: RankPools) -> None:
+    expected, found = (pools.of(2).succeed(after_deferred, nvme, grads, by_unit) for by_unit in (False, True))
     assert all(torch.equal(found[0][name], value) for name, value in expected[0].items())
+
+
+def sparing_batches(rank: int) -> list[tuple[int, bool]]:
+    """On rank 1 the last micro-batch gives no gradients."""
+    return [(3 * rank + number, rank == 1 and number == 2) for number in range(3)]
+
+
+def sparing_last(rank: int, world_size: int, nvme: Path) -> list[Tensor]:
+    """This rank's part of each block's gradient."""
+    model = zo.offload(build(SparingLM), away(nvme, grads="cpu"))
+    zo.accumulate(model, sparing_batches(rank), lambda model, batch: model(batch))
+    found = [grads.shard.view(0).clone() for grads in runtime_of(model).grads.ledger.sections]
+    zo.close(model)
+    return found
+
+
+def test_what_the_last_micro_batch_of_one_rank_leaves_out_is_reduced(nvme: Path, pools: RankPools) -> None:
+    parts = pools.of(2).succeed(sparing_last, nvme)
+    models = [build(SparingLM) for _ in parts]
+    for rank, model in enumerate(models):
+        loop(model, sparing_batches(rank), lambda model, batch: model(batch))
+    for first, second, *params in zip(*parts, *(model.parameters() for model in models), strict=True):
+        mean = (params[0].grad + params[1].grad) / 2
+        assert torch.equal(torch.cat((first, second))[: mean.numel()].view_as(mean), mean)

@@ -232,7 +232,7 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     hardware = request.hardware()
     placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, outlook)
     memory = estimate_memory(job.units, placement, config, partition)
-    wear = memory.wear.of_backwards(job.as_run(placement.tiers, machine).num_grads_out)
+    wear = memory.wear.of_backwards(job.as_run(placement.tiers, machine).batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
     memory = replace(memory, wear=replace(wear, activation_bytes=activations))
     ways = [] if memory.fits else ways_to_fit(job.units, config, hardware, partition)

@@ -101,12 +101,6 @@ class Job:
             return self
         return replace(self, batch=replace(self.batch, by_unit=False))
 
-    @property
-    def num_grads_out(self) -> int:
-        """How often a unit's gradients leave in a step. Ranks reduce those of each micro-batch."""
-        alone = self.partition.world_size == 1
-        return self.batch.num_passes if alone else self.batch.micro_batches
-
     def overlaps(self, tiers: Sequence[Tiers], machine: Machine) -> bool:
         """Whether the update runs beside compute: `updates.overlaps`."""
         if self.overlap != UpdateOverlap.AUTO.value:
@@ -153,7 +147,7 @@ def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_besi
         update=_update_costs(job, unit, at, machine, update_beside=update_beside),
         commit_s=_per(committed, machine.write_bytes) / (int(job.config.commit_every) if keeps else 1),
     )
-    return costs.taking_turns(job.batch.num_together, job.num_grads_out // job.batch.num_passes)
+    return costs.taking_turns(job.batch.num_together)
 
 
 def _per(nbytes: float, rate: float) -> float:
@@ -301,7 +295,7 @@ def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, upd
     for each in costs:
         saved = each.saved_out
         reads = (0 if each.delivered and update_beside else each.first.read_s) + (2 * n - 1) * each.again.read_s
-        reads += (1 if job.batch.by_unit else n - 1) * each.grad_read_s + n * saved.read_s
+        reads += (n - 1) * each.grad_read_s + n * saved.read_s
         writes = n * (each.grad_write_s + saved.keep_write_s) + each.commit_s
         moved_bytes += reads * machine.read_bytes + writes * machine.write_bytes
     # The update's threads are fewer than compute's, which wait for those whose cores they share.

@@ -68,8 +68,8 @@ class UnitCosts:
     commit_s: float
     """Written for a generation."""
 
-    def taking_turns(self, count: int, grads_out: int) -> UnitCosts:
-        """Of so many micro-batches together, whose gradients leave so many times."""
+    def taking_turns(self, count: int) -> UnitCosts:
+        """Of so many micro-batches together, whose gradients leave once."""
         if count == 1:
             return self
         return replace(
@@ -77,11 +77,8 @@ class UnitCosts:
             forward_s=count * self.forward_s,
             backward_s=count * self.backward_s,
             saved_out=self.saved_out.times(count),
-            reduce_s=grads_out * self.reduce_s,
-            grad_download_s=grads_out * self.grad_download_s,
-            grad_write_s=grads_out * self.grad_write_s,
-            grad_read_s=(grads_out - 1) * self.grad_read_s,
-            land_s=0.0 if grads_out == 1 else count * self.land_s,
+            grad_read_s=0.0,
+            land_s=0.0,
         )
 
     def lane_seconds(self, num_passes: int) -> dict[Lane, float]:

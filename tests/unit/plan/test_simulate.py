@@ -167,7 +167,7 @@ def test_micro_batches_by_unit_keep_all_their_activations() -> None:
     assert seconds_of(four, Lane.UPLOAD) - seconds_of(one, Lane.UPLOAD) == pytest.approx(3 * saved_s)
 
 
-def test_ranks_reduce_each_micro_batch_of_a_unit() -> None:
+def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
     job = job_of(OffloadConfig(), partition=Partition(3, 4))
     placement = placement_of(job, (HOST, HOST, HOST), shared=False)
     machine = replace(GPU, network_bytes=1e8)
@@ -176,8 +176,8 @@ def test_ranks_reduce_each_micro_batch_of_a_unit() -> None:
         for count, by_unit in ((2, True), (4, True), (4, False))
     )
     reduced_s = 4 * 4 * NUMEL * 3 / 4 / 1e8
-    assert seconds_of(four, Lane.NETWORK) - seconds_of(two, Lane.NETWORK) == pytest.approx(2 * reduced_s)
-    assert seconds_of(loop, Lane.NETWORK) > seconds_of(four, Lane.NETWORK)
+    assert seconds_of(four, Lane.NETWORK) == pytest.approx(seconds_of(two, Lane.NETWORK))
+    assert seconds_of(loop, Lane.NETWORK) > seconds_of(four, Lane.NETWORK) + 2.9 * reduced_s
 
 
 def test_where_no_unit_leaves_by_unit_is_the_loop() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ConfigError
-from zero_offload.runtime.accumulate.graph import MicroGraph
+from zero_offload.runtime.accumulate.graph import MicroGraph, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.grads.reducer import GradReducer
@@ -189,7 +189,7 @@ class MicroBatches:
                 self._lines[group].popleft()
             for leaf, grad in complete:
                 _accumulate(leaf, grad)
-            for leaf, _ in complete:
+            for leaf in (leaf_of(leaves[0]) for leaves in part.completes.values()):
                 if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None:
                     self._pieces.grads.finish_section(leaf)
 

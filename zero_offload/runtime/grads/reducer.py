@@ -89,7 +89,8 @@ class GradReducer:
                 "parameter with param.grad = None"
             )
         self._board.wait(grads.unit.index)
-        more = bool(self.coming.get(id(param)))
+        more = self._is_coming(param)
+        takes_turns = self.reduces and bool(self.coming)
         if self._collectives.world_size == 1:
             self.keeper.keep(grads, index, grad, adds=index in grads.holding, more=more)
         elif self.defers:
@@ -99,11 +100,16 @@ class GradReducer:
         else:
             self._open_partial(grads)
             self._partials.put(grads, index, grad)
+            if takes_turns and index in grads.waiting:
+                # Before those of other micro-batches, as in a loop.
+                grads.joined = (grads.joined or set()) | {index}
+                self._add_waiting(grads, [index])
         grads.arrived.add(index)
         grads.holding.add(index)
         if self._spans.on:
             self._spans.backward.made(grads.unit.name)
-        if len(grads.arrived) == grads.num_expected:
+        # Of micro-batches that take turns, `finish_section` knows which is the last.
+        if len(grads.arrived) == grads.num_expected and not takes_turns:
             self._complete(grads)
 
     def finish_backward(self) -> None:
@@ -121,20 +127,19 @@ class GradReducer:
         self.keeper.settle()
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether the next backward reduces what earlier ones have left on each rank."""
-        return self._deferred and not self.defers
+    def reduces(self) -> bool:
+        """Whether a backward's gradients are added up over ranks at its end, and not later."""
+        return self._collectives.world_size > 1 and not self.defers
 
     def arrive_together(self, param: nn.Parameter) -> int:
-        """A number that is the same for parameters whose gradients must not arrive among those of another backward: a
-        reduction is of a whole section."""
-        reduces = self._collectives.world_size > 1 and not self.defers
-        return id(self.ledger.place(param)[0] if reduces else param)
+        """A number that is the same for parameters whose gradients must be of the same micro-batches: a reduction is of
+        a whole section."""
+        return id(self.ledger.place(param)[0] if self.reduces else param)
 
     def finish_section(self, param: nn.Parameter) -> None:
-        """One backward's gradients that arrive together with this parameter's are here."""
+        """What one micro-batch adds to this parameter's section is here."""
         grads = self.ledger.place(param)[0]
-        if grads.arrived and grads.partial is not None:
+        if grads.arrived and grads.partial is not None and not self._awaits_more(grads):
             self._complete(grads)
 
     def reduce_waiting(self) -> None:
@@ -200,15 +205,22 @@ class GradReducer:
                 grads.holding |= {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_}
             elif self._deferred:
                 grads.joined = (grads.joined or set()) | grads.waiting
-            self._add_waiting(grads)
+            self._add_waiting(grads, sorted(grads.waiting))
             self._reductions.add(grads)
             return
         grads.arrived.clear()
-        grads.awaits_more = any(self.coming.get(id(param)) for param in grads.params)
+        grads.awaits_more = self._awaits_more(grads)
         if grads.awaits_more:
             return  # what comes adds to them where they lie
         grads.whole = True
         self.keeper.end(grads)
+
+    def _is_coming(self, param: nn.Parameter) -> bool:
+        """Whether other micro-batches add to this gradient, or to one that is reduced with it."""
+        return bool(self.coming) and bool(self.coming.get(self.arrive_together(param)))
+
+    def _awaits_more(self, grads: SectionGrads) -> bool:
+        return any(map(self._is_coming, grads.params))
 
     def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
@@ -216,23 +228,24 @@ class GradReducer:
         self._partials.drop(grads)
         grads.whole = grads.joined is None
 
-    def _add_waiting(self, grads: SectionGrads) -> None:
+    def _add_waiting(self, grads: SectionGrads, indices: Sequence[int]) -> None:
         """Add this rank's own sums of earlier backwards to the partial one."""
         local = grads.local
-        if local is None or not grads.waiting:
+        if local is None or not indices:
             return
         partial = self._partials.widen(grads)
-        for index in sorted(grads.waiting):
+        for index in indices:
             piece, grad = grads.layout.params[index], local.view(index)
             if local.tier is Tier.NVME:
                 grad = grad.to(partial.device)  # Pages that come and go are not pinned: no asynchronous copy.
             elif not self._device.is_host and not local.on_device:
                 grad = self._device.upload(torch.empty_like(grad, device=partial.device), grad).take()
             partial[piece.begin : piece.end].add_(grad)
-        grads.waiting.clear()
-        local.held = False
-        local.drop()
-        local.close()
+            grads.waiting.discard(index)
+        if not grads.waiting:
+            local.held = False
+            local.drop()
+            local.close()
 
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
