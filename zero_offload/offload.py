@@ -55,6 +55,7 @@ from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.units.guard import guard
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.same_model import check_same_model
 from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.registry import register
 from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
@@ -101,6 +102,7 @@ def offload(
         build = Build(config, layout, placement, collectives, device, cleanup, undo)
         ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
         files = RunFiles.open(config, layout, ranks, cleanup)
+        check_same_model(model, ranks, exchange, values=files.found is None)
         with exchange.together():
             parts = _build(model, build, ranks, files)
         files.settle(ranks)

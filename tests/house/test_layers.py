@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "optimizer_states",
         "param_access",
         "parts",
+        "same_model",
         "step",
         "updates",
     ),

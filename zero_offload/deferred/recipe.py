@@ -9,6 +9,7 @@ generators as they were; each storage is dropped after its last use.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -180,6 +181,12 @@ class Recipe:
     @property
     def is_skipped(self) -> bool:
         return self.value is None
+
+    def drawn(self) -> bytes:
+        """What the values depend on beside the program: of generators that they are drawn from, digests."""
+        nodes = [] if self.value is None else _needed(self.value)[0]
+        states = [node.generator_state for node in nodes if node.generator_state is not None]
+        return b"".join(hashlib.sha256(state.numpy().tobytes()).digest() for state in states)
 
     def make(self) -> Tensor:
         """The parameter's values, a new tensor on the host."""

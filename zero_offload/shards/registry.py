@@ -130,6 +130,9 @@ class Recipe(Protocol):
     def is_skipped(self) -> bool:
         """Whether they were left out."""
 
+    def drawn(self) -> bytes:
+        """What the values depend on beside the program: of generators that they are drawn from, digests."""
+
     def make(self) -> torch.Tensor:
         """The values, a new tensor of the parameter's shape, host."""
 
