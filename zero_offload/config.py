@@ -22,6 +22,7 @@ from zero_offload.precision import STATE_FORMATS, TORCH_NAMES, ModuleKey, precis
 from zero_offload.precision import Precision as Precision
 from zero_offload.problems import list_problems, unknown_names
 from zero_offload.types import (
+    STAGES,
     Branches,
     Durability,
     EngineKind,
@@ -222,7 +223,7 @@ def _check_stage(settings: Mapping[str, Any]) -> Iterator[str]:
     stage = settings["stage"]
     if isinstance(stage, bool) or not isinstance(stage, int):
         yield f"stage={stage!r} is not an integer; use 0, 1, 2 or 3"
-    elif stage not in (0, 1, 2, 3):
+    elif stage not in STAGES:
         yield f"stage={stage} does not exist; use 0, 1, 2 or 3"
 
 

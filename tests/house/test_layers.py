@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -52,7 +54,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "pretrained",
         "cli",
         "recipes",
-        "integrations",
         "nn",
         "telemetry.profile",
         "telemetry.report",
@@ -106,6 +107,21 @@ def imports_of(module: str, source: str, modules: frozenset[str]) -> Iterator[st
             for alias in node.names:
                 if alias.name.split(".")[0] == "zero_offload":
                     yield alias.name.removeprefix("zero_offload").removeprefix(".") or "__init__"
+
+
+def patterns_of(row: str) -> Iterator[str]:
+    """Of a row of the table in docs/ARCHITECTURE.md: names after a folder are in it; a folder alone is all of it."""
+    folder, alone = "", False
+    for name in [*re.findall(r"`([^`]+)`", row), "/"]:
+        if name.endswith("/"):
+            if alone:
+                yield folder + "*"
+            folder, alone = name, True
+        elif "/" in name:
+            yield name
+        else:
+            yield folder + name
+            alone = False
 
 
 def violations(module: str, source: str, modules: frozenset[str]) -> list[str]:
@@ -185,3 +201,13 @@ def test_the_rule_finds_what_it_forbids(module: str, source: str) -> None:
 )
 def test_the_rule_allows_what_is_legal(module: str, source: str) -> None:
     assert violations(module, source, MODULES) == []
+
+
+def test_the_architecture_names_every_file() -> None:
+    text = (ROOT.parent / "docs" / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| \d \| (.*?) \|", text, re.MULTILINE)
+    patterns = [pattern for row in rows for pattern in patterns_of(row)]
+    files = [str(path.relative_to(ROOT).with_suffix("")) for path in ROOT.rglob("*.py")]
+    files = [file for file in files if not file.endswith(("/__init__", "__main__"))]
+    assert [file for file in files if not any(fnmatch(file, pattern) for pattern in patterns)] == []
+    assert [pattern for pattern in patterns if not any(fnmatch(file, pattern) for file in files)] == []

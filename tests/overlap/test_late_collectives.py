@@ -13,13 +13,13 @@ import torch
 from tests.helpers import ranks
 from tests.helpers.late_device import poison
 from tests.helpers.ranks import Case, Outcome, RankPool
-from zero_offload.plan.partition import STAGES
 from zero_offload.runtime.grads import reductions
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.ranks import collectives
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import DirectLane, NativeLane, Sockets
 from zero_offload.runtime.residency import Residency
+from zero_offload.types import STAGES
 
 GATHER, REDUCE = "gather", "reduce"
 

@@ -19,7 +19,7 @@ from tests.helpers.pairwise import Row, all_rows, label, pairwise
 from tests.helpers.ranks import Case, Outcome, RankPools
 from tests.overlap.test_late_lanes import Model
 from zero_offload.api import runtime_of
-from zero_offload.plan.partition import STAGES
+from zero_offload.types import STAGES
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 

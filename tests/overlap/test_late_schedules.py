@@ -29,7 +29,7 @@ from tests.parity.test_schedules import (
     check_same,
     legal,
 )
-from zero_offload.plan.partition import STAGES
+from zero_offload.types import STAGES
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 

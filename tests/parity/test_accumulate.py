@@ -25,8 +25,7 @@ from tests.helpers.ranks import Case, RankPools
 from tests.helpers.reference import new_scaler, param_groups, read_masters
 from tests.helpers.twins import Script, run_offloaded
 from zero_offload.api import runtime_of
-from zero_offload.plan.partition import STAGES
-from zero_offload.types import Tier
+from zero_offload.types import STAGES, Tier
 
 TIERS = {"cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 BLOCKS = {"feed": Block, "attention": AttentionBlock}

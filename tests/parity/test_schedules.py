@@ -21,9 +21,9 @@ from tests.helpers.offloaded_player import Offloaded, play_on_ranks
 from tests.helpers.plain_player import Plain, play_plain
 from tests.helpers.ranks import UNEVEN, RankPool, RankPools
 from tests.helpers.schedules import NUM_BLOCKS, PARTS, Operation, Pass, Script
-from zero_offload.plan.partition import STAGES
 from zero_offload.runtime.grads import keeper
 from zero_offload.runtime.grads.keeper import LARGE_BYTES
+from zero_offload.types import STAGES
 
 FEW, MANY = 60, 3000
 FEW_ON_RANKS, MANY_ON_RANKS = 12, 300

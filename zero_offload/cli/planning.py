@@ -34,7 +34,7 @@ from zero_offload.plan.placement import AUTO_FRACTION, assign_tiers, tier_budget
 from zero_offload.plan.search import Outlook
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
 from zero_offload.plan.simulate import Prediction, simulate
-from zero_offload.plan.unit_bytes import PLACED_KINDS
+from zero_offload.plan.unit_bytes import PLACED_KINDS, value_bytes
 from zero_offload.probe import probe_hardware
 from zero_offload.types import HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
@@ -114,23 +114,17 @@ class Request:
 
     def kept_bytes(self, tier: Tier) -> int:
         """Of what is saved for backward, on this tier at once."""
-        kept = [
-            each.boundary_values if self.batch.recompute and each.attention_width else each.inside_values
-            for each in self.work
-        ]
-        numel = self.batch.tokens * self.batch.num_together * sum(kept)
-        return int(numel * self._value_bytes * self.config.activation_fractions.get(tier, 0.0))
-
-    @property
-    def _value_bytes(self) -> int:
-        return 4 if self.config.compute_dtype_name == "float32" else 2
+        saved = sum(each.saved_values(self.batch.recompute) for each in self.work)
+        numel = self.batch.tokens * self.batch.num_together * saved
+        return int(numel * value_bytes(self.config) * self.config.activation_fractions.get(tier, 0.0))
 
     def activation_bytes(self) -> int:
         """At their most on the device: inputs of blocks, of all micro-batches that go through them together, one
         block's inside, and some logits."""
-        inside = self.batch.tokens * self._value_bytes * max(each.inside_values for each in self.work)
+        value = value_bytes(self.config)
+        inside = self.batch.tokens * value * max(each.inside_values for each in self.work)
         # And in fp32, and their gradient.
-        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (self._value_bytes + 8)
+        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value + 8)
         return self.kept_bytes(Tier.DEVICE) + inside + logits
 
     def with_tokens(self, tokens: int) -> Request:
@@ -150,7 +144,7 @@ class Request:
 
     @property
     def partition(self) -> Partition:
-        return Partition(self.config.stage, self.cluster.ranks)
+        return Partition.of(self.config, self.cluster.ranks)
 
     def machine(self) -> Machine:
         """One rank's share."""

@@ -1,6 +1,6 @@
 """Virtual memory: reserve addresses, put pages under them, move pages, give them back.
 
-The only caller of mmap, mremap, mprotect and madvise. Knows addresses and bytes, nothing of tensors.
+The only caller of mremap, mprotect and madvise. Knows addresses and bytes, nothing of tensors.
 Everything is in steps of `FRAME` (2 MiB).
 No range is inherited by forked children (a DataLoader worker must neither copy nor hold these pages).
 """

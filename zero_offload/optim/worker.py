@@ -63,8 +63,9 @@ class _Jobs:
 class Worker:
     """A queue of jobs on one thread. The first error stops everything: it reaches all waiters by the board.
 
-    The queues are short by construction: a step submits one update and at most one commit, and waits for the previous
-    update of every unit before it submits; a commit begins when the one before has ended (`Snapshots.begin`).
+    The queues are short by construction: a step submits one update (with overlap="backward" one per unit) and at most
+    one commit, and waits for the previous update of every unit before it submits; a commit begins when the one before
+    has ended (`Snapshots.begin`).
     """
 
     def __init__(self, board: UpdateBoard, name: str = "zero_offload-update") -> None:

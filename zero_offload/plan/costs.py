@@ -18,7 +18,7 @@ from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork
-from zero_offload.plan.unit_bytes import UnitBytes, measure_units
+from zero_offload.plan.unit_bytes import UnitBytes, measure_units, value_bytes
 from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap
 
 PIECES_MAX = 128
@@ -64,8 +64,6 @@ class Job:
     config: OffloadConfig
     partition: Partition
     batch: Batch
-    overlap: str
-    """As the setting: "auto", "forward", "backward" or "none"."""
     measured_s: tuple[tuple[float, float], ...] = ()
     """Seconds of each unit's forward and backward, where they are known better than by arithmetic."""
 
@@ -82,11 +80,7 @@ class Job:
         batch = batch or Batch()
         if units is None:
             units = measure_units([each.numel for each in work], config, partition, batch.micro_batches)
-        return cls(tuple(work), tuple(units), config, partition, batch, config.overlap)
-
-    @cached_property
-    def value_bytes(self) -> int:
-        return 4 if self.config.compute_dtype_name == "float32" else 2
+        return cls(tuple(work), tuple(units), config, partition, batch)
 
     @cached_property
     def piece_numel(self) -> int:
@@ -103,8 +97,8 @@ class Job:
 
     def overlaps(self, tiers: Sequence[Tiers], machine: Machine) -> bool:
         """Whether the update runs beside compute: `updates.overlaps`."""
-        if self.overlap != UpdateOverlap.AUTO.value:
-            return self.overlap != UpdateOverlap.NONE.value
+        if self.config.overlap != UpdateOverlap.AUTO:
+            return self.config.overlap != UpdateOverlap.NONE
         on_disk = any(Tier.NVME in (each[StateKind.OPTIMIZER], each[StateKind.GRADS]) for each in tiers)
         return not machine.is_host or on_disk
 
@@ -163,7 +157,7 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
     # Few tokens: the weights must still be read once.
     floor_s = _per(whole, machine.device_bytes) if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
-    passes = (2 if job.units[index].trained_numel else 1) + (batch.recompute and work.attention_width > 0)
+    passes = (2 if job.units[index].trained_numel else 1) + work.keeps_inputs(batch.recompute)
     return forward_s, passes * forward_s
 
 
@@ -231,9 +225,8 @@ def _made_bytes(job: Job, unit: UnitBytes) -> int:
 
 def _saved_costs(job: Job, index: int, machine: Machine) -> Fetch:
     """Activations of a micro-batch that leave the device and come back."""
-    work, batch = job.work[index], job.batch
-    keeps_inputs = batch.recompute and work.attention_width > 0
-    nbytes = batch.tokens * job.value_bytes * (work.boundary_values if keeps_inputs else work.inside_values)
+    batch = job.batch
+    nbytes = batch.tokens * value_bytes(job.config) * job.work[index].saved_values(batch.recompute)
     fractions = job.config.activation_fractions
     on_disk = nbytes * fractions.get(Tier.NVME, 0.0)
     away = 0.0 if machine.is_host else on_disk + nbytes * fractions.get(Tier.CPU, 0.0)
@@ -260,7 +253,7 @@ def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, upd
             device_s=_per(touched, machine.device_bytes),
         )
     on_disk = optimizer is Tier.NVME
-    values = numel * job.value_bytes
+    values = numel * value_bytes(job.config)
     # Where only parameters rest on NVMe their values there are a copy that the update writes.
     copies = 0.0 if on_disk or params is not Tier.NVME or job.partition.replicates_params else values
     delivers = values if on_disk and params is not Tier.NVME else 0.0
@@ -303,7 +296,7 @@ def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, upd
     passes_s = n * (forward_s + backward_s)
     every = 1 + moved_bytes * machine.drive_lost_s / passes_s if passes_s else 1.0
     # The update runs beside the first forward of a step, or beside its last backward.
-    in_backward = job.overlap == UpdateOverlap.BACKWARD.value
+    in_backward = job.config.overlap == UpdateOverlap.BACKWARD
     beside_s = backward_s if in_backward else forward_s
     # Compute has at least half of its time meanwhile; while it waits for the update nothing is taken.
     factor = every + (min(shared_s, beside_s) / (n * beside_s) if beside_s else 0.0)

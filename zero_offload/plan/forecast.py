@@ -43,7 +43,7 @@ def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: fl
 def without_offload(job: Job, machine: Machine) -> float:
     """Seconds of the same step with everything in the device's memory, if it were large enough, and nothing kept."""
     everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
-    plain = replace(job, config=replace(job.config, durability="scratch", activations="device"), overlap="none")
+    plain = replace(job, config=replace(job.config, durability="scratch", activations="device", overlap="none"))
     placement = Placement(tuple(everything for _ in job.units), Budget(0, 0, 0, machine.is_host))
     return simulate(plain, placement, machine).step_s
 

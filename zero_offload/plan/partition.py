@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-STAGES = (0, 1, 2, 3)
+from zero_offload.config import OffloadConfig
+from zero_offload.types import Branches
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class Partition:
     any_branches: bool = False
     """Whether each rank may use other units: which gradients there are is known to all only after backward."""
 
+    @classmethod
+    def of(cls, config: OffloadConfig, world_size: int, num_replicas: int = 1) -> Partition:
+        return cls(config.stage, world_size, num_replicas, config.branches == Branches.ANY)
+
     @property
     def optimizer_shards(self) -> int:
         """Shards of a section: the optimizer's states cut it, and with them everything that is cut at all."""
@@ -39,8 +44,12 @@ class Partition:
         return self.optimizer_shards if self.stage >= 2 and not self.any_branches else 1
 
     @property
+    def divides_params(self) -> bool:
+        return self.stage == 3
+
+    @property
     def param_shards(self) -> int:
-        return self.optimizer_shards if self.stage == 3 else 1
+        return self.optimizer_shards if self.divides_params else 1
 
     @property
     def replicates_params(self) -> bool:

@@ -153,7 +153,7 @@ def ways_to_fit(
         plan = _try(units, trial, machine, partition)
         if changes and plan.fits:
             ways[f"would fit: {_describe(changes, plan)}"] = None
-    for factor in _RANK_FACTORS if config.stage == 3 else ():
+    for factor in _RANK_FACTORS if partition.divides_params else ():
         more = replace(partition, world_size=partition.world_size * factor)
         if _try([_divide(unit, factor, partition) for unit in units], config, hardware, more).fits:
             ways[f"would fit: {more.world_size} ranks, each with this much memory and disk"] = None

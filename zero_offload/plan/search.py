@@ -310,5 +310,5 @@ def _bound(seconds: Numbers, outlook: Outlook) -> Numbers:
     lanes, drives, host, forward = seconds[:, : len(Lane)], seconds[:, -3], seconds[:, -2], seconds[:, -1]
     compute = seconds[:, list(Lane).index(Lane.COMPUTE)]
     in_turn = compute - forward + np.maximum(forward, np.maximum(drives, host))
-    in_turn *= outlook.job.overlap != UpdateOverlap.BACKWARD.value
+    in_turn *= outlook.job.config.overlap != UpdateOverlap.BACKWARD
     return cast(Numbers, np.maximum(lanes.max(1), in_turn))

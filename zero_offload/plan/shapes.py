@@ -36,6 +36,14 @@ class UnitWork:
     also_reads: int | None = None
     """The index of another unit that it multiplies with: a tied head has the embedding's table."""
 
+    def keeps_inputs(self, recompute: bool) -> bool:
+        """Whether backward runs it again, if blocks are: what is no block is not."""
+        return recompute and self.attention_width > 0
+
+    def saved_values(self, recompute: bool) -> int:
+        """Values of a token that wait for backward."""
+        return self.boundary_values if self.keeps_inputs(recompute) else self.inside_values
+
     def forward_flops(self, sequence: int) -> float:
         """Of one token among `sequence`, each of which attends to those before it."""
         return 2.0 * self.matmul_numel + 2.0 * self.attention_width * sequence

@@ -96,20 +96,18 @@ def _policy(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine:
     uses = tuple(
         (index,) if work.also_reads is None else (work.also_reads, index) for index, work in enumerate(job.work)
     )
-    overlaps = job.overlaps(placement.tiers, machine)
     replicates = job.partition.replicates_params
     held = ACTIVATION_BLOCKS_OUT * ACTIVATION_BLOCK_BYTES
     return Policy(
-        uses,
-        _room_bytes(job, placement.tiers, costs, machine),
-        overlaps,
-        job.overlap == UpdateOverlap.BACKWARD.value,
-        overlaps and job.overlap != UpdateOverlap.BACKWARD.value,
-        min(job.batch.num_passes, PASSES),
-        job.batch.by_unit,
-        tuple(not replicates and each.again.read_s == 0 for each in costs),
-        held / machine.write_bytes if machine.write_bytes else 0.0,
-        machine.is_host,
+        uses=uses,
+        room_bytes=_room_bytes(job, placement.tiers, costs, machine),
+        overlaps=job.overlaps(placement.tiers, machine),
+        in_backward=job.config.overlap == UpdateOverlap.BACKWARD,
+        num_passes=min(job.batch.num_passes, PASSES),
+        by_unit=job.batch.by_unit,
+        gathers_ahead=tuple(not replicates and each.again.read_s == 0 for each in costs),
+        hold_s=held / machine.write_bytes if machine.write_bytes else 0.0,
+        is_host=machine.is_host,
     )
 
 

@@ -39,8 +39,6 @@ class Policy:
     """Compute memory for units on their way through."""
     overlaps: bool
     in_backward: bool
-    delivers_all: bool
-    """Forward comes to each unit while its update is before it: pages are there when new values come."""
     num_passes: int
     by_unit: bool
     """A pass is of all micro-batches."""
@@ -49,6 +47,11 @@ class Policy:
     hold_s: float
     """Of activations on their way to drives from a CPU, what need not be written before compute goes on."""
     is_host: bool
+
+    @property
+    def delivers_all(self) -> bool:
+        """Whether forward comes to each unit while its update is before it: pages are there when new values come."""
+        return self.overlaps and not self.in_backward
 
 
 class Run:

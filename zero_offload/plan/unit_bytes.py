@@ -40,6 +40,11 @@ _MASTER_BYTES = {"bfloat16": 4, "float16": 6, "float32": 4}
 _STATE_BYTES = {StateFormat.FP32: 4.0, StateFormat.BF16: 2.0, StateFormat.COMPACT: 1 + 4 / STATE_BLOCK}
 
 
+def value_bytes(config: OffloadConfig) -> int:
+    """Of a parameter, and of an activation, as it is computed with."""
+    return _VALUE_BYTES[config.compute_dtype_name]
+
+
 def optimizer_state_bytes(dtype: str, states: StateFormat) -> float:
     """Bytes per element of AdamW's states, value and master included."""
     short = states is StateFormat.COMPACT and dtype == "bfloat16"  # a residual of 8 bits
@@ -99,7 +104,7 @@ def measure_units(
     units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
 ) -> tuple[UnitBytes, ...]:
     """One rank's bytes of each unit; `Partition` says what its stage divides."""
-    value = _VALUE_BYTES[config.compute_dtype_name]
+    value = value_bytes(config)
     state = optimizer_state_bytes(config.compute_dtype_name, config.state_format)
     # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
     sums = partition.world_size > 1 or num_micro_batches > 1

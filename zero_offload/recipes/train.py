@@ -32,7 +32,6 @@ import zero_offload as zo
 from zero_offload.api import need_runtime
 from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.plan.memory import Budget, Placement, estimate_memory
-from zero_offload.plan.partition import Partition
 from zero_offload.plan.unit_bytes import UnitNumel, measure_units
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters
@@ -167,7 +166,7 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
         "tokens_per_step": config.batch * config.seq * config.accumulate * ranks.size,
         "baseline_rss_bytes": baseline_bytes,
         "device": model.rotation.device.type,
-        "plan": _planned_bytes(model, config, ranks.size),
+        "plan": _planned_bytes(model, config),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
     return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
@@ -370,10 +369,10 @@ def _lr_factor(step: int, warmup: int, steps: int) -> float:
     return _LR_FLOOR + (1 - _LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _planned_bytes(model: GPT, config: TrainConfig, num_ranks: int) -> dict[str, int]:
+def _planned_bytes(model: GPT, config: TrainConfig) -> dict[str, int]:
     """Bytes of one rank that the plan gives each tier, with the placement that was made."""
     parts = need_runtime(model, "train").parts
-    partition = Partition(config.offload.stage, num_ranks)
+    partition = parts.collectives.partition
     numels = [UnitNumel.of(unit.layout) for unit in parts.units]
     unit_bytes = measure_units(numels, config.offload, partition, config.accumulate)
     chosen = [unit.sections[0].shard.placement for unit in parts.units]

@@ -1,4 +1,4 @@
-"""Which runtime a parameter belongs to, or how its values will be made: the only module-level state of the package.
+"""Which runtime a parameter belongs to, or how its values will be made: the only module-level state of parameters.
 
 `Owner` is what the guard class, the optimizers and the public functions may ask of the runtime; the object
 behind it is made one layer up. Nothing is ever hung on a parameter or a module.

@@ -18,7 +18,7 @@ class UnitState(Enum):
 
 
 TRANSITIONS: dict[UnitState, frozenset[UnitState]] = {
-    UnitState.AWAY: frozenset({UnitState.FETCHING, UnitState.AWAITING}),
+    UnitState.AWAY: frozenset({UnitState.AWAITING}),
     UnitState.AWAITING: frozenset({UnitState.FETCHING, UnitState.PRESENT, UnitState.AWAY}),
     UnitState.FETCHING: frozenset({UnitState.PRESENT, UnitState.AWAITING, UnitState.AWAY}),
     UnitState.PRESENT: frozenset({UnitState.AWAITING, UnitState.AWAY}),

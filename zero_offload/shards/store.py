@@ -114,7 +114,7 @@ class ShardStore:
 
     def _size_staging(self) -> None:
         self.state_staging_bytes = max(array_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
-        """Staging that `open_chunk` may use."""
+        """Staging that `open_chunks` may use."""
         self.staging = LazyRegion(self.arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError
 from zero_offload.plan.memory import estimate_memory
+from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import Placement, UnitBytes, assign_tiers, place, tier_budget
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, measure_units
 from zero_offload.types import GIB, MIB, HardwareProfile, StateKind, Tier
@@ -153,7 +154,7 @@ def test_more_ranks_are_offered_where_they_help() -> None:
     machine = HardwareProfile(2, GIB, "cpu", GIB, 3 * GIB)
     config = OffloadConfig(nvme="x", optimizer="nvme", params="nvme", grads="nvme")
     with pytest.raises(CapacityError, match=r"would fit: \d+ ranks, each with this much memory and disk"):
-        place(model(config, num_blocks=24), config, machine)
+        place(model(config, num_blocks=24), config, machine, Partition(3, 1))
 
 
 def test_nothing_fits() -> None:

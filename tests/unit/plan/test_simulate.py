@@ -37,6 +37,11 @@ def job_of(config: OffloadConfig, count: int = 4, **changes: Any) -> Job:
     return replace(job, **changes)
 
 
+def with_overlap(job: Job, overlap: str) -> Job:
+    """With the units' bytes as they are."""
+    return replace(job, config=replace(job.config, overlap=overlap))
+
+
 def placement_of(job: Job, tiers: tuple[Tier, Tier, Tier], *, shared: bool) -> Placement:
     at = dict(zip(PLACED_KINDS, tiers, strict=True))
     return Placement(tuple(at for _ in job.units), Budget(1 << 60, 1 << 60, 1 << 60, shared))
@@ -59,7 +64,7 @@ def test_everything_in_the_memory_of_a_cpu_is_compute_and_then_the_update() -> N
 
 def test_what_moves_beside_a_cpu_takes_its_time() -> None:
     """Values that forward and backward read, and those that a serial update writes."""
-    job = job_of(OffloadConfig(nvme="x", durability="scratch"), overlap="none")
+    job = job_of(OffloadConfig(nvme="x", durability="scratch", overlap="none"))
     placement = placement_of(job, (NVME, HOST, HOST), shared=True)
     fast = replace(CPU, read_bytes=1e15, write_bytes=1e15, flops=1e6)
     free, taking = (simulate(job, placement, replace(fast, drive_lost_s=lost_s)) for lost_s in (0.0, 1e-8))
@@ -69,14 +74,14 @@ def test_what_moves_beside_a_cpu_takes_its_time() -> None:
 
 def test_an_update_beside_forward_takes_the_time_of_a_cpu() -> None:
     """As much as it has itself, where there is as much: the loops of compute wait for the cores that they share."""
-    job = job_of(OffloadConfig(), overlap="forward")
+    job = job_of(OffloadConfig(overlap="forward"))
     placement = placement_of(job, (HOST, HOST, HOST), shared=True)
-    alone, beside = (simulate(replace(job, overlap=each), placement, CPU) for each in ("none", "forward"))
+    alone, beside = (simulate(with_overlap(job, each), placement, CPU) for each in ("none", "forward"))
     update_s = 4 * (2 * 12 + 2) * NUMEL / CPU.host_bytes_beside
     assert beside.compute_s == pytest.approx(alone.compute_s + update_s)
     # Of a forward that is shorter than the update, no more than that.
     quick = replace(CPU, flops=1e13)
-    alone, beside = (simulate(replace(job, overlap=each), placement, quick) for each in ("none", "forward"))
+    alone, beside = (simulate(with_overlap(job, each), placement, quick) for each in ("none", "forward"))
     assert beside.compute_s == pytest.approx(alone.compute_s + 4 * 2 * NUMEL / CPU.device_bytes)
 
 
@@ -103,7 +108,7 @@ def test_reads_beside_writes_take_less_time_than_in_turn() -> None:
 
 @pytest.mark.parametrize("overlap", ["none", "forward", "backward"])
 def test_an_update_that_hides_costs_nothing(overlap: str) -> None:
-    job = job_of(OffloadConfig(), overlap=overlap)
+    job = with_overlap(job_of(OffloadConfig()), overlap)
     placement = placement_of(job, (HOST, HOST, HOST), shared=False)
     found = simulate(job, placement, replace(GPU, flops=1e9))
     update_s = 4 * (2 * 12 + 2) * NUMEL / 50e9
@@ -224,7 +229,7 @@ def test_a_faster_lane_never_makes_a_step_slower(
     config = OffloadConfig(nvme="x", activations=activations.value, device_memory=budget)
     batch = replace(BATCH, micro_batches=micro_batches)
     job = Job.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)
-    job = replace(job, overlap=overlap)
+    job = with_overlap(job, overlap)
     at = tuple(dict(zip(PLACED_KINDS, each, strict=True)) for each in tiers)
     placement = Placement(at, Budget(1 << 60, 1 << 60, 1 << 60, host))
     before = simulate(job, placement, machine)

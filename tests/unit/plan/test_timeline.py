@@ -46,7 +46,6 @@ def policy(count: int, **changes: Any) -> Policy:
         room_bytes=0,
         overlaps=False,
         in_backward=False,
-        delivers_all=False,
         num_passes=1,
         by_unit=False,
         gathers_ahead=(False,) * count,

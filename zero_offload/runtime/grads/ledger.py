@@ -136,11 +136,7 @@ class GradLedger:
     def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
         total, bad = 0.0, 0.0
-        for grads in self.sections:
-            for index in grads.exposed & grads.holding:
-                # The user may have changed it through `.grad`.
-                grads.measure(index)
-        _read_launched(self.sections)
+        _complete_sums(self.sections)
         for grads, indices in self._chosen(params):
             squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             # Tensor-parallel ranks that hold the same count it once between them.
@@ -151,10 +147,7 @@ class GradLedger:
 
     def finite(self, units: Sequence[Sequence[SectionGrads]], params: Container[nn.Parameter]) -> list[bool]:
         """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
-        for grads in itertools.chain(*units):
-            for index in grads.exposed & grads.holding:
-                grads.measure(index)
-        _read_launched(itertools.chain(*units))
+        _complete_sums(list(itertools.chain(*units)))
         fine = [all(each.finite for grads in unit for each in _sums_of(grads, params)) for unit in units]
         return [not bad for bad in self._collectives.any_rank([not each for each in fine])]
 
@@ -292,8 +285,11 @@ def _sums_of(grads: SectionGrads, params: Container[nn.Parameter]) -> Iterator[G
     return (grads.sums[index] for index in grads.holding if grads.params[index] in params)
 
 
-def _read_launched(sections: Iterable[SectionGrads]) -> None:
+def _complete_sums(sections: Sequence[SectionGrads]) -> None:
     """Fill `sums` with what was launched since: one download, whichever of them are wanted."""
+    for grads in sections:
+        for index in grads.exposed & grads.holding:
+            grads.measure(index)  # the user may have changed it through `.grad`
     launched = [(grads, index) for grads in sections for index in grads.launched]
     found = read_sums([grads.launched[index] for grads, index in launched])
     for (grads, index), each in zip(launched, found, strict=True):

@@ -20,7 +20,6 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.neighbours import Channel, Neighbourhood
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit
-from zero_offload.types import Branches
 
 # torch 2.13 renames them, and warns.
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,14 +76,14 @@ class RankGroup:
         if mesh is None:
             alone = not (dist.is_available() and dist.is_initialized())
             world_size, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-            return cls(_partition(config, world_size), rank, tuple(range(world_size)))
+            return cls(Partition.of(config, world_size), rank, tuple(range(world_size)))
         members = tuple(int(rank) for rank in mesh.mesh.flatten())
         everyone = None if len(members) == dist.get_world_size() else _new_group(members)
         place = members.index(dist.get_rank())
         if mesh.ndim == 1:
-            group = cls(_partition(config, len(members)), place, members, everyone, everyone)
+            group = cls(Partition.of(config, len(members)), place, members, everyone, everyone)
         else:
-            partition = _partition(config, len(members), mesh.size(0))
+            partition = Partition.of(config, len(members), mesh.size(0))
             group = cls(partition, place, members, everyone, mesh.get_group(1), mesh.get_group(0))
         return group if tensor_mesh is None else group._in_columns(tensor_mesh)
 
@@ -121,10 +120,6 @@ class RankGroup:
         """A channel of its own between the ranks of `group`, if they can reach each other's memory. Collective."""
         ranks = self.members if group is None else tuple(dist.get_process_group_ranks(group))
         return self._neighbourhood.channel(ranks, reads=reads)
-
-
-def _partition(config: OffloadConfig, world_size: int, num_replicas: int = 1) -> Partition:
-    return Partition(config.stage, world_size, num_replicas, config.branches == Branches.ANY.value)
 
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:
