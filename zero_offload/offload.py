@@ -62,7 +62,7 @@ from zero_offload.shards.shard import Component, is_on_device, planned_component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
-from zero_offload.types import SECTOR, Durability, HardwareProfile, StateKind, Tier, UpdateOverlap
+from zero_offload.types import Durability, HardwareProfile, StateKind, Tier, UpdateOverlap, whole_sectors
 
 UNLIMITED_FRAMES = 1 << 40
 
@@ -277,7 +277,7 @@ def _ring_bytes(build: Build) -> int:
         stays = tiers[section.unit][StateKind.GRADS] is Tier.DEVICE and not build.device.is_host
         if section.trainable and not stays:
             nbytes = section.shard_numel * (4 if sums else section.dtype.itemsize)
-            unit_bytes[section.unit] += -(-nbytes // SECTOR) * SECTOR
+            unit_bytes[section.unit] += whole_sectors(nbytes)
     return ring_bytes(unit_bytes)
 
 

@@ -21,6 +21,11 @@ FRAME = 2 * MIB
 """What host memory under units is taken in: huge pages make O_DIRECT reads twice as fast as 4 KiB pages."""
 
 
+def whole_sectors(nbytes: int) -> int:
+    """So many bytes, rounded up to a multiple of `SECTOR`."""
+    return -(-nbytes // SECTOR) * SECTOR
+
+
 class Tier(StrEnum):
     """Where a shard rests."""
 

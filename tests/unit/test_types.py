@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zero_offload.errors import ConfigError
-from zero_offload.types import GIB, KIB, MIB, format_bytes, parse_bytes
+from zero_offload.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes, whole_sectors
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,13 @@ def test_format_bytes(nbytes: int, text: str) -> None:
 @example(1023 * KIB)
 def test_what_is_written_can_be_read(nbytes: int) -> None:
     assert parse_bytes(format_bytes(nbytes)) == pytest.approx(nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "sectors"), [(0, 0), (1, 1), (SECTOR, 1), (SECTOR + 1, 2), (GIB - 1, GIB // SECTOR)]
+)
+def test_whole_sectors(nbytes: int, sectors: int) -> None:
+    assert whole_sectors(nbytes) == sectors * SECTOR
 
 
 @pytest.mark.parametrize(

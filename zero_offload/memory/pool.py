@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.types import SECTOR
+from zero_offload.types import SECTOR, whole_sectors
 
 
 class Span(Protocol):
@@ -64,7 +64,7 @@ class SpanPool:
 
 
 def _round_up(nbytes: int) -> int:
-    return max(-(-nbytes // SECTOR), 1) * SECTOR
+    return max(whole_sectors(nbytes), SECTOR)
 
 
 class LazyRegion:

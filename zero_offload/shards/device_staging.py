@@ -13,7 +13,7 @@ import torch
 
 from zero_offload.device import Device, Event
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.types import SECTOR
+from zero_offload.types import whole_sectors
 
 
 class DeviceStaging:
@@ -52,4 +52,4 @@ class DeviceStaging:
 
 
 def _room(array: torch.Tensor) -> int:
-    return -(-array.nbytes // SECTOR) * SECTOR
+    return whole_sectors(array.nbytes)

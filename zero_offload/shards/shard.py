@@ -34,7 +34,7 @@ from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.replica import Replica
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.swap_file import Transfer
-from zero_offload.types import SECTOR, StateKind, Tier
+from zero_offload.types import StateKind, Tier, whole_sectors
 
 
 class Component(StrEnum):
@@ -99,8 +99,7 @@ def array_numel(layout: SectionLayout, component: Component, numel: int) -> int:
     """Elements of the array that a chunk of `numel` elements has."""
     if not is_packed(layout, component):
         return numel
-    packed = numel + num_scales(layout.state_format, numel) * 4
-    return -(-packed // SECTOR) * SECTOR
+    return whole_sectors(numel + num_scales(layout.state_format, numel) * 4)
 
 
 def array_bytes(layout: SectionLayout, components: Iterable[Component], numel: int) -> int:

@@ -27,7 +27,7 @@ from zero_offload.memory.pool import SpanPool
 from zero_offload.plan.layout import ALIGN_NUMEL
 from zero_offload.plan.memory import STAGED_SECTIONS
 from zero_offload.runtime.grads.ledger import SectionGrads
-from zero_offload.types import SECTOR
+from zero_offload.types import whole_sectors
 
 Land = Callable[[SectionGrads, int, torch.Tensor, bool], None]
 """land(grads, index, gradient on the host, adds)."""
@@ -44,7 +44,7 @@ class Room(NamedTuple):
     @property
     def sum_bytes(self) -> int:
         """As leases are rounded."""
-        return -(-self.num_sums * torch.float64.itemsize // SECTOR) * SECTOR
+        return whole_sectors(self.num_sums * torch.float64.itemsize)
 
 
 class _Placed(NamedTuple):

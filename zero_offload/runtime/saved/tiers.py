@@ -28,7 +28,7 @@ from zero_offload.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.swap_file import Transfer
-from zero_offload.types import SECTOR
+from zero_offload.types import whole_sectors
 
 Pieces = Sequence[Any]
 
@@ -140,7 +140,7 @@ class _Leaving:
     def _launch(self) -> None:
         self.piece.staged = None
         # The tail of the last block is never read: whole sectors are enough.
-        self.piece.extent.blocks["nbytes"] = -(-self.piece.nbytes // SECTOR) * SECTOR
+        self.piece.extent.blocks["nbytes"] = whole_sectors(self.piece.nbytes)
         self.piece.last = self.disk.launch_write(self.piece.extent, ALL_ROWS, self.block.data_ptr())
 
 
