@@ -19,7 +19,7 @@ from pathlib import Path
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint
-from zero_offload.checkpoint.saved import SavedGeneration, take_directories
+from zero_offload.checkpoint.saved import SavedGeneration, open_in_turn, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CheckpointError, ConfigError
@@ -68,7 +68,8 @@ class RunFiles:
         files = cls()
         if not config.nvme_dirs:
             return files
-        directories = _open_directories(config, ranks, cleanup)
+        directories = open_in_turn(config.nvme_dirs, ranks, cleanup, RunDirectory.open, RunDirectory.join)
+        _check_same(directories, ranks)
         if ranks.rank == 0:
             _warn_of_file_systems(directories)
         durability = config.effective_durability
@@ -238,18 +239,6 @@ def _tune(config: OffloadConfig, directories: list[RunDirectory], layout: ShardL
     if ranks.rank == 0:
         _log.info("%s: %s; %s", directories[0].path, tuned.settings, tuned.settings.reason)
     return tuned
-
-
-def _open_directories(config: OffloadConfig, ranks: Ranks, cleanup: contextlib.ExitStack) -> list[RunDirectory]:
-    """Rank 0 takes the locks; the others join once it has them."""
-    directories = []
-    for is_turn, take in ((ranks.rank == 0, RunDirectory.open), (ranks.rank != 0, RunDirectory.join)):
-        with ranks.exchange.together():
-            for path in config.nvme_dirs if is_turn else ():
-                directories.append(take(path))
-                cleanup.callback(directories[-1].close)
-    _check_same(directories, ranks)
-    return directories
 
 
 def _warn_of_file_systems(directories: list[RunDirectory]) -> None:

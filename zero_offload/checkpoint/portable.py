@@ -30,7 +30,7 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
-from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation
+from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation, open_in_turn
 from zero_offload.errors import CheckpointError
 from zero_offload.kernels.master import join_master, split_master
 from zero_offload.memory.arena import Arena
@@ -55,7 +55,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
     Raises CheckpointError when the directory holds one already, CapacityError, StorageError.
     """
     with contextlib.ExitStack() as cleanup:
-        directory = cleanup.enter_context(_open_directory(path, ranks))
+        [directory] = open_in_turn([path], ranks, cleanup, RunDirectory.open, RunDirectory.join)
         keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
         keeper.run_id = ranks.exchange.agree(keeper.run_id)
         with ranks.exchange.together():
@@ -119,17 +119,6 @@ def _recut_master(half: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype
     join_master(half, residual, master)
     split_master(master, half, other)
     return {Component.VALUE: half, Component.RESIDUAL: other}
-
-
-def _open_directory(path: Path, ranks: Ranks) -> RunDirectory:
-    """Rank 0 makes and locks it; the others join once it is there."""
-    with ranks.exchange.together():
-        if ranks.rank == 0:
-            directory = RunDirectory.open(path)
-    with ranks.exchange.together():
-        if ranks.rank != 0:
-            directory = RunDirectory.join(path)
-    return directory
 
 
 def _copy_chunks(store: ShardStore, layout: SectionLayout) -> ChunkSource:

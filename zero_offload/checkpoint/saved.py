@@ -50,13 +50,25 @@ def take_directories(
     paths: Sequence[Path], ranks: Ranks, cleanup: contextlib.ExitStack, *, locks: bool
 ) -> list[RunDirectory]:
     """Open existing directories to read. With `locks`, no run may have them meanwhile: LockError. Collective."""
-    taken: list[RunDirectory] = []
-    for is_turn, take in ((ranks.rank == 0, hold_existing), (ranks.rank != 0, _join)):
+    first, then = (hold_existing, _join) if locks else (RunDirectory.look, RunDirectory.look)
+    return open_in_turn(paths, ranks, cleanup, first, then)
+
+
+def open_in_turn(
+    paths: Sequence[Path],
+    ranks: Ranks,
+    cleanup: contextlib.ExitStack,
+    first: Callable[[Path], RunDirectory],
+    then: Callable[[Path], RunDirectory],
+) -> list[RunDirectory]:
+    """Rank 0 opens directories by `first`, and once it has them the others do by `then`. Collective."""
+    opened: list[RunDirectory] = []
+    for is_turn, take in ((ranks.rank == 0, first), (ranks.rank != 0, then)):
         with ranks.exchange.together():
             for path in paths if is_turn else ():
-                taken.append(take(path) if locks else RunDirectory.look(path))
-                cleanup.callback(taken[-1].close)
-    return taken
+                opened.append(take(path))
+                cleanup.callback(opened[-1].close)
+    return opened
 
 
 def _join(path: Path) -> RunDirectory:
