@@ -36,7 +36,7 @@ _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
 class Caching(Enum):
-    """Whether transfers pass through the page cache."""
+    """Whether transfers are to pass by the page cache; where the file system has no O_DIRECT none do."""
 
     DIRECT = "direct"
     BUFFERED = "buffered"
@@ -59,12 +59,11 @@ os.register_at_fork(after_in_child=_close_files_in_child)
 
 @dataclass(eq=False)
 class DataFile:
-    """One open, preallocated file; `caching` is what the file system granted, not what was asked."""
+    """One open, preallocated file."""
 
     fd: int
     path: Path
     nbytes: int
-    caching: Caching
     system: FileSystem
 
     def __post_init__(self) -> None:
@@ -187,23 +186,23 @@ class RunDirectory:
         with naming_errors("list", self.path):
             return sorted(name for name in self.system.listdir(self.dir_fd) if name != LOCK_NAME)
 
-    def create_file(self, name: str, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:
+    def create_file(self, name: str, nbytes: int) -> DataFile:
         """A new file of `nbytes` reserved bytes; nothing stays behind when they cannot be had."""
         path = self.path_of(name)
         with naming_errors("create", path):
             fd = self.system.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, self.dir_fd)
         try:
-            return _prepare(fd, path, nbytes, caching, self.system)
+            return _prepare(fd, path, nbytes, self.system)
         except BaseException:
             with contextlib.suppress(OSError):  # a drive that turned read-only: the first error is the one to tell
                 self.system.unlink(name, self.dir_fd)
             raise
 
-    def create_scratch(self, nbytes: int, caching: Caching = Caching.DIRECT) -> DataFile:
+    def create_scratch(self, nbytes: int) -> DataFile:
         """A file without a name: the kernel frees it with its last descriptor, even after kill -9."""
         path = self.path / "(scratch)"
         with naming_errors("create", path):
-            return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, caching, self.system)
+            return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, self.system)
 
     def open_file(self, name: str, caching: Caching = Caching.DIRECT) -> DataFile:
         """An existing file of ours."""
@@ -213,7 +212,8 @@ class RunDirectory:
         try:
             info = self.system.fstat(fd)
             check_ours(path, info)
-            return DataFile(fd, path, info.st_size, _grant(self.system, fd, caching), self.system)
+            _ask_for(caching, fd, self.system)
+            return DataFile(fd, path, info.st_size, self.system)
         except BaseException:
             self.system.close(fd)
             raise
@@ -358,14 +358,10 @@ def check_private(path: Path, info: os.stat_result) -> None:
         raise StorageError(f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); {remedy}")
 
 
-def _prepare(fd: int, path: Path, nbytes: int, caching: Caching, system: FileSystem) -> DataFile:
+def _prepare(fd: int, path: Path, nbytes: int, system: FileSystem) -> DataFile:
+    file = DataFile(fd, path, 0, system)
     try:
-        granted = _grant(system, fd, caching)
-    except BaseException:
-        system.close(fd)
-        raise
-    file = DataFile(fd, path, 0, granted, system)
-    try:
+        _ask_for(Caching.DIRECT, fd, system)
         file.grow(nbytes)
     except BaseException:
         file.close()
@@ -373,8 +369,8 @@ def _prepare(fd: int, path: Path, nbytes: int, caching: Caching, system: FileSys
     return file
 
 
-def _grant(system: FileSystem, fd: int, caching: Caching) -> Caching:
-    """Ask for O_DIRECT on the open file: asked for at creation, a refusal would leave the file behind."""
+def _ask_for(caching: Caching, fd: int, system: FileSystem) -> None:
+    """O_DIRECT is asked for on the open file: a refusal at creation would leave the file behind."""
     flags = system.get_flags(fd) & ~os.O_NONBLOCK
     try:
         system.set_flags(fd, flags | (os.O_DIRECT if caching is Caching.DIRECT else 0))
@@ -382,5 +378,3 @@ def _grant(system: FileSystem, fd: int, caching: Caching) -> Caching:
         if error.errno != errno.EINVAL:
             raise
         system.set_flags(fd, flags)
-        return Caching.BUFFERED
-    return caching

@@ -32,10 +32,6 @@ class Extent:
     written: npt.NDArray[np.bool_]
     """Which blocks have ever been written; the others read as zeros."""
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.blocks["nbytes"].sum())
-
     def nbytes_in(self, place: int) -> int:
         """Bytes of it in one directory."""
         return int(self.blocks["nbytes"][self.directories == place].sum())

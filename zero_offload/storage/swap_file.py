@@ -97,11 +97,6 @@ class SwapFile:
     def name(self) -> str:
         return self._name
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of the file in each directory."""
-        return tuple(self._map.sizes)
-
     def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
         """Plan an extent of blocks of these sizes (bytes, whole sectors). After `create` the files grow."""
         (extent,) = self.allocate_copies([name], block_sizes)

@@ -223,15 +223,29 @@ def test_files_are_preallocated(tmp_path: Path) -> None:
         file.close()
 
 
-@pytest.mark.parametrize("caching", list(Caching))
-def test_caching_is_what_was_granted(tmp_path: Path, caching: Caching) -> None:
+def _has_o_direct(path: Path) -> bool:
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600))
+    except OSError:
+        return False
+    return True
+
+
+def test_files_pass_by_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    granted = _has_o_direct(tmp_path / "trial")
+    with RunDirectory.open(tmp_path / "run") as directory:
+        made = [directory.create_file("f", 4096), directory.create_scratch(4096), directory.open_file("f")]
+        for file in made:
+            flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+            assert bool(flags & os.O_DIRECT) == granted and not flags & os.O_NONBLOCK
+            file.close()
+
+
+def test_a_file_that_is_opened_for_the_page_cache(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path) as directory:
-        file = directory.create_file("f", 4096, caching)
-        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
-        assert bool(flags & os.O_DIRECT) == (file.caching is Caching.DIRECT)
-        assert not flags & os.O_NONBLOCK
-        if caching is Caching.BUFFERED:
-            assert file.caching is Caching.BUFFERED
+        directory.create_file("f", 4096).close()
+        file = directory.open_file("f", Caching.BUFFERED)
+        assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & (os.O_DIRECT | os.O_NONBLOCK)
         file.close()
 
 
@@ -246,7 +260,7 @@ def test_without_direct_io_files_are_buffered(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(fcntl, "fcntl", no_direct)
     with RunDirectory.open(tmp_path) as directory:
         file = directory.create_file("f", 4096)
-        assert file.caching is Caching.BUFFERED
+        assert not real(file.fd, fcntl.F_GETFL) & (os.O_DIRECT | os.O_NONBLOCK)
         assert directory.names() == ["f"]
         file.close()
 

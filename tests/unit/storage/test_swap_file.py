@@ -41,7 +41,9 @@ def test_each_directory_gets_its_share_all_along(weights: list[float], tmp_path:
         for count in (20, 60, 120):
             shares = np.bincount(places[:count], minlength=len(weights)) / count
             assert np.abs(shares - weights).max() <= 1 / count + 1e-12
-        assert [size / sum(swap.sizes) for size in swap.sizes] == pytest.approx(weights, abs=1 / 120)
+        swap.create()
+        sizes = [(path / swap.name).stat().st_size for path in paths]
+        assert [size / swap.nbytes for size in sizes] == pytest.approx(weights, abs=1 / 120)
 
 
 @pytest.mark.parametrize("speeds", [(1.0, 3.0), (1.0, 1.7), (0.4, 0.6, 3.1)], ids=str)
@@ -82,7 +84,8 @@ def test_a_stripe_is_read_back_from_its_record(tmp_path: Path) -> None:
         (extent,) = swap.restore_copies(["extent 0"], [BLOCK] * 40, 0, record)
         swap.read(extent, slice(None), region.address).wait()
         assert np.array_equal(values, before)
-        (tmp_path / "b" / "rank0.swap").write_bytes(b"\0" * swap.sizes[1])
+        file = tmp_path / "b" / "rank0.swap"
+        file.write_bytes(b"\0" * file.stat().st_size)
         with pytest.raises(IntegrityError, match=f"{tmp_path}/b/rank0.swap"):
             swap.read(extent, slice(None), region.address).wait()
 
