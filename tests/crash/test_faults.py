@@ -31,7 +31,7 @@ from tests.helpers.disk import (
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from zero_offload import move_in, native
 from zero_offload.abi import Fault, IoResultStruct, IoStatus
-from zero_offload.storage import native_engine
+from zero_offload.storage import native_engine, stall
 from zero_offload.storage.directory import _STUCK_LOCKS
 
 STEPS = 8
@@ -244,7 +244,7 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
     model, optimizer = open_model(nvme, io_engine=engine)
     train(model, optimizer, 0, 3)
     drain(model)
-    monkeypatch.setattr(native_engine, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
     stuck = engine_of(model)
     handle = stuck._handle
     stuck.inject_fault(Fault.STALL)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from tests.helpers.crashfs import CrashFS
 from zero_offload import native
 from zero_offload.errors import IntegrityError, StorageError
-from zero_offload.storage.engine import BlockTable, EngineStats, Lasting, Moved, Ticket, Urgency
+from zero_offload.storage.engine import BlockTable, Lasting, Moved, Ticket, Urgency
 
 
 class CrashEngine:
@@ -30,13 +30,13 @@ class CrashEngine:
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._launch(blocks, address, self._read_verified)
 
-    def read_unverified(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
         return self._launch(blocks, address, self._read)
 
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._launch(blocks, address, self._write)
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
+    def wait(self, ticket: Ticket) -> Moved:
         if ticket.number in self._late:
             self._move(ticket.number, self._late.pop(ticket.number))
         if ticket.number in self._failed:
@@ -46,16 +46,13 @@ class CrashEngine:
     def done(self, ticket: Ticket) -> bool:
         return ticket.number not in self._late
 
-    def stats(self) -> EngineStats:
-        return EngineStats(len(self._late), 0, 0, 0.0, 0.0)
-
     def close(self) -> None:
         while self._late:
             number = min(self._late)
             self._move(number, self._late.pop(number))
 
     def _launch(self, blocks: BlockTable, address: int, move: Callable[[BlockTable, int], None]) -> Ticket:
-        ticket, self._next = Ticket(self._next, blocks, address), self._next + 1
+        ticket, self._next = Ticket(self._next, blocks), self._next + 1
         if self._rng.random() < 0.5:
             self._late[ticket.number] = lambda: move(blocks, address)
         else:

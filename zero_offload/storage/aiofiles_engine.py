@@ -8,6 +8,7 @@ and the results until they are waited for. Never opens or closes a file.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import ctypes
 import errno
 import itertools
@@ -15,17 +16,19 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, ParamSpec, TypeVar
 
 from aiofiles import os as async_os
 
 from zero_offload.errors import ConfigError
 from zero_offload.storage.checksum import crc32c
-from zero_offload.storage.engine import BlockTable, EngineSettings, EngineStats, Lasting, Moved, Ticket, Urgency
+from zero_offload.storage.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
 from zero_offload.storage.failures import (
     BlockFailure,
     Cause,
@@ -36,11 +39,14 @@ from zero_offload.storage.failures import (
     raise_stuck,
     unknown_ticket_error,
 )
+from zero_offload.storage.stall import StallWatch
 from zero_offload.types import SECTOR
 
 _WAIT_SLICE_S = 0.25
 
 _Vector = Callable[..., Awaitable[int]]
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 class _Op(Enum):
@@ -77,6 +83,45 @@ class _Job:
     address: int = field(compare=False)
 
 
+class _Threads(Executor):
+    """Threads that the end of the process does not wait for, as it does for those of `ThreadPoolExecutor`.
+
+    A drive may never answer; and transfers go on, until the last moment, while the interpreter ends.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"zero_offload-io_{i}", daemon=True) for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
+        future: Future[_Result] = Future()
+        self._calls.put(partial(_settle, future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for _ in self._threads:
+            self._calls.put(None)
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+
+
+def _settle(future: Future[_Result], call: Callable[[], _Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 class AiofilesEngine:
     """A `FileEngine`."""
 
@@ -86,20 +131,21 @@ class AiofilesEngine:
         self._drives: dict[int, int] = {}
         self._open: dict[int, _Batch] = {}
         self._numbers = itertools.count(1)
-        self._bytes = {"read": 0, "write": 0}
-        self._busy_s = {"read": 0.0, "write": 0.0}
+        self._moved_bytes = 0
         self._owner_pid = os.getpid()
         self._closed = False
         self.is_stuck = False
         self._defect: Exception | None = None
         num_threads = settings.num_threads * num_drives
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="zero_offload-io")
+        self._executor = _Threads(num_threads)
         self._preadv: _Vector = async_os.wrap(os.preadv)
         self._pwritev: _Vector = async_os.wrap(os.pwritev)
         self._loop = asyncio.new_event_loop()
         self._queues: list[asyncio.PriorityQueue[_Job]] = [asyncio.PriorityQueue() for _ in range(num_drives)]
         self._thread = threading.Thread(target=self._run, name="zero_offload-io-loop", daemon=True)
         self._thread.start()
+        # The end of the process does not wait for daemons, but frees the memory that they read and write.
+        atexit.register(self._end_transfers)
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._check_open()
@@ -111,21 +157,18 @@ class AiofilesEngine:
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(_Op.READ, blocks, address, urgency)
 
-    def read_unverified(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(_Op.READ_UNVERIFIED, blocks, address, urgency)
+    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
+        return self._submit(_Op.READ_UNVERIFIED, blocks, address, Urgency.NORMAL)
 
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(_Op.WRITE, blocks, address, urgency)
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
-        batch, began = self._batch(ticket), time.monotonic()
-        while True:
-            left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - time.monotonic()
-            wait_for_futures([batch.future], min(max(left_s, 0.0), _WAIT_SLICE_S))
-            if batch.future.done():
-                break
-            if timeout_s is not None and time.monotonic() >= began + timeout_s:
-                raise_stuck(ticket, batch.done_bytes, timeout_s, self._paths)
+    def wait(self, ticket: Ticket) -> Moved:
+        batch, watch = self._batch(ticket), StallWatch()
+        while wait_for_futures([batch.future], _WAIT_SLICE_S).not_done:
+            if self.is_stuck or watch.is_over(self._moved_bytes):
+                self.is_stuck = True
+                raise_stuck(ticket, batch.done_bytes, self._paths)
         moved = Moved(batch.begin_ns, batch.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._open[ticket.number]
@@ -138,21 +181,25 @@ class AiofilesEngine:
     def done(self, ticket: Ticket) -> bool:
         return self._batch(ticket).future.done()
 
-    def stats(self) -> EngineStats:
-        self._check_open()
-        queued = sum(queue.qsize() for queue in self._queues)
-        return EngineStats(
-            queued, self._bytes["read"], self._bytes["write"], self._busy_s["read"], self._busy_s["write"]
-        )
-
     def close(self) -> None:
         if self._closed or os.getpid() != self._owner_pid:
             return
-        wait_for_futures([batch.future for batch in list(self._open.values())])
+        self._end_transfers()
         self._closed = True
+        atexit.unregister(self._end_transfers)
+        if self.is_stuck:
+            return  # its threads wait for a drive that does not answer; so would we
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._executor.shutdown()
+
+    def _end_transfers(self) -> None:
+        """Wait for everything launched, but for no longer than any other wait."""
+        watch = StallWatch()
+        while os.getpid() == self._owner_pid and not self.is_stuck:
+            if not wait_for_futures([batch.future for batch in list(self._open.values())], _WAIT_SLICE_S).not_done:
+                return
+            self.is_stuck = watch.is_over(self._moved_bytes)
 
     def _check_open(self) -> None:
         check_owner(self._owner_pid)
@@ -171,7 +218,7 @@ class AiofilesEngine:
         check_table(blocks)
         if len(blocks) and not address:
             raise ConfigError("a transfer: base is NULL")
-        ticket = Ticket(next(self._numbers), blocks, address)
+        ticket = Ticket(next(self._numbers), blocks)
         batch = _Batch(ticket, op, len(blocks))
         if not len(blocks):
             batch.future.set_result(None)
@@ -210,14 +257,10 @@ class AiofilesEngine:
             job = await queue.get()
             batch = job.batch
             if batch.failure is None:  # a failure starts no further block
-                began = time.monotonic()
                 batch.begin_ns = batch.begin_ns or time.perf_counter_ns()
                 failure = await self._move_safely(job)
-                self._busy_s[batch.op.verb] += time.monotonic() - began
                 if failure is None:
-                    nbytes = int(batch.ticket.blocks[job.row]["nbytes"])
-                    batch.done_bytes += nbytes
-                    self._bytes[batch.op.verb] += nbytes
+                    batch.done_bytes += int(batch.ticket.blocks[job.row]["nbytes"])
                 elif batch.failure is None or failure.row < batch.failure.row:
                     batch.failure = failure
             batch.left -= 1
@@ -236,35 +279,33 @@ class AiofilesEngine:
     async def _move(self, job: _Job) -> BlockFailure | None:
         block, op = job.batch.ticket.blocks[job.row], job.batch.op
         nbytes, seed = int(block["nbytes"]), int(block["seed"])
-        if op is _Op.WRITE:
-            block["crc"] = await _checksum(self._executor, seed, job.address, nbytes)
+        if op is _Op.WRITE and not self.is_stuck:
+            block["crc"] = await self._checksum(seed, job.address, nbytes)
         actual = 0
         for _ in range(2):  # a second try tells a bad transfer from bad bytes on the drive
             failure = await self._transfer(job)
             if failure is not None or op is not _Op.READ:
                 return failure
-            actual = await _checksum(self._executor, seed, job.address, nbytes)
+            actual = await self._checksum(seed, job.address, nbytes)
             if actual == int(block["crc"]):
                 return None
         return BlockFailure("read", job.row, Cause.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
 
-    async def _vector(self, call: _Vector, fd: int, view: Any, offset: int) -> int:
-        try:
-            return await call(fd, [view], offset, executor=self._executor)
-        except RuntimeError:  # the interpreter is going down
-            direct = os.pwritev if call is self._pwritev else os.preadv
-            return direct(fd, [view], offset)
+    async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
+        return await self._loop.run_in_executor(self._executor, crc32c, seed, address, nbytes)
 
     async def _transfer(self, job: _Job) -> BlockFailure | None:
-        """All bytes of a block, however few a call moves."""
+        """All bytes of a block, however few a call moves. Once given up, its memory is not ours to touch any more."""
         block, verb = job.batch.ticket.blocks[job.row], job.batch.op.verb
         call = self._pwritev if verb == "write" else self._preadv
         fd, nbytes, done = int(block["fd"]), int(block["nbytes"]), 0
         memory = memoryview((ctypes.c_char * nbytes).from_address(job.address)).cast("B") if nbytes else memoryview(b"")
-        while done < nbytes:
+        while not self.is_stuck:
+            if done == nbytes:
+                return None
+            view: Any = memory[done:]
             try:
-                view: Any = memory[done:]
-                moved = await self._vector(call, fd, view, int(block["offset"]) + done)
+                moved = await call(fd, [view], int(block["offset"]) + done, executor=self._executor)
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     continue
@@ -274,11 +315,5 @@ class AiofilesEngine:
             if moved == 0:
                 return BlockFailure(verb, job.row, Cause.TRUNCATED)
             done += moved
-        return None
-
-
-async def _checksum(executor: ThreadPoolExecutor, seed: int, address: int, nbytes: int) -> int:
-    try:
-        return await asyncio.get_running_loop().run_in_executor(executor, crc32c, seed, address, nbytes)
-    except RuntimeError:  # the interpreter is going down and gives no threads any more
-        return crc32c(seed, address, nbytes)
+            self._moved_bytes += moved
+        return BlockFailure(verb, job.row, Cause.SYSTEM, code=errno.ETIMEDOUT)

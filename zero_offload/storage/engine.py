@@ -67,7 +67,6 @@ class Ticket:
 
     number: int
     blocks: BlockTable
-    address: int
 
 
 class Moved(NamedTuple):
@@ -75,17 +74,6 @@ class Moved(NamedTuple):
 
     begin_ns: int
     end_ns: int
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Totals since the engine was opened; busy seconds are summed over its threads."""
-
-    jobs_queued: int
-    bytes_read: int
-    bytes_written: int
-    busy_read_s: float
-    busy_write_s: float
 
 
 class Lasting(Protocol):
@@ -102,7 +90,8 @@ class FileEngine(Protocol):
     """Any thread may call; a child of fork may not."""
 
     is_stuck: bool
-    """Whether a transfer did not end: it may still reach its descriptor, which must never stand for another file."""
+    """Whether it was given up, as it had moved nothing for `STALL_LIMIT_S`: it starts nothing more, but what it had
+    started may still reach its descriptor, which must never stand for another file."""
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         """Tell the path that errors on this descriptor shall name, and which of the engine's drives holds the file.
@@ -116,26 +105,23 @@ class FileEngine(Protocol):
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         """Launch the read of blocks to consecutive memory at `address`, verified against their checksums."""
 
-    def read_unverified(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
         """The same without looking at the checksums."""
 
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         """Launch the write of consecutive memory to blocks; sets their checksums before it is done."""
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
-        """Return when all blocks are moved. A ticket can be waited for once, but again after a timeout
-        or an interrupt.
+    def wait(self, ticket: Ticket) -> Moved:
+        """Return when all blocks are moved. A ticket can be waited for once, but again after an interrupt.
 
-        Raises StorageError (the system refused, or the time is over) or IntegrityError (truncated, checksum).
+        Raises StorageError (the system refused, or the engine is stuck) or IntegrityError (truncated, checksum).
         """
 
     def done(self, ticket: Ticket) -> bool:
         """Whether `wait` would return at once."""
 
-    def stats(self) -> EngineStats: ...
-
     def close(self) -> None:
-        """Wait for everything launched and stop the threads. Closing twice is allowed."""
+        """Wait for everything launched, unless stuck, and stop the threads. Closing twice is allowed."""
 
 
 def open_engine(settings: EngineSettings = THREADS, num_drives: int = 1) -> FileEngine:

@@ -1,7 +1,7 @@
 """What went wrong with a transfer, as the one error that its waiter gets: file, offset, block, reason, remedy.
 
 Owns the texts of all file engines; decides nothing. `raise_failure` for a block that failed, `raise_stuck` for a
-transfer that does not end, `check_table` and `check_owner` before one; `remedy_of` for whoever meets an errno
+transfer that was given up, `check_table` and `check_owner` before one; `remedy_of` for whoever meets an errno
 elsewhere.
 """
 
@@ -15,6 +15,7 @@ from enum import Enum
 from typing import NoReturn
 
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
+from zero_offload.storage import stall
 from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, Ticket
 from zero_offload.types import format_bytes
 
@@ -105,13 +106,14 @@ def raise_failure(ticket: Ticket, failure: BlockFailure, paths: Mapping[int, str
     )
 
 
-def raise_stuck(ticket: Ticket, done_bytes: int, waited_s: float, paths: Mapping[int, str]) -> NoReturn:
-    """Raise StorageError: the transfer did not end in time."""
+def raise_stuck(ticket: Ticket, done_bytes: int, paths: Mapping[int, str]) -> NoReturn:
+    """Raise StorageError: the engine was given up before the transfer had ended."""
     total_bytes = int(ticket.blocks["nbytes"].sum())
     raise StorageError(
-        f"{format_bytes(done_bytes)} of {format_bytes(total_bytes)} moved in {waited_s:g} s, first "
-        f"{_where(ticket, 0, paths)}. The drive is stalled or slow: see 'dmesg' and 'iostat -x'. "
-        "The transfer goes on; wait again"
+        f"given up with {format_bytes(done_bytes)} of {format_bytes(total_bytes)} moved, first "
+        f"{_where(ticket, 0, paths)}: nothing at all has moved for {stall.STALL_LIMIT_S:g} s. The drive is stalled or "
+        f"slow: see 'dmesg' and 'iostat -x'. {_COMMIT_STAYS}: end this process, which keeps the directory locked, and "
+        "resume when the drive answers"
     )
 
 

@@ -8,21 +8,12 @@ from __future__ import annotations
 
 import ctypes as C
 import os
-import time
 import weakref
 from collections.abc import Callable
 
 from zero_offload import abi, native
 from zero_offload.abi import IoResultStruct
-from zero_offload.storage.engine import (
-    BlockTable,
-    EngineSettings,
-    EngineStats,
-    Lasting,
-    Moved,
-    Ticket,
-    Urgency,
-)
+from zero_offload.storage.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
 from zero_offload.storage.failures import (
     BlockFailure,
     Cause,
@@ -33,15 +24,11 @@ from zero_offload.storage.failures import (
     raise_stuck,
     unknown_ticket_error,
 )
+from zero_offload.storage.stall import StallWatch
 from zero_offload.types import EngineKind
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
 _WAIT_SLICE_S = 0.25
-_SLICE_S_MAX = 1.0
-"""What a slice of waiting counts for at most."""
-
-STALL_LIMIT_S = 120.0
-"""A wait without a time-out of its own ends when the engine has moved nothing for so long."""
 
 _KINDS = {EngineKind.IO_URING: abi.IoKind.URING, EngineKind.THREADS: abi.IoKind.THREADS}
 _CAUSES = {
@@ -85,31 +72,19 @@ class NativeEngine:
     def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(abi.IoOp.READ, blocks, address, urgency)
 
-    def read_unverified(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(abi.IoOp.READ_UNVERIFIED, blocks, address, urgency)
+    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
+        return self._submit(abi.IoOp.READ_UNVERIFIED, blocks, address, Urgency.NORMAL)
 
     def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
         return self._submit(abi.IoOp.WRITE, blocks, address, urgency)
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Moved:
-        handle, result, began = self._open_handle(), self._result(ticket), time.monotonic()
-        last, moved_bytes, idle_s = began, -1, 0.0
+    def wait(self, ticket: Ticket) -> Moved:
+        handle, result, watch = self._open_handle(), self._result(ticket), StallWatch()
         while result.status == abi.IoStatus.TIMEOUT:
-            left_s = _WAIT_SLICE_S if timeout_s is None else began + timeout_s - last
-            native.io_wait(handle, ticket.number, min(max(left_s, 0.0), _WAIT_SLICE_S), result)
-            if result.status != abi.IoStatus.TIMEOUT:
-                break
-            now = time.monotonic()
-            if timeout_s is not None and now >= began + timeout_s:
-                raise_stuck(ticket, result.bytes_done, timeout_s, self._paths)
-            # Time in which this process was stopped is not the drive's.
-            idle_s += min(now - last, _SLICE_S_MAX)
-            last = now
-            if timeout_s is None and (total := self._total_bytes(handle)) != moved_bytes:
-                moved_bytes, idle_s = total, 0.0
-            elif timeout_s is None and idle_s > STALL_LIMIT_S:
+            native.io_wait(handle, ticket.number, _WAIT_SLICE_S, result)
+            if result.status == abi.IoStatus.TIMEOUT and (self.is_stuck or watch.is_over(_total_bytes(handle))):
                 self._give_up(handle)
-                raise_stuck(ticket, result.bytes_done, now - began, self._paths)
+                raise_stuck(ticket, result.bytes_done, self._paths)
         moved = Moved(result.begin_ns, result.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._in_flight[ticket.number]
@@ -129,16 +104,6 @@ class NativeEngine:
         handle, result = self._open_handle(), self._result(ticket)
         return result.status != abi.IoStatus.TIMEOUT or native.io_done(handle, ticket.number)
 
-    def stats(self) -> EngineStats:
-        stats = native.io_stats(self._open_handle())
-        return EngineStats(
-            jobs_queued=stats.jobs_queued,
-            bytes_read=stats.bytes_read,
-            bytes_written=stats.bytes_written,
-            busy_read_s=stats.busy_read_s,
-            busy_write_s=stats.busy_write_s,
-        )
-
     def inject_fault(self, fault: abi.Fault, nth: int = 1) -> None:
         """For tests: make the nth read or write from now on fail in this way, once."""
         native.io_fault(self._open_handle(), fault, nth)
@@ -155,14 +120,10 @@ class NativeEngine:
     def _give_up(self, handle: int) -> None:
         """What is under way may end at any time, or never: tables and threads stay as long as the process."""
         self.is_stuck = True
+        if self not in _STUCK:
+            _STUCK.append(self)
         self._free.detach()
-        _STUCK.append(self)
         native.io_give_up(handle)
-
-    @staticmethod
-    def _total_bytes(handle: int) -> int:
-        stats = native.io_stats(handle)
-        return int(stats.bytes_read + stats.bytes_written)
 
     def _open_handle(self) -> int:
         check_owner(self._owner_pid)
@@ -180,7 +141,7 @@ class NativeEngine:
             while number.value and result.status == abi.IoStatus.TIMEOUT:
                 native.io_wait(handle, number.value, _WAIT_SLICE_S, result)
             raise
-        ticket = Ticket(number.value, blocks, address)
+        ticket = Ticket(number.value, blocks)
         self._in_flight[ticket.number] = ticket, result
         return ticket
 
@@ -189,6 +150,12 @@ class NativeEngine:
         if held is None or held[0] is not ticket:
             raise unknown_ticket_error(ticket)
         return held[1]
+
+
+def _total_bytes(handle: int) -> int:
+    """What it has moved since it was opened."""
+    stats = native.io_stats(handle)
+    return int(stats.bytes_read + stats.bytes_written)
 
 
 def _free(handle: int, owner_pid: int) -> None:

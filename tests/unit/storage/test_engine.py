@@ -21,7 +21,8 @@ import pytest
 from zero_offload import crc32c, native
 from zero_offload.abi import Fault
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
-from zero_offload.storage import native_engine
+from zero_offload.storage import native_engine, stall
+from zero_offload.storage.aiofiles_engine import AiofilesEngine
 from zero_offload.storage.engine import (
     BLOCK_DTYPE,
     IO_URING,
@@ -34,6 +35,7 @@ from zero_offload.storage.engine import (
     open_engine,
 )
 from zero_offload.storage.native_engine import NativeEngine
+from zero_offload.storage.stall import StallWatch
 from zero_offload.types import EngineKind
 
 BLOCK = 64 << 10
@@ -131,9 +133,22 @@ def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) 
     engine.wait(ticket)
     assert np.array_equal(source.bytes, target.bytes)
     assert file.path.read_bytes() == source.bytes.tobytes()
-    stats = engine.stats()
-    assert (stats.bytes_read, stats.bytes_written, stats.jobs_queued) == (7 * BLOCK, 7 * BLOCK, 0)
-    assert stats.busy_read_s > 0 and stats.busy_write_s > 0
+
+
+def test_what_has_moved_is_counted(engine: FileEngine, file: File) -> None:
+    """Or a drive that works would be given up."""
+    memory, blocks = Memory(7 * BLOCK).fill(1), file.table(7)
+    engine.wait(engine.write(blocks, memory.address))
+    assert _moved_bytes(engine) == 7 * BLOCK
+    engine.wait(engine.read(blocks, memory.address))
+    assert _moved_bytes(engine) == 14 * BLOCK
+
+
+def _moved_bytes(engine: FileEngine) -> int:
+    if isinstance(engine, AiofilesEngine):
+        return engine._moved_bytes
+    assert isinstance(engine, NativeEngine)
+    return native_engine._total_bytes(engine._handle)
 
 
 def test_a_wait_that_comes_late_says_when_the_bytes_moved(engine: FileEngine, file: File) -> None:
@@ -296,7 +311,7 @@ def test_a_failure_starts_no_further_block(alone: NativeEngine, tmp_path: Path) 
             engine.wait(engine.write(file.table(50, 4096), source.address))
         # io_uring may have launched a few before it knew.
         assert os.fstat(file.fd).st_size <= (2 if engine.settings.kind is EngineKind.THREADS else 6) * 4096
-        assert engine.stats().jobs_queued == 0
+        assert native.io_stats(engine._handle).jobs_queued == 0
         engine.wait(engine.write(file.table(50, 4096), source.address))
 
 
@@ -406,38 +421,136 @@ def test_a_wrong_descriptor(engine: FileEngine) -> None:
         engine.wait(engine.write(blocks, memory.address))
 
 
-@native_only
-def test_a_timeout_leaves_the_ticket_open(engine: NativeEngine, file: File) -> None:
-    memory = Memory(8 * BLOCK).fill(1)
-    engine.inject_fault(Fault.STALL, 3)
-    ticket = engine.write(file.table(8), memory.address)
-    with pytest.raises(StorageError, match=r"of 512 KiB moved in 0.1 s, first 64 KiB at offset 0 of .*wait again"):
-        engine.wait(ticket, timeout_s=0.1)
-    assert not engine.done(ticket)
-    engine.inject_fault(Fault.NONE)
-    engine.wait(ticket, timeout_s=60.0)
-    assert file.path.read_bytes() == memory.bytes.tobytes()
+GIVEN_UP = (
+    "given up with 0 B of 64 KiB moved, first 64 KiB at offset 0 of .*extents.bin .*: "
+    "nothing at all has moved for 0.3 s.*stalled or slow.*The last commit is intact.*resume"
+)
 
 
 @native_only
 def test_a_drive_that_answers_no_more_ends_the_wait(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a time-out of the caller's."""
-    monkeypatch.setattr(native_engine, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
     memory = Memory(BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
     ticket = engine.write(file.table(1), memory.address)
-    with pytest.raises(StorageError, match=r"0 B of 64 KiB moved in .* of .*extents.bin .*stalled"):
+    with pytest.raises(StorageError, match=GIVEN_UP):
         engine.wait(ticket)
+    monkeypatch.setattr(StallWatch, "is_over", _no_second_limit)
+    with pytest.raises(StorageError, match=GIVEN_UP):
+        engine.wait(ticket)
+    assert engine.is_stuck and not engine.done(ticket)
     handle = engine._handle
     engine.close()  # does not wait for it
     memory.bytes[:] = 0
+    _take_back(engine, handle)
+
+
+@native_only
+def test_a_drive_that_answers_after_it_was_given_up(
+    engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was under way may have been cut short, so it has failed; nothing is started any more."""
+    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    memory = Memory(BLOCK).fill(1)
+    engine.inject_fault(Fault.STALL)
+    ticket = engine.write(file.table(1), memory.address)
+    with pytest.raises(StorageError, match=GIVEN_UP):
+        engine.wait(ticket)
+    monkeypatch.setattr(stall, "STALL_LIMIT_S", 60.0)
+    engine.inject_fault(Fault.NONE)
+    while not engine.done(ticket):
+        time.sleep(0.001)
+    for each in (ticket, engine.write(file.table(1), memory.address)):
+        with pytest.raises(StorageError, match=r"ETIMEDOUT.*The last commit is intact"):
+            engine.wait(each)
+        with pytest.raises(ConfigError, match="not open"):
+            engine.wait(each)
+    handle = engine._handle
+    engine.close()
+    _take_back(engine, handle)
+
+
+def _no_second_limit(*_: object) -> bool:
+    """In place of `StallWatch.is_over`: whoever waits for what was given up is told so at once."""
+    raise AssertionError("it waits for as long again")
+
+
+def _take_back(engine: NativeEngine, handle: int) -> None:
+    """Free an engine that was given up, as the end of the process does."""
     native.io_fault(handle, Fault.NONE, 1)
     native.io_stop(handle)
     native_engine._STUCK.remove(engine)
     native.io_close(handle)
     engine.is_stuck = False
+
+
+class SlowDrive:
+    """`os.pwritev` that answers when it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = threading.Event()
+        self._write = os.pwritev
+        monkeypatch.setattr(os, "pwritev", self._answer)
+
+    def _answer(self, fd: int, views: Any, offset: int) -> int:
+        self.answers.wait()
+        return self._write(fd, views, offset)
+
+
+def test_aiofiles_gives_up_a_drive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    drive, memory = SlowDrive(monkeypatch), Memory(8 * BLOCK).fill(1)
+    engine = open_engine(KINDS["aiofiles"])
+    with open(tmp_path / "extents.bin", "w+b") as stream:
+        file = File(tmp_path / "extents.bin", stream.fileno())
+        engine.name_file(file.fd, str(file.path))
+        tables = [file.table(1, first=i * BLOCK) for i in range(8)]
+        tickets = [engine.write(table, memory.address + i * BLOCK) for i, table in enumerate(tables)]
+        with pytest.raises(StorageError, match=GIVEN_UP):
+            engine.wait(tickets[0])
+        monkeypatch.setattr(StallWatch, "is_over", _no_second_limit)
+        with pytest.raises(StorageError, match=GIVEN_UP):
+            engine.wait(tickets[0])
+        assert engine.is_stuck and not engine.done(tickets[0])
+        drive.answers.set()
+        for ticket in tickets:
+            while not engine.done(ticket):
+                time.sleep(0.001)
+            with pytest.raises(StorageError, match=r"ETIMEDOUT.*The last commit is intact"):
+                engine.wait(ticket)
+        # Each thread had begun one. The memory of the others was not even looked at.
+        assert os.fstat(file.fd).st_size == 2 * BLOCK
+        assert [bool(table["crc"][0]) for table in tables] == [True] * 2 + [False] * 6
+        engine.close()
+
+
+@pytest.mark.parametrize("ending", ["wait", "close", "nothing"])
+def test_the_process_ends_without_a_drive_that_aiofiles_has_given_up(ending: str, tmp_path: Path) -> None:
+    code = (
+        "import ctypes, mmap, os, sys, threading, numpy as np\n"
+        "from zero_offload.errors import StorageError\n"
+        "from zero_offload.storage import stall\n"
+        "from zero_offload.storage.engine import BLOCK_DTYPE, open_engine\n"
+        "from zero_offload.storage.tuning import AIOFILES\n"
+        "stall.STALL_LIMIT_S = 0.3\n"
+        "os.pwritev = lambda *_: threading.Event().wait()\n"
+        "engine = open_engine(AIOFILES)\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
+        "memory = mmap.mmap(-1, 4096)\n"
+        "blocks = np.zeros(1, BLOCK_DTYPE)\n"
+        "blocks['nbytes'], blocks['fd'] = 4096, fd\n"
+        "ticket = engine.write(blocks, ctypes.addressof(ctypes.c_char.from_buffer(memory)))\n"
+        "try:\n    engine.wait(ticket) if sys.argv[2] == 'wait' else None\n"
+        "except StorageError as error:\n    print(error)\n"
+        "engine.close() if sys.argv[2] != 'nothing' else None\n"
+        "print(engine.is_stuck)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "file"), ending]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, text=True)
+    *told, is_stuck = done.stdout.splitlines()
+    assert bool(told) == (ending == "wait") and is_stuck == str(ending != "nothing"), done.stdout
 
 
 def test_done_and_a_second_wait(engine: FileEngine, file: File) -> None:
@@ -470,8 +583,9 @@ def test_a_wait_that_is_interrupted_can_be_repeated(
     memory = Memory(BLOCK)
     ticket = engine.write(file.table(1), memory.address)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(native_engine, "_WAIT_SLICE_S", 60.0)
         patch.setattr(native, "io_wait", interrupted)
-        engine.wait(ticket, 60.0)
+        engine.wait(ticket)
     assert engine.done(ticket)
     with pytest.raises(StorageError, match="EIO") if fault is Fault.WRITE_EIO else contextlib.nullcontext():
         engine.wait(ticket)
@@ -563,11 +677,11 @@ def test_a_slow_drive_does_not_hold_up_another(
         two.name_file(fast.fileno(), "fast", 1)
         two.inject_fault(Fault.STALL)
         held = two.write(File(tmp_path / "slow", slow.fileno()).table(20), memory.address)
-        while two.stats().jobs_queued == 20:  # the fault is for the first block that any drive takes
+        while native.io_stats(two._handle).jobs_queued == 20:  # the fault is for the first block that any drive takes
             threading.Event().wait(0.001)
         for _ in range(3):
-            two.wait(two.write(File(tmp_path / "fast", fast.fileno()).table(20), memory.address), timeout_s=60)
-        assert not two.done(held)
+            two.wait(two.write(File(tmp_path / "fast", fast.fileno()).table(20), memory.address))
+        assert not two.done(held) and _moved_bytes(two) >= 60 * BLOCK
         two.inject_fault(Fault.NONE)
         two.wait(held)
         two.close()
