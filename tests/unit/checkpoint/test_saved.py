@@ -1,0 +1,36 @@
+"""Directories of several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from tests.helpers.crew import Crew, CrewExchange
+from zero_offload.checkpoint.generation import Ranks
+from zero_offload.checkpoint.saved import open_in_turn
+from zero_offload.errors import ConfigError, StorageError
+from zero_offload.storage.directory import RunDirectory
+
+
+def test_rank_0_opens_first_and_all_let_go_where_one_cannot(tmp_path: Path) -> None:
+    crew = Crew(3, 0)
+    calls: list[str] = []
+
+    def first(path: Path) -> RunDirectory:
+        calls.append("open")
+        return RunDirectory.open(path)
+
+    def then(path: Path) -> RunDirectory:
+        calls.append("join")
+        if crew.rank == 2 and path.name == "b":
+            raise ConfigError("not here")
+        return RunDirectory.join(path)
+
+    def work(rank: int) -> None:
+        with contextlib.ExitStack() as cleanup:
+            open_in_turn([tmp_path / "a", tmp_path / "b"], Ranks(rank, 3, CrewExchange(crew)), cleanup, first, then)
+
+    assert [type(outcome) for outcome in crew.run(work)] == [StorageError, StorageError, ConfigError]
+    assert calls == ["open"] * 2 + ["join"] * 4
+    for name in ("a", "b"):
+        RunDirectory.open(tmp_path / name).close()
