@@ -340,3 +340,60 @@ def test_gradients_wider_than_their_parameter_lose_nothing(
                 assert torch.equal(found["wide.weight"], sum(WideGrad.made))
                 assert len(WideGrad.made) == count and found["narrow.weight"].any()
         optimizer.step()
+
+
+class Forgetting(LateDevice):
+    """Keeps no download's source, as a GPU's lane does not: what autograd does with memory that nobody else holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sources: dict[int, torch.Tensor] = {}
+
+    def download(self, target: torch.Tensor, source: torch.Tensor, **_: Any) -> Handoff:
+        self.sources[source.data_ptr()] = source.clone()
+        target.copy_(source)
+        return Handoff(target, super().mark())
+
+
+class SharedGrads(nn.Module):
+    """The gradient of `offset` is a view of that of `x`, to which another one is added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.offset = nn.Parameter(torch.randn(4, 8))
+        self.seen: list[tuple[int, torch.Tensor]] = []
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        x = self.first(rows)
+        earlier = x * 3
+        x.register_hook(lambda grad: self.seen.append((grad.data_ptr(), grad.reshape(-1).clone())))
+        return ((x + self.offset.unsqueeze(0)) * earlier).sum()
+
+
+def test_memory_that_a_download_reads_is_not_added_to(on_device: Use) -> None:
+    device = Forgetting()
+    on_device(device)
+    model = zo.offload(build(SharedGrads), zo.OffloadConfig(precision="fp32", grads="cpu"))
+    model(torch.ones(1, 4, 8)).backward()
+    [(address, grad)] = model.seen
+    assert len(device.sources) >= 3
+    assert address not in device.sources or torch.equal(device.sources[address], grad)
+    zo.close(model)
+
+
+@pytest.mark.parametrize("device", [LateDevice, Forgetting])
+def test_gradients_with_a_graph_of_their_own(device: type[LateDevice], on_device: Use) -> None:
+    """`create_graph=True`: where they rest they are no part of it."""
+    on_device(device())
+    model = zo.offload(build(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))), zo.OffloadConfig())
+    optimizer, losses = zo.AdamW(model.parameters(), lr=1e-2), []
+    for _ in range(3):
+        loss = model(torch.ones(4, 8)).sum()
+        loss.backward(create_graph=True)
+        zo.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[0] > losses[1] > losses[2]
+    zo.close(model)

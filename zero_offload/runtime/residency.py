@@ -202,7 +202,12 @@ class Residency:
             if unit.state is UnitState.AWAY:
                 if not self._evict_for(unit):
                     return
-                self._reserve(unit)
+                try:
+                    self._reserve(unit)
+                except torch.OutOfMemoryError:
+                    if not self._is_alone:
+                        raise  # the others go on to gather it
+                    return  # its use asks for memory again
             if unit.state is UnitState.AWAITING and _readable(unit, self.board, self._carrier):
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:

@@ -46,7 +46,7 @@ class Bench:
         self.tier = DiskTier(HostDevice(), self.arena, DiskArrays(self.file, self.counters))
         self.buffer = torch.zeros(MIB)
         staying = frozenset([self.buffer.untyped_storage()._cdata])
-        self.store = Activations(fractions, {Tier.NVME: self.tier}, self.counters, staying)
+        self.store = Activations(fractions, {Tier.NVME: self.tier}, self.counters, staying, "cpu")
 
     def pack(self, tensor: Tensor) -> Away:
         away = self.store.pack(tensor)
@@ -122,6 +122,7 @@ def test_what_stays(bench: Bench) -> None:
     small, leaf = noise(MIB // 4 - 1), noise(MIB).requires_grad_()
     for tensor in (small, leaf, bench.buffer, nn.Parameter(noise(MIB)), noise(MIB, 2).view(torch.complex64).conj()):
         assert bench.store.pack(tensor) is None
+    assert bench.store.pack(torch.empty(MIB, device="meta")) is None  # not where the model computes
 
 
 def test_fractions_are_met_in_bytes(tmp_path: Path) -> None:

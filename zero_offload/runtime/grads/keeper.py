@@ -64,6 +64,8 @@ class GradKeeper:
         """
         shard = grads.local or grads.shard
         grad = grad.resolve_neg()  # a kernel sees memory, which has the other sign there
+        if grad.requires_grad:  # create_graph=True; where it rests it is no part of a graph
+            grad = grad.detach()
         if self._device.is_host:
             self._keep_one(grads, index, grad.contiguous(), adds=adds)
         elif shard.on_device:
@@ -77,7 +79,8 @@ class GradKeeper:
             grads.adding[index] = _own(grad, grad.dtype)
             self._adding.append(grads)
         else:
-            self._send(grads, index, grad.reshape(-1), adds=adds)
+            # A lane reads it later. Gradients in the same memory would be added to in place once ours is let go of.
+            self._send(grads, index, (grad.clone() if _is_shared(grad) else grad).reshape(-1), adds=adds)
 
     def keep_reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """Bring a section's sum over ranks to rest: `shard`, (shard_numel,) fp32 on the device, this rank's part."""
@@ -229,10 +232,14 @@ def _is_wider(grad: torch.Tensor, shard: GradShard) -> bool:
 
 def _own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
-    storage = grad.untyped_storage()
-    # Counted are the gradient and `storage`.
-    alone = grad.nbytes == storage.nbytes() and torch._C._storage_Use_Count(storage._cdata) <= 2
+    alone = grad.nbytes == grad.untyped_storage().nbytes() and not _is_shared(grad)
     return grad.detach().reshape(-1).to(dtype, copy=not alone)
+
+
+def _is_shared(grad: torch.Tensor) -> bool:
+    """Whether another tensor is in its memory."""
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the gradient and `storage`
 
 
 def _keep_there(adds: bool, shard: GradShard, index: int, grad: torch.Tensor) -> None:

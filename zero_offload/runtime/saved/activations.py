@@ -134,14 +134,17 @@ class Activations:
         tiers: Mapping[Tier, ActivationTier],
         counters: Counters,
         staying: Collection[int],
+        device_type: str,
         trimmer: HeapTrimmer | None = None,
     ) -> None:
-        """`tiers`: of those in `fractions`, the ones that are elsewhere. `staying`: storages of buffers, by address.
-        `trimmer` where tensors are in the C library's heap, which would keep what they leave."""
+        """`tiers`: of those in `fractions`, the ones that are elsewhere. `staying`: storages of buffers, by address; so
+        does what is on no device of `device_type`. `trimmer` where tensors are in the C library's heap, which would
+        keep what they leave."""
         self._fractions = fractions
         self._tiers = tiers
         self._counters = counters
         self._staying = staying
+        self._device_type = device_type
         self._trimmer = trimmer
         self._dealer = Dealer(fractions)
         self._by_key: dict[_Key, _Remains] = {}
@@ -167,6 +170,8 @@ class Activations:
         """Launch the way out; None when the tensor stays."""
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
             return None
+        if tensor.device.type != self._device_type:
+            return None  # a mask on the host, beside a GPU
         storage = tensor.untyped_storage()
         is_input = tensor.is_leaf and tensor.requires_grad
         if storage.nbytes() < SMALLEST_BYTES or is_input or storage._cdata in self._staying:
@@ -287,4 +292,4 @@ def open_activations(
         return None
     staying = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
     trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None
-    return Activations(fractions, tiers, counters, staying, trimmer)
+    return Activations(fractions, tiers, counters, staying, device.torch_device.type, trimmer)
