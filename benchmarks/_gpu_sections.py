@@ -32,6 +32,10 @@ from zero_offload.probe import count_cores
 TESTS = Path(__file__).parent.parent / "tests" / "gpu"
 TESTS_SHARE, TEST_WORKERS = 0.6, 8
 """Of the section's time; some hundred kernels are compiled, several minutes one after the other."""
+END_S = 20
+"""Of the tests' time, for pytest to say what has failed."""
+OUTPUT_MAX = 1_000_000
+"""Letters of what it says that are kept, the last ones."""
 NUM_STEPS = 6
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "in CPU memory": {},
@@ -69,6 +73,9 @@ def _tests(seconds: float, report: Report) -> Row:
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "-p", "no:cacheprovider", str(TESTS)]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(TEST_WORKERS, count_cores()))]
+    if importlib.util.find_spec("pytest_timeout") is not None:
+        # Killed at the end of its time, pytest would not say why tests fail.
+        command.append(f"--session-timeout={seconds - END_S:.0f}")
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=seconds, cwd=TESTS.parent.parent
@@ -78,7 +85,7 @@ def _tests(seconds: float, report: Report) -> Row:
         told = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         output, status = f"{told}\nended after its {seconds:.0f} s", -1
     summary = output.strip().splitlines()[-1:]
-    report("tests/gpu", {"exit code": status, "summary": summary, "output": output[-4000:]})
+    report("tests/gpu", {"exit code": status, "summary": summary, "output": output[-OUTPUT_MAX:]})
     print(*summary, flush=True)
     counted = sum(int(count) for count in re.findall(r"(\d+) (?:failed|error)", " ".join(summary)))
     return row("tests/gpu that fail", max(counted, int(status != 0)), "", "one; none is wanted", 1, 0.0)

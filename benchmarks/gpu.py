@@ -64,9 +64,9 @@ class Section:
 
 
 SECTIONS = {
-    "correctness": Section(1, 300),
+    "correctness": Section(1, 270),
     "bandwidth": Section(1, 60),
-    "activations": Section(1, 120),
+    "activations": Section(1, 150),
     "8b-cpu": Section(2, 220),
     "13b-24g": Section(2, 260),
     "2b-disk": Section(3, 190),
