@@ -20,8 +20,7 @@ from tests.helpers.late_device import LateDevice
 from tests.helpers.ranks import RankPools
 from zero_offload.api import runtime_of
 from zero_offload.device import Device
-from zero_offload.plan.partition import STAGES
-from zero_offload.types import FRAME, Tier
+from zero_offload.types import FRAME, STAGES, Tier
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 

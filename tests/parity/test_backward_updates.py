@@ -29,8 +29,7 @@ from zero_offload.api import runtime_of
 from zero_offload.backward_updates import BackwardUpdates
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.memory import GRAD_RING_UNITS
-from zero_offload.plan.partition import STAGES
-from zero_offload.types import MIB, Tier
+from zero_offload.types import MIB, STAGES, Tier
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 NUM_STEPS = 3

@@ -17,7 +17,7 @@ from tests.helpers import ranks
 from tests.helpers.models import build, tokens_of
 from tests.helpers.ranks import Case, Outcome, RankPool
 from zero_offload.api import runtime_of
-from zero_offload.plan.partition import STAGES
+from zero_offload.types import STAGES
 
 MICRO_BATCHES = 3
 ACCUMULATING = Case({"precision": "fp32"}, num_steps=3, micro_batches=MICRO_BATCHES, max_norm=0.5)
