@@ -91,7 +91,7 @@ def export_pretrained(
     """
     owner = _owner_of_whole(model, "zo.export_pretrained")
     owner.session.check_usable()
-    target = _export_dtype(owner, dtype)
+    target = _export_dtype(dtype)
     entries = _entries(model, owner, target)
     plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
     exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
@@ -161,7 +161,6 @@ def _check_untrained(owner: OffloadedModel) -> None:
         )
 
 
-ParamSources = dict[ParamSlice, StoredTensor]
 BufferSources = list[tuple[torch.Tensor, StoredTensor]]
 
 
@@ -203,7 +202,7 @@ def _write_buffers(sources: BufferSources) -> None:
 # Export
 
 
-def _export_dtype(owner: OffloadedModel, name: str | None) -> torch.dtype | None:
+def _export_dtype(name: str | None) -> torch.dtype | None:
     """What floating parameters are rounded to; None leaves each as forward uses it."""
     if name is None:
         return None

@@ -93,7 +93,7 @@ def nvme_free_bytes(directories: Sequence[Path]) -> int:
     free_bytes = 0
     seen: set[int] = set()
     for directory in directories:
-        existing = _existing_parent(directory)
+        existing = existing_parent(directory)
         device = existing.stat().st_dev
         if device not in seen:
             usage = os.statvfs(existing)
@@ -120,7 +120,7 @@ def supports_direct_io(directory: Path) -> bool:
 
 def file_system_type(path: Path) -> str:
     """The type of the mount that holds `path`, such as "ext4"; "unknown" when none is listed."""
-    resolved = _existing_parent(path).resolve()
+    resolved = existing_parent(path).resolve()
     try:
         mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     except OSError:
@@ -165,7 +165,8 @@ def find_compiler() -> str | None:
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
-def _existing_parent(path: Path) -> Path:
+def existing_parent(path: Path) -> Path:
+    """`path`, or where it will be made: the nearest directory above it that is there."""
     return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 

@@ -8,18 +8,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zero_offload import native
 from zero_offload.errors import ConfigError
+from zero_offload.memory.arena import Arena
+from zero_offload.storage.checksum import crc32c
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import IO_URING, THREADS, EngineSettings
+from zero_offload.storage.tuning import (
+    AIOFILES,
+    CANDIDATES,
+    Pattern,
+    Rates,
+    Scratch,
+    choose,
+    describe,
+    io_uring_problem,
+    measure,
+    stripe_weights,
+)
 from zero_offload.types import KIB, MIB, format_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from zero_offload.storage.engine import EngineSettings
-    from zero_offload.storage.tuning import Rates
 
 ROUNDS, LIMIT_S = 5, 60.0
 _SIZE_MIN_BYTES = 16 * MIB
@@ -41,9 +57,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    # Heavy imports wait until the command runs: `--help` stays quick.
-    from zero_offload.storage.tuning import choose, describe, stripe_weights
-
     nbytes = parse_bytes(args.size) // (4 * MIB) * 4 * MIB
     if nbytes < _SIZE_MIN_BYTES:
         raise ConfigError(f"--size {args.size} is too little to measure; give {format_bytes(_SIZE_MIN_BYTES)} or more")
@@ -78,10 +91,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
     """What is measured, and why the rest is not."""
-    from zero_offload import native
-    from zero_offload.storage.engine import IO_URING, THREADS
-    from zero_offload.storage.tuning import AIOFILES, CANDIDATES, io_uring_problem
-
     missing = {}
     more = [replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
     more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in ((32, 256 * KIB), (2, 4 * MIB))]
@@ -95,28 +104,18 @@ def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
 
 def _is_tried(rates: Rates) -> bool:
     """Whether a run's own probe has this candidate: what is printed is what "auto" chooses from."""
-    from zero_offload.storage.tuning import AIOFILES, CANDIDATES
-
     return rates.settings in CANDIDATES or rates.settings == AIOFILES
 
 
 def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> list[Rates]:
-    from zero_offload.memory.arena import Arena
-    from zero_offload.storage.tuning import Scratch, measure
-
     region = Arena(0).allocate(nbytes)
-    with private_directory(path) as place:
-        from zero_offload.storage.directory import RunDirectory
-
-        with RunDirectory.look(place) as directory:
-            return measure(directory, candidates, Scratch(region.address, region.nbytes), ROUNDS, LIMIT_S)
+    with private_directory(path) as place, RunDirectory.look(place) as directory:
+        return measure(directory, candidates, Scratch(region.address, region.nbytes), ROUNDS, LIMIT_S)
 
 
 @contextlib.contextmanager
 def private_directory(path: Path) -> Iterator[Path]:
     """A directory of our own in `path`, which may be anyone's, such as /tmp."""
-    import tempfile
-
     if not path.is_dir():
         raise ConfigError(f"{path} is no directory; name one on the drive to measure")
     try:
@@ -128,8 +127,6 @@ def private_directory(path: Path) -> Iterator[Path]:
 
 
 def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:
-    from zero_offload.storage.tuning import Pattern
-
     print(f"{path}: {format_bytes(nbytes)} per measurement, GB/s with checksums")
     print(f"{'engine':9} threads in flight request   read  write  mixed CPU ms/GB")
     for each in rates:
@@ -145,12 +142,6 @@ def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:
 
 def _checksum_s_per_gb() -> float:
     """Over memory that is in no cache."""
-    import ctypes
-    import time
-
-    from zero_offload.memory.arena import Arena
-    from zero_offload.storage.checksum import crc32c
-
     region = Arena(0).allocate(128 * MIB)
     ctypes.memset(region.address, 1, region.nbytes)
     began = time.process_time()
@@ -160,7 +151,5 @@ def _checksum_s_per_gb() -> float:
 
 
 def _as_json(rates: Rates) -> dict[str, Any]:
-    from zero_offload.storage.tuning import describe
-
     speeds = {f"{pattern.value}_bytes_per_s": speed for pattern, speed in rates.bytes_per_s.items()}
     return describe(rates.settings) | speeds | {"cpu_s_per_gb": rates.cpu_s_per_gb}

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_offload.cli.saved import described, read_object
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.recipes.run_dir import FILES_FILE
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import read_manifest
 from zero_offload.types import format_bytes
 
-RUN_FILE, FILES_FILE = "run.json", "files.json"
 NVME_SETTING = "offload.nvme"
 
 
@@ -73,7 +74,7 @@ def clean(run_dir: Path) -> list[Cleaned]:
         # The manifests of a striped tier lie in one directory and name the files of all.
         tier_names = {name for directory in (*tier, home) for name in _manifest_names(directory)}
         home_names = tier_names if not tier else set(_manifest_names(home))
-        home_names |= set(_strings(_read_object(home.path / FILES_FILE).get("files")))
+        home_names |= set(_strings(read_object(home.path / FILES_FILE).get("files")))
         if not tier_names | home_names:
             raise _no_run(run_dir)
         return [*(_delete(directory, tier_names) for directory in tier), _delete(home, home_names)]
@@ -89,7 +90,7 @@ def _tier_paths(home: RunDirectory) -> list[Path]:
     A copy records the directories of its original, which are none of its own: those beside it are not touched.
     """
     paths = []
-    identity = _read_object(home.path / RUN_FILE).get("identity")
+    identity = described(home.path).get("identity")
     if isinstance(identity, dict):
         out = Path(str(identity.get("out", home.path)))
         for path in map(Path, _strings(identity.get(NVME_SETTING))):
@@ -135,11 +136,3 @@ def _delete(directory: RunDirectory, names: set[str]) -> Cleaned:
     left = tuple(directory.names())
     directory.close_and_remove()
     return Cleaned(str(directory.path), freed_bytes, present, left)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

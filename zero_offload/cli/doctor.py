@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_offload import probe
+from zero_offload import device, native, probe
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.errors import CapacityError, ZeroOffloadError
+from zero_offload.kernels import choice
 from zero_offload.storage.directory import check_private
+from zero_offload.storage.tuning import io_uring_problem
 from zero_offload.types import GIB, format_bytes
 
 PYTHON_MIN = (3, 11)
@@ -99,8 +101,6 @@ def _check_torch() -> Check:
 
 def _native_problem() -> tuple[Status, str] | None:
     """What keeps the native library from being used."""
-    from zero_offload import native
-
     try:
         missing = native.missing()
     except ZeroOffloadError as error:
@@ -109,16 +109,12 @@ def _native_problem() -> tuple[Status, str] | None:
 
 
 def _check_native() -> Check:
-    from zero_offload import native
-
     if (problem := _native_problem()) is not None:
         return Check("native library", *problem, "make native, or: pip install -e .")
     return Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
 
 
 def _check_kernels() -> Check:
-    from zero_offload.kernels import choice
-
     try:
         found = choice.find()
     except ZeroOffloadError as error:
@@ -162,8 +158,6 @@ def _check_huge_pages() -> Check:
 
 
 def _check_io_uring() -> Check:
-    from zero_offload.storage.tuning import io_uring_problem
-
     if _native_problem() is not None:
         fix = "build the native library; until then aiofiles serves"
         return Check("io_uring", Status.WARNING, "needs the native library", fix)
@@ -174,14 +168,12 @@ def _check_io_uring() -> Check:
 
 
 def _check_device() -> Check:
-    from zero_offload import device
-
     return Check("device", Status.OKAY, device.describe_device())
 
 
 def _check_directory(path: Path) -> Iterator[Check]:
     name = f"directory {path}"
-    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    existing = probe.existing_parent(path.absolute())
     try:
         if existing == path.absolute():
             check_private(path, path.lstat())

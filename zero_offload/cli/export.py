@@ -11,10 +11,14 @@ import contextlib
 import json
 from pathlib import Path
 
+from zero_offload.checkpoint.saved import SavedGeneration, open_generation
+from zero_offload.checkpoint.saved_export import export_saved
+from zero_offload.cli.saved import alone, described, find_home
+from zero_offload.pretrained import EXPORT_DTYPES
+from zero_offload.storage.engine import open_engine
 from zero_offload.types import parse_bytes
 
 CONFIG_NAME = "config.json"
-DTYPES = ("fp32", "bf16", "fp16")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
     parser.add_argument("--generation", type=int, metavar="N", help="this one (default: the newest)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, help="round the fp32 masters to this (default: what forward computes with)"
+        "--dtype", choices=EXPORT_DTYPES, help="round the fp32 masters to this (default: what forward computes with)"
     )
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default 5GB)")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
@@ -37,12 +41,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from zero_offload.checkpoint.saved import SavedGeneration, open_generation
-    from zero_offload.checkpoint.saved_export import export_saved
-    from zero_offload.cli.saved import alone, described, find_home
-    from zero_offload.pretrained import EXPORT_DTYPES
-    from zero_offload.storage.engine import open_engine
-
     run_dir, out = args.run_dir.expanduser(), args.out.expanduser()
     max_shard_bytes = parse_bytes(args.max_shard_size)
     sizes = described(run_dir).get("gpt")

@@ -1,7 +1,7 @@
 """The `zero-offload` command: one parser, one module per subcommand, one place that turns errors into codes.
 
 Never knows what a command does. Each module has `add_parser(subparsers)`, which sets `run` as its default,
-and `run(args) -> int`; heavy imports wait inside `run`, so `--help` stays quick.
+and `run(args) -> int`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import zero_offload
 from zero_offload.cli import bench, clean, doctor, export, plan, report, train, verify
 from zero_offload.errors import ZeroOffloadError
 
-INTERRUPTED, NOBODY_READS = 130, 141  # 128 + SIGINT, + SIGPIPE, as a shell reports them
+NOBODY_READS = 141  # 128 + SIGPIPE, as a shell reports it
 
 _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capacity, 4 storage, 5 integrity,
 6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted, 141 nobody reads the output"""
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return train.INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # as of `report RUN | head`; what Python still flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS

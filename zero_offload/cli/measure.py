@@ -20,9 +20,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zero_offload.abi import Rule
+from zero_offload.cli.bench import private_directory
 from zero_offload.config import OffloadConfig
+from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
+from zero_offload.memory.arena import Arena
 from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
+from zero_offload.probe import count_cores, existing_parent
+from zero_offload.recipes.gpt import GPT, GPTConfig
+from zero_offload.storage import tuning
+from zero_offload.storage.directory import RunDirectory
 from zero_offload.types import MIB
+from zero_offload.updates import update_threads
 
 _VERSION = 2
 _WIDTH, _SEQUENCE = 256, 128
@@ -143,12 +154,8 @@ def _known_drive(rates: Rates, directory: Path) -> Table:
     return dict(rates.drives.get(_drive_of(directory), {}))
 
 
-def _existing(directory: Path) -> Path:
-    return next(place for place in (directory, *directory.absolute().parents) if place.exists())
-
-
 def _drive_of(directory: Path) -> str:
-    return str(_existing(directory).stat().st_dev)
+    return str(existing_parent(directory).stat().st_dev)
 
 
 def _median_s(call: Callable[[], object]) -> float:
@@ -164,10 +171,6 @@ def _median_s(call: Callable[[], object]) -> float:
 
 def _block_flops(dtype_name: str) -> float:
     """Of a transformer's block, forward and backward."""
-    import torch
-
-    from zero_offload.recipes.gpt import GPT, GPTConfig
-
     gpt = GPTConfig(num_layers=1, width=_WIDTH, num_heads=4, seq_max=_SEQUENCE)
     model = GPT(gpt).to(getattr(torch, dtype_name))
     rotation = model.rotation
@@ -181,14 +184,6 @@ def _block_flops(dtype_name: str) -> float:
 
 def update_rates(dtype_name: str) -> Table:
     """Bytes that AdamW reads and writes in a second: on all cores, and on those that it has beside forward."""
-    import torch
-
-    from zero_offload.abi import Rule
-    from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
-    from zero_offload.memory.arena import Arena
-    from zero_offload.probe import count_cores
-    from zero_offload.updates import update_threads
-
     dtype, numel = getattr(torch, dtype_name), _UPDATE_NUMEL
     residual_size, master_size = 2 * (dtype is torch.bfloat16), 4 * (dtype is torch.float16)
     sizes = (4, 4, dtype.itemsize, residual_size, master_size, dtype.itemsize)
@@ -210,18 +205,13 @@ def update_rates(dtype_name: str) -> Table:
 
 def drive_rates(directory: Path) -> Table:
     """Of the engine that a run would choose there."""
-    from zero_offload.cli.bench import private_directory
-    from zero_offload.memory.arena import Arena
-    from zero_offload.storage import tuning
-    from zero_offload.storage.directory import RunDirectory
-
     region = Arena(0).allocate(_DRIVE_BYTES)
-    with private_directory(_existing(directory)) as place, RunDirectory.look(place) as looked:
+    with private_directory(existing_parent(directory)) as place, RunDirectory.look(place) as looked:
         scratch = tuning.Scratch(region.address, region.nbytes)
         found = tuning.measure(looked, tuning.candidates_here(), scratch, _ROUNDS, _DRIVE_S)
         best = tuning.choose(found)
         lost_s = tuning.lost_beside(looked, best, scratch, _products(), _ROUNDS)
-    rates = next(each for each in found if replace(each.settings, reason="") == replace(best, reason=""))
+    rates = next(each for each in found if tuning.same_settings(each.settings, best))
     read, write, mixed = (rates.bytes_per_s[tuning.Pattern(name)] for name in ("read", "write", "mixed"))
     in_turn_s = (1 / read + 1 / write) / 2
     return {
@@ -234,8 +224,6 @@ def drive_rates(directory: Path) -> Table:
 
 def _products() -> Callable[[], None]:
     """Products of matrices on all cores, as a block makes them, for some tenths of a second."""
-    import torch
-
     inputs, weight = torch.randn(_SEQUENCE, 4 * _WIDTH), torch.randn(16 * _WIDTH, 4 * _WIDTH)
     once_s = _median_s(lambda: inputs @ weight.T)
     count = max(round(_LOST_S / once_s), 1)

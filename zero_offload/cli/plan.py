@@ -10,8 +10,11 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zero_offload.cli import measure, plan_text
+from zero_offload.cli.planning import Request, offers, plan_request
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.plan.forecast import forecast
 from zero_offload.plan.hardware import GPUS, parse_drives
 from zero_offload.plan.wear import TBW_USUAL
 
@@ -108,18 +111,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    # Heavy imports wait until the command runs: `--help` stays quick.
-    from zero_offload.cli import plan_text
-    from zero_offload.cli.measure import measure
-    from zero_offload.cli.planning import Request, offers, plan_request
-    from zero_offload.plan.forecast import forecast
-
     _check(args)
     drives = parse_drives(args.nvme or [])
     config = _config(args, None if drives is None else drives.count)
     request = Request.of(args, config, drives)
     if args.measure:
-        measure(config, () if drives else config.nvme_dirs)
+        measure.measure(config, () if drives else config.nvme_dirs)
     planned = plan_request(request)
     found = None
     more = []

@@ -17,7 +17,7 @@ from zero_offload.cli.measure import remembered, remembered_drives
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job
-from zero_offload.plan.forecast import next_memory
+from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.hardware import (
     DRIVE_BYTES,
     Cluster,
@@ -36,6 +36,7 @@ from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, 
 from zero_offload.plan.simulate import Prediction, simulate
 from zero_offload.plan.unit_bytes import PLACED_KINDS, value_bytes
 from zero_offload.probe import probe_hardware
+from zero_offload.recipes import gpt
 from zero_offload.types import HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
@@ -44,8 +45,6 @@ SEQUENCE_USUAL = 4096
 RAM_SHARE, GPU_SHARE = 0.9, 0.95
 """Of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
 MORE_GIB_MAX = 64
-NOTICED = 0.999
-"""A step that takes so many times as long as before, or less, is faster."""
 LOGITS_TOKENS = 1024
 """Whose logits are in memory at once, with `zo.nn.chunked_cross_entropy`."""
 
@@ -183,8 +182,6 @@ class Request:
 
 def find_work(model: str) -> tuple[tuple[UnitWork, ...], int, bool]:
     """The units of a model, its vocabulary, and whether its blocks are usually recomputed."""
-    from zero_offload.recipes import gpt
-
     if model in gpt.PRESETS:
         preset = gpt.PRESETS[model]
         tied = preset.head is gpt.Head.TIED

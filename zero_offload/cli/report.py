@@ -11,13 +11,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_WAITS = {
-    "params": "waiting for parameters",
-    "activations": "waiting for activations",
-    "update": "waiting for the update",
-    "grads": "waiting for gradients",
-    "commit": "waiting for a commit",
-}
+from zero_offload.errors import ZeroOffloadError
+from zero_offload.recipes.run_dir import read_run
+from zero_offload.telemetry.report import WAITS, summarize, write_report
+from zero_offload.telemetry.spans import Cause
+from zero_offload.types import format_bytes
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,10 +30,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from zero_offload.errors import ZeroOffloadError
-    from zero_offload.recipes.run_dir import read_run
-    from zero_offload.telemetry.report import summarize, write_report
-
     found = read_run(args.run_dir)
     summary, failure = summarize(found), None
     try:
@@ -63,12 +57,10 @@ def _print(args: argparse.Namespace, summary: Mapping[str, Any], num_ranks: int)
 
 def _tables(summary: Mapping[str, Any], whose: str) -> Iterator[str]:
     """`whose` bytes and memory are."""
-    from zero_offload.types import format_bytes
-
     if times := summary["step_time_s"]:
         yield from ("", f"{'where the step went':<34}{'s per step':>12}{'share':>8}")
         yield _time("forward, backward and the rest", times["compute"], times["step"])
-        yield from (_time(words, times[cause], times["step"]) for cause, words in _WAITS.items() if times[cause])
+        yield from (_time(WAITS[cause][0], times[cause], times["step"]) for cause in Cause if times[cause])
         yield _time("step", times["step"], times["step"])
         if summary["update_overlap"] is not None:
             yield f"of the update's time {summary['update_overlap']:.1%} was waited for by nobody"

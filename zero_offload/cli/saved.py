@@ -1,7 +1,7 @@
 """What a command is given as RUN: a run directory of `train`, an NVMe directory, or a checkpoint.
 
 Owns how the manifests are found from it. Opens and changes nothing. The calls: `find_home`, and `described` for what
-`train` wrote about its run.
+`train` wrote about its run; `read_object` for its other files.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zero_offload.checkpoint.format import GENERATION_NAMES, RUN_NAME
+from zero_offload.checkpoint.format import GENERATION_NAMES
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
+from zero_offload.recipes.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
 
@@ -41,8 +42,13 @@ def find_home(path: Path) -> Path:
 
 def described(path: Path) -> dict[str, Any]:
     """What `train` wrote about the run in this directory; empty where it did not."""
+    return read_object(path / RUN_FILE)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where none can be read."""
     try:
-        value = json.loads((path / RUN_NAME).read_text(encoding="utf-8"))
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -11,17 +11,17 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero_offload.cli.plan import flag_values, steps_or_auto, with_states
-from zero_offload.errors import ConfigError
+from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.recipes.gpt import PRESETS
 from zero_offload.recipes.settings import TrainConfig, read_tables
+from zero_offload.recipes.train import Ending, TrainResult, train
+from zero_offload.telemetry.report import write_report
 from zero_offload.types import Existing
 
-if TYPE_CHECKING:
-    from zero_offload.recipes.train import TrainResult
-
-INTERRUPTED_EXIT_CODE = 130
+INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 
 _DESCRIPTION = """\
 Train a causal language model on text, its ZeRO shards on the tiers you choose.
@@ -47,9 +47,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    # Heavy imports wait until the command runs: `--help` stays quick.
-    from zero_offload.recipes.train import Ending, train
-
     train_table, offload_table = read_tables(args.file) if args.file else ({}, {})
     given, offload_given = _given(args, "train_"), _given(args, "offload_")
     _check_file(args.file, [*given.get("data", ()), *offload_given.get("nvme", ())])
@@ -85,7 +82,7 @@ def _add_train_flags(group: argparse._ArgumentGroup) -> None:
             help = f"{help} (default {default})"
         group.add_argument(flag, dest=f"train_{name}", help=help, **{"metavar": name.upper()} | options)
 
-    add("--model", "preset: tiny, small, gpt25m, gpt125m, gpt350m, gpt760m, gpt1b3", metavar="PRESET")
+    add("--model", f"preset: {', '.join(PRESETS)}", metavar="PRESET")
     add("--data", "text to train on (default: the Python standard library)", nargs="+", metavar="FILE_OR_DIR")
     add("--out", "run directory (default: runs/NAME_OF_THE_DATA)", metavar="RUNDIR")
     add("--steps", "optimizer steps", type=int)
@@ -151,9 +148,6 @@ def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
 
 def _write_report(out: Path) -> Path | None:
     """A trained model is worth more than its picture: without matplotlib say so and go on."""
-    from zero_offload.errors import ZeroOffloadError
-    from zero_offload.telemetry.report import write_report
-
     try:
         return write_report(out)
     except ZeroOffloadError as error:

@@ -13,16 +13,17 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from zero_offload.checkpoint.format import Generation
+from zero_offload.checkpoint.history import History
+from zero_offload.checkpoint.saved import SavedGeneration, is_immutable, other_directories, take_directories
+from zero_offload.checkpoint.verify import Verdict, verify
+from zero_offload.cli.saved import alone, find_home
 from zero_offload.errors import IntegrityError
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import open_engine
 from zero_offload.types import format_bytes
-
-if TYPE_CHECKING:
-    from zero_offload.checkpoint.format import Generation
-    from zero_offload.checkpoint.history import History
-    from zero_offload.checkpoint.verify import Verdict
-    from zero_offload.storage.directory import RunDirectory
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,10 +40,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from zero_offload.checkpoint.history import History
-    from zero_offload.checkpoint.saved import is_immutable, take_directories
-    from zero_offload.cli.saved import alone, find_home
-
     home = find_home(args.run_dir.expanduser())
     with contextlib.ExitStack() as cleanup:
         locks = not is_immutable(home)
@@ -54,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             one = history.choose(args.generation)
             chosen, damaged = [one] if one is not None else [], {}
-        verdicts = [_verify(generation, directory, cleanup, locks=locks) for generation in chosen]
+        verdicts = [_verify(generation, directory, locks=locks) for generation in chosen]
     if args.json:
         found = [_as_json(verdict, history) for verdict in verdicts]
         print(json.dumps({"directory": str(home), "generations": found, "damaged_manifests": damaged}, indent=2))
@@ -64,12 +61,7 @@ def run(args: argparse.Namespace) -> int:
     return IntegrityError.exit_code if damaged else max([verdict.exit_code for verdict in verdicts[:1]], default=0)
 
 
-def _verify(generation: Generation, home: RunDirectory, cleanup: contextlib.ExitStack, *, locks: bool) -> Verdict:
-    from zero_offload.checkpoint.saved import SavedGeneration, other_directories, take_directories
-    from zero_offload.checkpoint.verify import Verdict, verify
-    from zero_offload.cli.saved import alone
-    from zero_offload.storage.engine import open_engine
-
+def _verify(generation: Generation, home: RunDirectory, *, locks: bool) -> Verdict:
     with contextlib.ExitStack() as files:
         try:
             others = take_directories(other_directories(generation, home.path), alone(), files, locks=locks)

@@ -21,6 +21,8 @@ SPEED_UP = 1.1
 """The bottleneck is the lane that shortens the step most when it is so much faster."""
 MEETS = 1.05
 """A step meets the one without offload when it takes no longer than so many times as long."""
+NOTICED = 0.999
+"""A step that takes less than so many times as long as before is faster."""
 TOKENS_MAX = 1 << 24
 _ROUNDS = 10
 
@@ -73,15 +75,15 @@ def break_even_tokens(job: Job, placement: Placement, machine: Machine) -> int |
 def next_memory(
     step_s: float, with_more: Callable[[int], Prediction | None], gib_max: int
 ) -> tuple[int, Prediction | None]:
-    """The first of 1, 2, 4, ... more GiB that shortens the step by a thousandth or more, and the step then."""
+    """The first of 1, 2, 4, ... more GiB that makes the step faster (`NOTICED`), and the step then."""
     more = 1
     while more < gib_max:
         found = with_more(more * GIB)
-        if found is not None and found.step_s < step_s * 0.999:
+        if found is not None and found.step_s < step_s * NOTICED:
             return more, found
         more *= 2
     found = with_more(gib_max * GIB)
-    return gib_max, found if found is not None and found.step_s < step_s * 0.999 else None
+    return gib_max, found if found is not None and found.step_s < step_s * NOTICED else None
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ def tune(request: str, directories: Sequence[RunDirectory], load: Load, scratch:
         # An earlier run's files may fill the drive: to go on from them no room is needed.
         return _unmeasured(candidates[0], f"nothing could be measured: {error}", load)
     best = choose(measured[0])
-    rates = [next(each for each in found if _same(each.settings, best)) for found in measured]
+    rates = [next(each for each in found if same_settings(each.settings, best)) for found in measured]
     speeds = [1 / each.seconds_per_byte for each in rates]
     return Tuned(best, stripe_weights(speeds, load.room_bytes, load.needed_bytes))
 
@@ -336,7 +336,8 @@ def _table(file: DataFile, nbytes: int) -> BlockTable:
     return blocks
 
 
-def _same(one: EngineSettings, other: EngineSettings) -> bool:
+def same_settings(one: EngineSettings, other: EngineSettings) -> bool:
+    """Whether they are one candidate, for whatever reason it was chosen."""
     return dataclasses.replace(one, reason="") == dataclasses.replace(other, reason="")
 
 

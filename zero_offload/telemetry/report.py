@@ -29,7 +29,7 @@ _BLUE, _ORANGE, _GREEN = "#0072B2", "#E69F00", "#009E73"
 _RED, _SKY, _GREY = "#D55E00", "#56B4E9", "#777777"
 _TIER_COLORS = {Tier.DEVICE.value: _GREEN, Tier.CPU.value: _BLUE, Tier.NVME.value: _ORANGE}
 
-_WAITS = {
+WAITS = {
     "params": ("waiting for parameters", _RED),
     "update": ("waiting for the update", _ORANGE),
     "activations": ("waiting for activations", _GREEN),
@@ -224,7 +224,7 @@ def _waits(rows: Sequence[Row]) -> list[tuple[str, str, Callable[[Row], float]]]
         return [("stall: waiting for parameters", _RED, _figure("stall_s"))]
     return [
         (words, color, _exposed(cause))
-        for cause, (words, color) in _WAITS.items()
+        for cause, (words, color) in WAITS.items()
         if any(row["exposed_s"][cause] > _SHOWN_SHARE * _whole_s(row) for row in rows)
     ]
 
