@@ -13,6 +13,7 @@ from zero_offload.cli import doctor
 from zero_offload.cli.doctor import Check, Status, examine
 from zero_offload.cli.main import main
 from zero_offload.errors import CapacityError
+from zero_offload.memory import pages
 from zero_offload.probe import MemoryLimit
 
 
@@ -90,6 +91,12 @@ def test_the_library_names_its_kernels() -> None:
 def test_huge_pages(monkeypatch: pytest.MonkeyPatch, mode: str | None, status: Status) -> None:
     monkeypatch.setattr(probe, "huge_page_mode", lambda: mode)
     assert find(examine([]), "huge pages").status is status
+
+
+@pytest.mark.parametrize(("moves", "status"), [(True, Status.OKAY), (False, Status.WARNING)])
+def test_moving_pages(monkeypatch: pytest.MonkeyPatch, moves: bool, status: Status) -> None:
+    monkeypatch.setattr(pages, "moves_pages", lambda: moves)
+    assert find(examine([]), "moving pages").status is status
 
 
 def test_little_memory_is_a_warning_that_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:

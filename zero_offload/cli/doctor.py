@@ -21,6 +21,7 @@ from zero_offload import device, native, probe
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.errors import CapacityError, ZeroOffloadError
 from zero_offload.kernels import choice
+from zero_offload.memory import pages
 from zero_offload.storage.directory import check_private
 from zero_offload.storage.tuning import io_uring_problem
 from zero_offload.types import GIB, format_bytes
@@ -76,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
 def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
     """Every check of this machine and of the given directories."""
     checks = [_check_python(), _check_torch(), _check_native(), _check_kernels(), _check_compiler(), _check_cores()]
-    checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_io_uring(), _check_device()]
+    checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_moving_pages()]
+    checks += [_check_io_uring(), _check_device()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
     return tuple(checks)
@@ -155,6 +157,13 @@ def _check_huge_pages() -> Check:
         return Check("huge pages", Status.OKAY, mode)
     fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
     return Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
+
+
+def _check_moving_pages() -> Check:
+    if pages.moves_pages():
+        return Check("moving pages", Status.OKAY, "parameters are fetched into memory that was used before")
+    fix = "Linux 5.7 or later, not in gVisor; until then each fetch fills new pages with zeros first"
+    return Check("moving pages", Status.WARNING, "not supported by this system", fix)
 
 
 def _check_io_uring() -> Check:

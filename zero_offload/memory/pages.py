@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 _MAP_PRIVATE_ANONYMOUS_HUGETLB = 0x02 | 0x20 | 0x40000 | 21 << 26  # of 2 MiB
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-_MADV_DONTFORK, _MADV_HUGEPAGE = 10, 14
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE = 4, 10, 14
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -147,10 +148,34 @@ def protect(address: int, nbytes: int) -> None:
 
 
 def move_frame(source: int, target: int) -> None:
-    """Move the page(s) of one frame to another reserved address, without a copy; `source` stays reserved."""
-    moved = _libc.mremap(source, FRAME, FRAME, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, target)
-    if moved == _FAILED:
-        raise _failure("mremap", FRAME)
+    """Move the page(s) of one frame to another reserved address, without a copy; `source` stays reserved.
+
+    Where the system cannot (`moves_pages`), `source` gives its pages back, with what they hold, and `target` gets new
+    ones on first touch: as little memory, and the time to fill it with zeros.
+    """
+    if moves_pages():
+        if not _moves(source, FRAME, target):
+            raise _failure("mremap", FRAME)
+    else:
+        _check(_libc.mprotect(target, FRAME, _PROT_READ_WRITE), "mprotect", FRAME)
+        _libc.madvise(target, FRAME, _MADV_HUGEPAGE)
+        _check(_libc.madvise(source, FRAME, _MADV_DONTNEED), "madvise", FRAME)
+
+
+@functools.cache
+def moves_pages() -> bool:
+    """Whether the system moves pages and leaves their addresses reserved: Linux does from 5.7 on, gVisor does not."""
+    source, target = _map(FRAME, _PROT_READ_WRITE), _map(FRAME, _PROT_NONE)
+    try:
+        return _moves(source, mmap.PAGESIZE, target)
+    finally:
+        release(source, FRAME)
+        release(target, FRAME)
+
+
+def _moves(source: int, nbytes: int, target: int) -> bool:
+    moved = _libc.mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, target)
+    return bool(moved != _FAILED)
 
 
 def trim_heap() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import re
 import signal
 import subprocess
@@ -49,6 +50,26 @@ def test_pages_move_with_their_contents_and_come_back() -> None:
     assert ctypes.string_at(source, FRAME) == b"\6" * FRAME
     pages.release(source, FRAME)
     pages.release(target, 2 * FRAME)
+
+
+def test_pages_that_cannot_move_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "moves_pages", lambda: False)
+    source, target = pages.allocate_movable(4 * FRAME), pages.reserve(4 * FRAME)
+    before = resident_pages()
+    for begin, end in ((source, target), (target, source)):
+        ctypes.memset(begin, 5, 4 * FRAME)
+        for offset in range(0, 4 * FRAME, FRAME):
+            pages.move_frame(begin + offset, end + offset)
+        assert resident_pages() - before < FRAME // mmap.PAGESIZE
+        assert ctypes.string_at(end + FRAME, FRAME) == bytes(FRAME)
+    pages.release(source, 4 * FRAME)
+    pages.release(target, 4 * FRAME)
+
+
+def test_a_system_that_moves_no_pages_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pages.moves_pages()
+    monkeypatch.setattr(pages, "_MREMAP_MAYMOVE_FIXED_DONTUNMAP", 1 | 2 | 4 | 64)  # a flag that no kernel knows
+    assert not pages.moves_pages.__wrapped__()
 
 
 @pytest.mark.parametrize(
