@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 9
+VERSION = 10
 
 
 class Isa(IntEnum):
@@ -152,13 +152,11 @@ class GradArgsStruct(C.Structure):
         ("src_kind", C.c_uint32),
         ("mode", C.c_uint32),
         ("num_threads", C.c_uint32),
-        ("scale", C.c_float),
+        ("finite", C.c_int32),
         ("dst", C.c_void_p),
         ("src", C.c_void_p),
         ("numel", C.c_int64),
         ("sumsq", C.c_double),
-        ("finite", C.c_int32),
-        ("reserved", C.c_uint32),
     ]
 
 

@@ -209,10 +209,10 @@ def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_
 
 
 def grad_store(
-    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, scale: float, dst: int, src: int, numel: int
+    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
 ) -> SumOfSquares:
     """There is one call for every gradient, so nothing is built for it but the struct, whose order this is."""
-    struct = abi.GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, scale, dst, src, numel)
+    struct = abi.GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, 0, dst, src, numel)
     _check(lib().zo_grad_store(C.byref(struct)))
     return SumOfSquares(struct.sumsq, bool(struct.finite))
 

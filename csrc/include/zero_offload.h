@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 9
+#define ZO_ABI_VERSION 10
 
 enum zo_status {
     ZO_OK = 0,
@@ -182,23 +182,21 @@ ZO_API int zo_convert(uint32_t dst_kind, void *dst, uint32_t src_kind, const voi
 /* ---- gradients --------------------------------------------------------------------------------------------
  */
 
-/* dst = src * scale, or dst += src * scale in fp32. `sumsq` and `finite` are of the values written to dst.
- * bf16 and fp16 are stored from their own kind only, and only an fp32 dst accumulates. A scale of exactly 1
- * multiplies nothing. dst may be src where it is overwritten by its own kind; otherwise they may not overlap.
- */
+/* dst = src, or dst += src in fp32. `sumsq` and `finite` are of the values written to dst. bf16 and fp16 are
+ * stored from their own kind only, and only an fp32 dst accumulates. dst may be src where it is overwritten
+ * by its own kind; otherwise they may not overlap. Any NaN becomes 0x7FC00000 where it is added up, and
+ * 0x7E00 in fp16. */
 typedef struct {
     uint32_t size;
     uint32_t dst_kind;
     uint32_t src_kind;
     uint32_t mode;
     uint32_t num_threads;
-    float scale;
+    int32_t finite; /* a result, as is sumsq */
     void *dst;
     const void *src;
     int64_t numel;
     double sumsq;
-    int32_t finite;
-    uint32_t reserved;
 } zo_grad_args;
 
 ZO_API int zo_grad_store(zo_grad_args *args);

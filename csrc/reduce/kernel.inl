@@ -55,11 +55,11 @@ struct Read {
     }
 };
 
-template <class Src, bool kScaled>
-struct StoreFp32 {
-    float *dst;
+// Dst is Src or fp32, so what is stored is what was loaded; only fp32 adds up, and rounds.
+template <class Dst, class Src, bool kAdds>
+struct Store {
+    typename Dst::Element *dst;
     const typename Src::Element *src;
-    float scale;
     ZO_INLINED void fetch(int64_t i) const {
         fetch_ahead(src + i);
         fetch_ahead(dst + i);
@@ -67,71 +67,16 @@ struct StoreFp32 {
     template <class W>
     typename W::F at(int64_t i) const {
         typename W::F x = Src::template load<W>(src + i);
-        if (kScaled) x = canonical<W>(W::mul(x, W::set(scale)));
-        W::store(dst + i, x);
+        if (kAdds) x = canonical<W>(W::add(Dst::template load<W>(dst + i), x));
+        Dst::template store<W>(dst + i, x);
         return x;
     }
 };
 
-template <class Src, bool kScaled>
-struct AccumulateFp32 {
-    float *dst;
-    const typename Src::Element *src;
-    float scale;
-    ZO_INLINED void fetch(int64_t i) const {
-        fetch_ahead(src + i);
-        fetch_ahead(dst + i);
-    }
-    template <class W>
-    typename W::F at(int64_t i) const {
-        typename W::F x = Src::template load<W>(src + i);
-        if (kScaled) x = W::mul(x, W::set(scale));
-        x = canonical<W>(W::add(W::load(dst + i), x));
-        W::store(dst + i, x);
-        return x;
-    }
-};
-
-template <class Src, bool kScaled>
-struct StoreBf16 {
-    uint16_t *dst;
-    const typename Src::Element *src;
-    float scale;
-    ZO_INLINED void fetch(int64_t i) const {
-        fetch_ahead(src + i);
-        fetch_ahead(dst + i);
-    }
-    template <class W>
-    typename W::F at(int64_t i) const {
-        typename W::I word = W::bits(Src::template load<W>(src + i));
-        if (kScaled) word = round_bf16<W>(W::mul(W::from_bits(word), W::set(scale)));
-        W::store_u16(dst + i, W::template down<16>(word));
-        return W::from_bits(W::and_bits(word, W::set_bits(0xFFFF0000u)));
-    }
-};
-
-template <class Src, bool kScaled>
-struct StoreFp16 {
-    uint16_t *dst;
-    const typename Src::Element *src;
-    float scale;
-    ZO_INLINED void fetch(int64_t i) const {
-        fetch_ahead(src + i);
-        fetch_ahead(dst + i);
-    }
-    template <class W>
-    typename W::F at(int64_t i) const {
-        typename W::F x = Src::template load<W>(src + i);
-        if (kScaled) x = W::mul(x, W::set(scale));
-        W::store_f16(dst + i, canonical<W>(x));
-        return W::load_f16(dst + i);
-    }
-};
-
-template <class Dst, class Src, template <class, bool> class Operation, bool kScaled>
-ChunkSum store_chunk(void *dst, const void *src, int64_t numel, float scale) {
-    const Operation<Src, kScaled> operation{static_cast<typename Dst::Element *>(dst),
-                                            static_cast<const typename Src::Element *>(src), scale};
+template <class Dst, class Src, bool kAdds = false>
+ChunkSum store_chunk(void *dst, const void *src, int64_t numel) {
+    const Store<Dst, Src, kAdds> operation{static_cast<typename Dst::Element *>(dst),
+                                           static_cast<const typename Src::Element *>(src)};
     return sum_chunk(operation, numel);
 }
 
@@ -217,23 +162,16 @@ void join(const uint16_t *half, const uint16_t *residual, float *master, int64_t
     for_each_lane(Join{half, residual, master}, numel);
 }
 
-// Without and with a scale, for a table's row.
-#define ZO_STORE(Dst, Src, Operation) \
-    {store_chunk<Dst, Src, Operation, false>, store_chunk<Dst, Src, Operation, true>}
-
 constexpr ReduceTable kTable = {
-    {{ZO_STORE(Fp32, Fp32, StoreFp32), ZO_STORE(Fp32, Bf16, StoreFp32), ZO_STORE(Fp32, Fp16, StoreFp32)},
-     {{}, ZO_STORE(Bf16, Bf16, StoreBf16), {}},
-     {{}, {}, ZO_STORE(Fp16, Fp16, StoreFp16)}},
-    {{ZO_STORE(Fp32, Fp32, AccumulateFp32), ZO_STORE(Fp32, Bf16, AccumulateFp32),
-      ZO_STORE(Fp32, Fp16, AccumulateFp32)}},
+    {{store_chunk<Fp32, Fp32>, store_chunk<Fp32, Bf16>, store_chunk<Fp32, Fp16>},
+     {nullptr, store_chunk<Bf16, Bf16>, nullptr},
+     {nullptr, nullptr, store_chunk<Fp16, Fp16>}},
+    {{store_chunk<Fp32, Fp32, true>, store_chunk<Fp32, Bf16, true>, store_chunk<Fp32, Fp16, true>}},
     {sumsq_chunk<Fp32>, sumsq_chunk<Bf16>, sumsq_chunk<Fp16>},
     {{nullptr, widen<Bf16>, widen<Fp16>}, {narrow<NarrowBf16>}, {narrow<NarrowFp16>}},
     split,
     join,
 };
-
-#undef ZO_STORE
 
 }  // namespace
 }  // namespace zo

@@ -44,7 +44,7 @@ bool is_finite(const ChunkSum &total) { return total.top < 0x7F800000u; }
 
 int grad_store(zo_grad_args *args) {
     const auto &kernels = args->mode == ZO_ACCUMULATE ? table().accumulate : table().store;
-    const StoreKernel kernel = kernels[args->dst_kind][args->src_kind][args->scale != 1.0f];
+    const StoreKernel kernel = kernels[args->dst_kind][args->src_kind];
     if (kernel == nullptr) {
         return fail(ZO_UNSUPPORTED,
                     "gradients: dst kind %u from src kind %u in mode %u is not offered; use an fp32 dst",
@@ -55,7 +55,7 @@ int grad_store(zo_grad_args *args) {
     const int64_t dst_bytes = int64_t(element_bytes(args->dst_kind));
     const int64_t src_bytes = int64_t(element_bytes(args->src_kind));
     const ChunkSum total = sum_chunks(args->numel, args->num_threads, [&](int64_t begin, int64_t count) {
-        return kernel(dst + begin * dst_bytes, src + begin * src_bytes, count, args->scale);
+        return kernel(dst + begin * dst_bytes, src + begin * src_bytes, count);
     });
     args->sumsq = total.sumsq;
     args->finite = is_finite(total);

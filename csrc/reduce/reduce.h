@@ -15,17 +15,16 @@ struct ChunkSum {
     uint32_t top;  // the largest bits of |x|; infinities and NaNs start at 0x7F800000
 };
 
-using StoreKernel = ChunkSum (*)(void *dst, const void *src, int64_t numel, float scale);
+using StoreKernel = ChunkSum (*)(void *dst, const void *src, int64_t numel);
 using SumKernel = ChunkSum (*)(const void *values, int64_t numel);
 using ConvertKernel = void (*)(void *dst, const void *src, int64_t numel);
 using SplitKernel = void (*)(const float *master, uint16_t *half, uint16_t *residual, int64_t numel);
 using JoinKernel = void (*)(const uint16_t *half, const uint16_t *residual, float *master, int64_t numel);
 
 struct ReduceTable {
-    StoreKernel store[ZO_NUM_KINDS][ZO_NUM_KINDS]
-                     [2];  // [dst kind][src kind][0: scale is 1]; nullptr: not offered
-    StoreKernel accumulate[ZO_NUM_KINDS][ZO_NUM_KINDS][2];  // the same
-    SumKernel sumsq[ZO_NUM_KINDS];                          // [kind]
+    StoreKernel store[ZO_NUM_KINDS][ZO_NUM_KINDS];       // [dst kind][src kind]; nullptr: not offered
+    StoreKernel accumulate[ZO_NUM_KINDS][ZO_NUM_KINDS];  // the same
+    SumKernel sumsq[ZO_NUM_KINDS];                       // [kind]
     ConvertKernel convert[ZO_NUM_KINDS]
                          [ZO_NUM_KINDS];  // [dst kind][src kind]; nullptr: a copy, or not offered
     SplitKernel split;

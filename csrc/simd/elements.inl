@@ -62,12 +62,16 @@ inline void for_each_lane(const Each &each, int64_t numel) {
     for (; i < numel; ++i) each.template at<ScalarVec>(i);
 }
 
-// An element type in memory: its C type and its way to fp32.
+// An element type in memory: its C type, its way to fp32, and the way back of what came from there.
 struct Fp32 {
     using Element = float;
     template <class W>
     static typename W::F load(const float *p) {
         return W::load(p);
+    }
+    template <class W>
+    static void store(float *p, typename W::F x) {
+        W::store(p, x);
     }
 };
 
@@ -77,6 +81,10 @@ struct Bf16 {
     static typename W::F load(const uint16_t *p) {
         return from_bf16<W>(p);
     }
+    template <class W>
+    static void store(uint16_t *p, typename W::F x) {
+        W::store_u16(p, W::template down<16>(W::bits(x)));
+    }
 };
 
 struct Fp16 {
@@ -84,6 +92,10 @@ struct Fp16 {
     template <class W>
     static typename W::F load(const uint16_t *p) {
         return W::load_f16(p);
+    }
+    template <class W>
+    static void store(uint16_t *p, typename W::F x) {
+        W::store_f16(p, canonical<W>(x));
     }
 };
 

@@ -66,7 +66,6 @@ void run_fp16(State &s, zo_update_args update, int64_t numel, uint32_t num_threa
     grads.dst = s.grad.data();
     grads.src = small.data();
     grads.numel = numel;
-    grads.scale = 0.7f;
     store(s, grads);
     sum_again(s, ZO_FP16, s.grad.data(), numel, num_threads);
     EXPECT(zo_convert(ZO_FP32, s.values.data(), ZO_FP16, s.grad.data(), numel, num_threads) == ZO_OK);
@@ -105,15 +104,14 @@ State run_kernels(uint32_t rule, int64_t numel, uint32_t num_threads, Values val
 
     zo_grad_args grads = {};
     grads.size = sizeof(grads);
-    grads.src_kind = ZO_BF16;
     grads.num_threads = num_threads;
     grads.dst = s.sums.data();
-    grads.src = s.grad.data();
+    grads.src = master.data();
     grads.numel = numel;
-    grads.scale = 1.0f;
     store(s, grads);
     grads.mode = ZO_ACCUMULATE;
-    grads.scale = 0.3f;
+    grads.src_kind = ZO_BF16;
+    grads.src = s.grad.data();
     store(s, grads);
     sum_again(s, ZO_FP32, s.sums.data(), numel, num_threads);
     EXPECT(values == Values::kAnyBits || (s.finite[0] && s.finite[1]));

@@ -37,15 +37,7 @@ class Kernels(Protocol):
     def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None: ...
 
     def grad_store(
-        self,
-        dst_kind: Kind,
-        src_kind: Kind,
-        mode: GradMode,
-        num_threads: int,
-        scale: float,
-        dst: int,
-        src: int,
-        numel: int,
+        self, dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
     ) -> native.SumOfSquares: ...
 
     def sumsq(self, kind: Kind, values: int, numel: int, num_threads: int) -> native.SumOfSquares: ...

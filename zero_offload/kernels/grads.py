@@ -27,26 +27,19 @@ def store_grad(
     src_dtype: torch.dtype,
     numel: int,
     *,
-    scale: float = 1.0,
     num_threads: int = 1,
 ) -> GradSum:
-    """dst = src * scale. fp32 to 16 bits is refused: it would round a gradient that was whole."""
+    """dst = src. fp32 to 16 bits is refused: it would round a gradient that was whole."""
     kinds = kind_of(dst_dtype), kind_of(src_dtype)
-    return kernels().grad_store(*kinds, _OVERWRITE, num_threads, scale, dst_address, src_address, numel)
+    return kernels().grad_store(*kinds, _OVERWRITE, num_threads, dst_address, src_address, numel)
 
 
 def accumulate_grad(
-    dst_address: int,
-    src_address: int,
-    src_dtype: torch.dtype,
-    numel: int,
-    *,
-    scale: float = 1.0,
-    num_threads: int = 1,
+    dst_address: int, src_address: int, src_dtype: torch.dtype, numel: int, *, num_threads: int = 1
 ) -> GradSum:
-    """dst += src * scale, where dst is fp32; the sums are of the new dst."""
+    """dst += src, where dst is fp32; the sums are of the new dst."""
     kinds = _FP32, kind_of(src_dtype)
-    return kernels().grad_store(*kinds, _ACCUMULATE, num_threads, scale, dst_address, src_address, numel)
+    return kernels().grad_store(*kinds, _ACCUMULATE, num_threads, dst_address, src_address, numel)
 
 
 def sum_of_squares(address: int, dtype: torch.dtype, numel: int, *, num_threads: int = 1) -> GradSum:

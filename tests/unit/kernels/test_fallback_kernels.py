@@ -217,7 +217,7 @@ def test_what_only_looks_wrong_is_welcome(instead: str) -> None:
         fused_update(Rule.ADAMW, replace(buffers, value=0, grad=0, states=()), [], 1)
         assert sum_of_squares(0, FP32, 0) == (0.0, True)
         assert accumulate_grad(grad, grad, FP32, 0) == (0.0, True)
-        assert store_grad(grad, FP32, grad, FP32, 8, scale=0.5) == (2.0, True)
+        assert store_grad(grad, FP32, grad, FP32, 8) == (8.0, True)
         convert(arrays[2], arrays[2])
         fused_update(Rule.ADAMW, buffers, [replace(SEGMENT, end=4)], 1)
     assert (arrays[0][:4] != 1).all() and (arrays[0][4:] == 1).all()

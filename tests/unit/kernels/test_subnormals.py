@@ -96,8 +96,8 @@ def test_gradients_and_their_sums(isa: Isa) -> None:
             sums = []
             for dst, src in zip(targets, sources, strict=True):
                 addresses = (dst.data_ptr(), dst.dtype, src.data_ptr(), src.dtype, NUMEL)
-                sums.append(store_grad(*addresses, scale=0.3, num_threads=threads))
-                sums.append(accumulate_grad(wide.data_ptr(), *addresses[2:], scale=0.3, num_threads=threads))
+                sums.append(store_grad(*addresses, num_threads=threads))
+                sums.append(accumulate_grad(wide.data_ptr(), *addresses[2:], num_threads=threads))
                 sums.append(sum_of_squares(*addresses[2:], num_threads=threads))
             return [*image([*targets, wide]), repr(sums).encode()]
 

@@ -59,15 +59,14 @@ class Passes(Protocol):
         self,
         kinds: tuple[int, int],
         mode: int,
-        scale: np.float32,
         arrays: tuple[int, int],
         numel: int,
         found: tuple[Any, Any],
         first: int,
         last: int,
     ) -> None:
-        """Chunks [first, last) of dst and src, (numel,) each: store src * scale as `mode` says, and fill their rows of
-        `found`: sums of squares (chunks,) fp64, the largest bits of a magnitude (chunks,) uint32."""
+        """Chunks [first, last) of dst and src, (numel,) each: store src as `mode` says, and fill their rows of `found`:
+        sums of squares (chunks,) fp64, the largest bits of a magnitude (chunks,) uint32."""
 
     def convert_part(self, kinds: tuple[int, int], arrays: tuple[int, int], begin: int, end: int) -> None:
         """`kinds` and `arrays` are of dst and src."""
@@ -152,48 +151,32 @@ class PortableKernels:
         _in_elements(numel, num_threads, lambda *part: self.passes.convert_part(kinds, (dst, src), *part))
 
     def grad_store(
-        self,
-        dst_kind: Kind,
-        src_kind: Kind,
-        mode: GradMode,
-        num_threads: int,
-        scale: float,
-        dst: int,
-        src: int,
-        numel: int,
+        self, dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
     ) -> SumOfSquares:
         check_range("zo_grad_store", numel, num_threads)
         check_dst_src("zo_grad_store", (dst_kind, src_kind), mode, dst, src, numel)
         check_grad_kinds(dst_kind, src_kind, mode)
-        return self._sum((dst_kind, src_kind), int(mode), scale, (dst, src), numel, num_threads)
+        return self._sum((dst_kind, src_kind), int(mode), (dst, src), numel, num_threads)
 
     def sumsq(self, kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
         check_range("zo_sumsq", numel, num_threads)
         if numel > 0 and not values:
             raise ConfigError("zo_sumsq: values is NULL")
-        return self._sum((kind, kind), READ, 1.0, (values, values), numel, num_threads)
+        return self._sum((kind, kind), READ, (values, values), numel, num_threads)
 
     def crc32c(self, seed: int, address: int, nbytes: int) -> int:
         return crc32c.of_memory(seed, address, nbytes)
 
     def _sum(
-        self,
-        kinds: tuple[Kind, Kind],
-        mode: int,
-        scale: float,
-        arrays: tuple[int, int],
-        numel: int,
-        num_threads: int,
+        self, kinds: tuple[Kind, Kind], mode: int, arrays: tuple[int, int], numel: int, num_threads: int
     ) -> SumOfSquares:
         """See [Note: the tree] in csrc/reduce/reduce.h."""
         count = num_chunks(numel)
         sums, tops = np.zeros(count), np.zeros(count, dtype=np.uint32)
-        with np.errstate(over="ignore"):  # a scale beyond fp32 is an infinity, as in C
-            factor = np.float32(scale)
         plain = (int(kinds[0]), int(kinds[1]))
 
         def sum_chunks(first: int, last: int) -> None:
-            self.passes.sum_part(plain, mode, factor, arrays, numel, (sums, tops), first, last)
+            self.passes.sum_part(plain, mode, arrays, numel, (sums, tops), first, last)
 
         in_parts(count, num_threads, sum_chunks)
         total = 0.0

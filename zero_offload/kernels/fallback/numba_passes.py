@@ -26,10 +26,8 @@ from zero_offload.kernels.fallback.numba_memory import (
     FP32,
     canonical,
     load,
-    load_fp16,
     load_fp32,
     load_split,
-    round_bf16,
     store_fp16,
     store_fp32,
     store_half,
@@ -43,7 +41,7 @@ from zero_offload.kernels.fallback.numba_states import (
     shorten_at_random,
     store_short_residual,
 )
-from zero_offload.kernels.fallback.numba_words import SOURCES, bits, from_bits, function, halves_at, u32
+from zero_offload.kernels.fallback.numba_words import SOURCES, bits, function, halves_at, u32
 from zero_offload.kernels.fallback.parts import CHUNK
 from zero_offload.kernels.fallback.rules import GRAD_SCALE, NUM_SIGNED, NUM_STATES, make_rule
 
@@ -191,33 +189,22 @@ def update_part(
 # Sums
 
 
-def _compute_store(kinds: Any, mode: Any, scale: Any, arrays: Any, begin: Any, count: Any, block: Any) -> None:
-    """Leave what was stored in the first row of the block; see the operations in csrc/reduce/kernel.inl."""
+def _compute_store(kinds: Any, mode: Any, arrays: Any, begin: Any, count: Any, block: Any) -> None:
+    """Leave what was stored in the first row of the block; see `Store` in csrc/reduce/kernel.inl."""
     (dst_kind, src_kind), (dst, src), row = kinds, arrays, block[0]
     load(src_kind, src, begin, count, row)
-    scaled = scale != np.float32(1.0)
-    if scaled:
-        for i in range(count):
-            row[i] = row[i] * scale
     if mode == _ACCUMULATE:
         load_fp32(dst, begin, count, block[1])
         for i in range(count):
-            row[i] = block[1, i] + row[i]
+            row[i] = canonical(block[1, i] + row[i])
     if dst_kind == FP32:
-        if scaled or mode == _ACCUMULATE:
-            for i in range(count):
-                row[i] = canonical(row[i])
         store_fp32(dst, begin, count, row)
     elif dst_kind == BF16:
-        if scaled:
-            for i in range(count):
-                row[i] = from_bits(round_bf16(row[i]))
         target = halves_at(dst)
         for i in range(count):
             target[begin + i] = np.uint16(u32(bits(row[i]) >> np.uint32(16)))
     else:
         store_fp16(dst, begin, count, row)
-        load_fp16(dst, begin, count, row)
 
 
 def _add_squares(row: Any, count: Any, lanes: Any) -> None:
@@ -244,9 +231,7 @@ compute_store, add_squares, largest = function(_compute_store), function(_add_sq
 
 @functools.cache
 def _sum_of(sources: str) -> Callable[..., Any]:
-    def sum_chunks(
-        kinds: Any, mode: Any, scale: Any, arrays: Any, numel: Any, found: Any, first: Any, last: Any
-    ) -> None:
+    def sum_chunks(kinds: Any, mode: Any, arrays: Any, numel: Any, found: Any, first: Any, last: Any) -> None:
         sums, tops = found
         block, lanes = np.empty((2, BLOCK), np.float32), np.empty(16, np.float64)
         for chunk in range(first, last):
@@ -257,7 +242,7 @@ def _sum_of(sources: str) -> Callable[..., Any]:
                 if mode == READ:
                     load(kinds[1], arrays[1], at, count, block[0])
                 else:
-                    compute_store(kinds, mode, scale, arrays, at, count, block)
+                    compute_store(kinds, mode, arrays, at, count, block)
                 add_squares(block[0], count, lanes)
                 tops[chunk] = max(tops[chunk], largest(block[0], count))
                 at += count
@@ -275,14 +260,13 @@ def _sum_of(sources: str) -> Callable[..., Any]:
 def sum_part(
     kinds: tuple[int, int],
     mode: int,
-    scale: np.float32,
     arrays: tuple[int, int],
     numel: int,
     found: tuple[Any, Any],
     first: int,
     last: int,
 ) -> None:
-    _sum_of(SOURCES)(kinds, mode, scale, arrays, numel, found, first, last)
+    _sum_of(SOURCES)(kinds, mode, arrays, numel, found, first, last)
 
 
 # Conversions

@@ -121,7 +121,6 @@ _rule = functools.cache(functools.partial(make_rule, words))
 def sum_part(
     kinds: tuple[int, int],
     mode: int,
-    scale: np.float32,
     arrays: tuple[int, int],
     numel: int,
     found: tuple[Any, Any],
@@ -133,7 +132,7 @@ def sum_part(
         for chunk in range(first, last):
             begin = chunk * CHUNK
             count = min(CHUNK, numel - begin)
-            x = _stored(kinds, mode, scale, arrays, begin, count)
+            x = _stored(kinds, mode, arrays, begin, count)
             squares = np.zeros((-(-count // 16), 16))
             squares.reshape(-1)[:count] = x
             squares *= squares
@@ -143,30 +142,20 @@ def sum_part(
             sums[chunk], tops[chunk] = lanes[0], (words.bits(x) & MAGNITUDE).max()
 
 
-def _stored(
-    kinds: tuple[int, int], mode: int, scale: np.float32, arrays: tuple[int, int], begin: int, count: int
-) -> Floats:
-    """What was stored; see the operations in csrc/reduce/kernel.inl."""
+def _stored(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], begin: int, count: int) -> Floats:
+    """What was stored; see `Store` in csrc/reduce/kernel.inl."""
     (dst_kind, src_kind), (dst, src) = kinds, arrays
     x = load(src_kind, src, begin, count)
     if mode == READ:
         return x
-    scaled = scale != 1
-    if scaled:
-        x = x * scale
     if mode == GradMode.ACCUMULATE:
-        x = floats_at(dst, begin, count) + x
+        x = elements.canonical(floats_at(dst, begin, count) + x)
     if dst_kind == Kind.FP32:
-        x = elements.canonical(x) if scaled or mode == GradMode.ACCUMULATE else x
-        words.bits(floats_at(dst, begin, count))[:] = words.bits(x)
+        words_at(dst, begin, count)[:] = words.bits(x)
     elif dst_kind == Kind.BF16:
-        word = elements.round_bf16(x) if scaled else words.bits(x)
-        halves_at(dst, begin, count)[:] = word >> _16
-        x = words.from_bits(word)
+        halves_at(dst, begin, count)[:] = words.bits(x) >> _16
     else:
-        half = elements.narrow_fp16(elements.canonical(x))
-        halves_at(dst, begin, count)[:] = half
-        x = words.from_bits(elements.widen_fp16(half))
+        halves_at(dst, begin, count)[:] = elements.narrow_fp16(elements.canonical(x))
     return x
 
 
