@@ -200,12 +200,10 @@ class IoResultStruct(C.Structure):
 class IoStatsStruct(C.Structure):
     _fields_ = [
         ("size", C.c_uint32),
-        ("num_threads", C.c_uint32),
+        ("reserved", C.c_uint32),
         ("jobs_queued", C.c_uint64),
         ("bytes_read", C.c_uint64),
         ("bytes_written", C.c_uint64),
-        ("busy_read_s", C.c_double),
-        ("busy_write_s", C.c_double),
     ]
 
 

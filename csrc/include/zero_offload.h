@@ -290,15 +290,12 @@ typedef struct {
     int64_t end_ns;
 } zo_io_result;
 
-/* Busy seconds are those during which parts of a block were under way, summed over blocks. */
 typedef struct {
     uint32_t size;
-    uint32_t num_threads;
+    uint32_t reserved;
     uint64_t jobs_queued;
     uint64_t bytes_read;
     uint64_t bytes_written;
-    double busy_read_s;
-    double busy_write_s;
 } zo_io_stats_t;
 
 /* ZO_UNSUPPORTED when io_uring is asked for and the kernel, or a sandbox around us, does not offer it. */

@@ -12,10 +12,6 @@ namespace {
 constexpr uint64_t kSector = 4096;
 constexpr int kStormLength = 40;
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
 }  // namespace
 
 BlockTransfer::BlockTransfer(int op, zo_io_block *block, char *memory, int fault)
@@ -61,7 +57,7 @@ bool BlockTransfer::next(uint64_t part_bytes, Part *part) {
     } else {
         return false;
     }
-    if (under_way_++ == 0) started_ = std::chrono::steady_clock::now();
+    ++under_way_;
     return true;
 }
 
@@ -71,7 +67,7 @@ int64_t BlockTransfer::disturbed(int64_t result) {
 }
 
 void BlockTransfer::completed(const Part &part, int64_t result) {
-    if (--under_way_ == 0) outcome_.busy_s += seconds_since(started_);
+    --under_way_;
     if (outcome_.status != ZO_IO_DONE) return;  // another part has failed
     result = disturbed(result);
     if (result == -EINTR || result == -EAGAIN) {

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -20,7 +19,6 @@ struct BlockOutcome {
     int32_t status = ZO_IO_DONE;
     int32_t sys_errno = 0;
     uint32_t actual_crc = 0;
-    double busy_s = 0;
 };
 
 // Bytes [begin, end) of a block.
@@ -79,7 +77,6 @@ class BlockTransfer {
     std::vector<Part> unsummed_;    // have been read
     uint64_t summed_ = 0;           // bytes that `crc_` covers
     uint32_t crc_ = 0;
-    std::chrono::steady_clock::time_point started_{};
     BlockOutcome outcome_;
 };
 

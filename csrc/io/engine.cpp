@@ -71,7 +71,6 @@ IoEngine::IoEngine(const zo_io_config &config) : owner_(getpid()) {
     const SignalsBlocked blocked;
     const auto make = config.kind == ZO_IO_URING ? make_uring_transport : make_threads_transport;
     stats_.size = sizeof(stats_);
-    stats_.num_threads = config.num_lanes * config.threads_per_lane;
     for (uint32_t i = 0; i < config.num_lanes; ++i) {
         lanes_.push_back(std::make_unique<Lane>());
         for (uint32_t j = 0; j < config.threads_per_lane; ++j) {
@@ -300,7 +299,6 @@ void IoEngine::finish(const Job &job, const BlockOutcome &outcome) {
     Batch &batch = *job.batch;
     zo_io_result &result = batch.result;
     const zo_io_block &block = batch.blocks[job.block];
-    (is_write(batch.op) ? stats_.busy_write_s : stats_.busy_read_s) += outcome.busy_s;
     --batch.unfinished;
     if (outcome.status == ZO_IO_DONE) {
         result.bytes_done += block.nbytes;
