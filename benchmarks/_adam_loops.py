@@ -24,8 +24,8 @@ def compiler_call() -> list[str]:
     compiler = build["find_compiler"]()
     isa = native.isa().name.lower()
     flags = [*build["COMPILE_FLAGS"], *build["isa_flags"](Path(f"kernel_{isa}.cpp"), x86=build["is_for_x86"](compiler))]
-    vec = "simd/vec_scalar.h" if native.isa() is Isa.SCALAR else f"simd/vec_{isa}.h"
-    return [compiler, *flags, f'-DVEC_HEADER="{vec}"', str(Path(__file__).with_suffix(".cpp"))]
+    vec = ["-DVec=ScalarVec"] if native.isa() is Isa.SCALAR else []
+    return [compiler, *flags, f'-DVEC_HEADER="simd/vec_{isa}.h"', *vec, str(Path(__file__).with_suffix(".cpp"))]
 
 
 @cache

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from zero_offload import native
+from zero_offload.abi import Isa
 from zero_offload.types import Tier
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
@@ -352,9 +353,10 @@ def test_where_no_group_can_be_made_rows_are_empty(
 # adam.py
 
 
-@pytest.mark.skipif(not native.available(), reason="needs the native library and its compiler")
-def test_the_loops_beside_the_kernels_still_compile(benchmark: Any) -> None:
+@pytest.mark.parametrize("isa", native.supported_isas(), ids=str)
+def test_the_loops_beside_the_kernels_still_compile(isa: Isa, benchmark: Any) -> None:
     """They include the kernels' own files."""
+    native.set_isa(isa)
     checked = [*benchmark("_adam_loops").compiler_call(), "-fsyntax-only", "-Werror"]
     done = subprocess.run(checked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -21,10 +19,8 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 @pytest.fixture(params=[isa for isa in native.supported_isas() if isa is not abi.Isa.SCALAR], ids=str)
-def isa(request: pytest.FixtureRequest) -> Iterator[abi.Isa]:
-    before = native.isa()
-    yield request.param
-    native.set_isa(before)
+def isa(request: pytest.FixtureRequest) -> abi.Isa:
+    return request.param
 
 
 def run_update(

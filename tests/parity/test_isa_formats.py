@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -23,10 +21,8 @@ SEED = 0x123456789ABCDEF0
 
 
 @pytest.fixture(params=[isa for isa in native.supported_isas() if isa is not abi.Isa.SCALAR], ids=str)
-def isa(request: pytest.FixtureRequest) -> Iterator[abi.Isa]:
-    before = native.isa()
-    yield request.param
-    native.set_isa(before)
+def isa(request: pytest.FixtureRequest) -> abi.Isa:
+    return request.param
 
 
 def states_of(rule: Rule, format: StateFormat, numel: int, *, ordinary: bool) -> tuple[list[torch.Tensor], ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,11 +25,9 @@ SEGMENT = Segment(0, NUMEL, lr=1e-39, beta1=0.9, beta2=0.99, eps=1e-40, weight_d
 
 
 @pytest.fixture(params=native.supported_isas(), ids=lambda isa: isa.name)
-def isa(request: pytest.FixtureRequest) -> Iterator[Isa]:
-    before = native.isa()
+def isa(request: pytest.FixtureRequest) -> Isa:
     native.set_isa(request.param)
-    yield request.param
-    native.set_isa(before)
+    return request.param
 
 
 def flushes() -> bool:
