@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "problems",
         "config",
         "precision",
+        "threads",
         "telemetry.events",
         "telemetry.spans",
         "telemetry.stats",

@@ -13,13 +13,38 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.threads import LOOK_S, Bell
 
-_LOOK_EVERY_S = 0.1
 
-_Item = tuple[Callable[[], None], Future[None]]
+@dataclass
+class _Outcome:
+    """What became of a job."""
+
+    done: bool = False
+    error: BaseException | None = None
+    ended: Bell = field(default_factory=Bell)
+
+    def of(self, job: Callable[[], None]) -> None:
+        """Run it, on the thread."""
+        try:
+            job()
+        except BaseException as error:
+            self.error = error
+        self.done = True
+        self.ended.ring()
+
+    def wait(self) -> None:
+        """Raises its error."""
+        while not self.done:
+            self.ended.wait(LOOK_S)
+        if self.error is not None:
+            raise self.error
+
+
+_Item = tuple[Callable[[], None], _Outcome]
 
 
 class _Jobs:
@@ -44,7 +69,7 @@ class _Jobs:
         """The next job, or None at the end. On the thread."""
         while not (self._closing and self._end()):
             try:
-                item = self._queue.get(timeout=_LOOK_EVERY_S)
+                item = self._queue.get(timeout=LOOK_S)
             except queue.Empty:
                 self._closing = self._closing or not threading.main_thread().is_alive()
                 continue
@@ -71,17 +96,17 @@ class Worker:
     def __init__(self, board: UpdateBoard, name: str = "zero_offload-update") -> None:
         self._board = board
         self._jobs = _Jobs()
-        self._unfinished: list[Future[None]] = []
+        self._unfinished: list[_Outcome] = []
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], None]) -> None:
         self._board.check_work()
-        self._unfinished = [each for each in self._unfinished if not each.done()]
-        future: Future[None] = Future()
-        if self._jobs.put((lambda: self._run(job), future)):
-            self._unfinished.append(future)
+        self._unfinished = [each for each in self._unfinished if not each.done]
+        outcome = _Outcome()
+        if self._jobs.put((lambda: self._run(job), outcome)):
+            self._unfinished.append(outcome)
         else:
             # The interpreter is shutting down.
             self._run(job)
@@ -97,12 +122,12 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether `drain` would wait."""
-        return not all(future.done() for future in self._unfinished)
+        return not all(outcome.done for outcome in self._unfinished)
 
     def drain(self) -> None:
         """Wait until everything submitted is complete. Raises the first error."""
-        for future in self._unfinished:
-            future.result()
+        for outcome in self._unfinished:
+            outcome.wait()
         self._board.check()
 
     def shutdown(self) -> None:
@@ -114,11 +139,6 @@ class Worker:
 def _work(jobs: _Jobs) -> None:
     """Holds the queue alone while it waits, so that a `Worker` can be dropped."""
     while (item := jobs.get()) is not None:
-        job, future = item
-        try:
-            job()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-        del item, job, future
+        job, outcome = item
+        outcome.of(job)
+        del item, job, outcome

@@ -12,7 +12,6 @@ a chunk in memory changes, and `wait_for_slots` before a slot is written, on the
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from zero_offload.shards.shard import Shard
 from zero_offload.storage.swap_file import Transfer
 from zero_offload.telemetry.events import Counters
 from zero_offload.telemetry.spans import Cause
+from zero_offload.threads import Monitor
 
 
 @dataclass
@@ -76,8 +76,8 @@ class Snapshots:
         self.staging = staging
         self._copies: dict[tuple[int, int], ChunkCopy] = {}
         """Of the snapshot under way, by section and chunk."""
-        self._changed = threading.Condition()
-        """Also held to launch a copy, which two threads may want to."""
+        self._changed = Monitor()
+        """Its lock is also held to launch a copy, which two threads may want to."""
         self._active = False
         self._num_ended = 0
         self._error: BaseException | None = None
@@ -92,9 +92,8 @@ class Snapshots:
         for shard in self._shards:
             shard.settle()
             shard.writes.clear()
-        with self._changed:
-            self._wait_until(lambda: not self._active)
-            self._active = True
+        self._wait_until(lambda: not self._active)
+        self._active = True
         place = {unit: number for number, unit in enumerate(unit_order)}
         copies = [
             copy
@@ -120,16 +119,16 @@ class Snapshots:
 
     def end(self) -> None:
         """The generation is complete: memory may change, and slots that it does not name may be written."""
-        with self._changed:
+        with self._changed.lock:
             self._active, self._copies = False, {}
             self._num_ended += 1
-            self._changed.notify_all()
+            self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
         """No commit comes to its end any more: every wait raises this."""
-        with self._changed:
+        with self._changed.lock:
             self._error = self._error or error
-            self._changed.notify_all()
+            self._changed.notify()
 
     # Threads that would change what is being written
 
@@ -149,8 +148,7 @@ class Snapshots:
 
     def wait_for_slots(self) -> None:
         """Return when no commit is under way, so that `Shard.writable_slot` is no slot that a generation needs."""
-        with self._changed:
-            self._wait_until(lambda: not self._active)
+        self._wait_until(lambda: not self._active)
 
     @property
     def num_ended(self) -> int:
@@ -159,25 +157,23 @@ class Snapshots:
 
     def wait_for_end(self, number: int) -> None:
         """Return when so many snapshots have ended. The control thread's."""
-        with self._counters.waiting(Cause.COMMIT), self._changed:
+        with self._counters.waiting(Cause.COMMIT):
             self._wait_until(lambda: self._num_ended >= number)
 
     def _launch(self, copy: ChunkCopy) -> None:
-        with self._changed:
+        with self._changed.lock:
             if copy.writes is None:
                 copy.launch(self._disk, [array.data_ptr() for array in copy.arrays()])
 
     def _bring(self, copy: ChunkCopy) -> None:
         """Of what is in a device's memory; on the commit's thread alone."""
         region, addresses = self.staging.bring(copy.arrays())
-        with self._changed:
-            copy.staging = region
-            self._changed.notify_all()
+        copy.staging = region
+        self._changed.notify()
         copy.launch(self._disk, addresses)
 
     def _wait_for_staging(self, copy: ChunkCopy) -> None:
-        with self._changed:
-            self._wait_until(lambda: copy.staging is not None)
+        self._wait_until(lambda: copy.staging is not None)
 
     def _finish(self, copy: ChunkCopy) -> None:
         copy.wait()

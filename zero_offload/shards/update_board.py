@@ -7,13 +7,13 @@ the worker starts it; then forward need not read them back. An error of the work
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from enum import Enum
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.telemetry.events import Counters
 from zero_offload.telemetry.spans import Cause
+from zero_offload.threads import Monitor
 
 
 class UpdateInterrupted(ZeroOffloadError):
@@ -32,7 +32,7 @@ class UpdateBoard:
     def __init__(self, num_units: int, counters: Counters | None = None) -> None:
         """`counters` learn how long is waited."""
         self._counters = counters or Counters()
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._status = [UpdateStatus.IDLE] * num_units
         self._deliveries: dict[int, tuple[int, ...]] = {}
         self._error: BaseException | None = None
@@ -43,14 +43,14 @@ class UpdateBoard:
         self._listeners.append(listener)
 
     def queue(self, units: Iterable[int]) -> None:
-        with self._changed:
+        with self._changed.lock:
             for unit in units:
                 assert self._status[unit] is UpdateStatus.IDLE
                 self._status[unit] = UpdateStatus.QUEUED
 
     def offer(self, unit: int, addresses: tuple[int, ...]) -> bool:
         """Give memory (one address per section) for the new values; False when the update has begun."""
-        with self._changed:
+        with self._changed.lock:
             if self._status[unit] is not UpdateStatus.QUEUED:
                 return False
             self._deliveries[unit] = addresses
@@ -58,21 +58,20 @@ class UpdateBoard:
 
     def withdraw(self, unit: int) -> bool:
         """Take the offer back, so that the memory may serve another unit; False when the update has begun."""
-        with self._changed:
+        with self._changed.lock:
             self._deliveries.pop(unit, None)
             return self._status[unit] is UpdateStatus.QUEUED
 
     def start(self, unit: int) -> tuple[int, ...] | None:
         """The worker begins a unit; returns where to deliver, or None."""
-        with self._changed:
+        with self._changed.lock:
             self._status[unit] = UpdateStatus.STARTED
             return self._deliveries.pop(unit, None)
 
     def complete(self, unit: int) -> None:
         """New values are computed, delivered where asked, and on their way to disk."""
-        with self._changed:
-            self._status[unit] = UpdateStatus.IDLE
-            self._changed.notify_all()
+        self._status[unit] = UpdateStatus.IDLE
+        self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
         """An update, a commit or a transfer failed: every wait raises the first error.
@@ -86,11 +85,11 @@ class UpdateBoard:
                 "an update was interrupted, so this model's states are a mix of two. Start again with zo.offload "
                 "(existing='resume' goes on from the last generation)"
             )
-        with self._changed:
+        with self._changed.lock:
             # What fails after an interrupt is told too: somebody may wait for it.
             first = self._error if self._error is not None and self._stops_work() else error
             self._error = first
-            self._changed.notify_all()
+            self._changed.notify()
         if self._stops_work():
             for listener in self._listeners:
                 listener(first)
@@ -102,9 +101,9 @@ class UpdateBoard:
         """Return when the unit's update is computed. Raises the worker's error."""
         if self._status[unit] is UpdateStatus.IDLE and self._error is None:
             return
-        with self._counters.waiting(Cause.UPDATE), self._changed:
-            self._changed.wait_for(lambda: self._error or self._status[unit] is UpdateStatus.IDLE)
-            self.check()
+        with self._counters.waiting(Cause.UPDATE):
+            self._changed.wait_for(lambda: self._error is not None or self._status[unit] is UpdateStatus.IDLE)
+        self.check()
 
     def check(self) -> None:
         """Raise the worker's error, if there is one."""

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
-from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -40,9 +39,8 @@ from zero_offload.storage.failures import (
     unknown_ticket_error,
 )
 from zero_offload.storage.stall import StallWatch
+from zero_offload.threads import LOOK_S, Bell
 from zero_offload.types import SECTOR
-
-_WAIT_SLICE_S = 0.25
 
 _Vector = Callable[..., Awaitable[int]]
 _Args = ParamSpec("_Args")
@@ -61,16 +59,27 @@ class _Op(Enum):
 
 @dataclass
 class _Batch:
-    """One submission; touched on the loop's thread only, but for `future`."""
+    """One submission; touched on the loop's thread only."""
 
     ticket: Ticket
     op: _Op
     left: int
-    future: Future[None] = field(default_factory=Future)
+    done: bool = False
+    ended: Bell = field(default_factory=Bell)
     failure: BlockFailure | None = None
     done_bytes: int = 0
     begin_ns: int = 0
     end_ns: int = 0
+
+    def end(self) -> None:
+        self.done = True
+        self.ended.ring()
+
+    def ends_in(self, timeout_s: float) -> bool:
+        """Whether it is done, within this time."""
+        if not self.done:
+            self.ended.wait(timeout_s)
+        return self.done
 
 
 @dataclass(order=True)
@@ -165,7 +174,7 @@ class AiofilesEngine:
 
     def wait(self, ticket: Ticket) -> Moved:
         batch, watch = self._batch(ticket), StallWatch()
-        while wait_for_futures([batch.future], _WAIT_SLICE_S).not_done:
+        while not batch.ends_in(LOOK_S):
             if self.is_stuck or watch.is_over(self._moved_bytes):
                 self.is_stuck = True
                 raise_stuck(ticket, batch.done_bytes, self._paths)
@@ -179,7 +188,7 @@ class AiofilesEngine:
         return moved
 
     def done(self, ticket: Ticket) -> bool:
-        return self._batch(ticket).future.done()
+        return self._batch(ticket).done
 
     def close(self) -> None:
         if self._closed or os.getpid() != self._owner_pid:
@@ -197,9 +206,11 @@ class AiofilesEngine:
         """Wait for everything launched, but for no longer than any other wait."""
         watch = StallWatch()
         while os.getpid() == self._owner_pid and not self.is_stuck:
-            if not wait_for_futures([batch.future for batch in list(self._open.values())], _WAIT_SLICE_S).not_done:
+            left = next((batch for batch in list(self._open.values()) if not batch.done), None)
+            if left is None:
                 return
-            self.is_stuck = watch.is_over(self._moved_bytes)
+            if not left.ends_in(LOOK_S):
+                self.is_stuck = watch.is_over(self._moved_bytes)
 
     def _check_open(self) -> None:
         check_owner(self._owner_pid)
@@ -221,7 +232,7 @@ class AiofilesEngine:
         ticket = Ticket(next(self._numbers), blocks)
         batch = _Batch(ticket, op, len(blocks))
         if not len(blocks):
-            batch.future.set_result(None)
+            batch.end()
             self._open[ticket.number] = batch
             return ticket
         offsets = [0, *itertools.accumulate(int(nbytes) for nbytes in blocks["nbytes"])]
@@ -266,7 +277,7 @@ class AiofilesEngine:
             batch.left -= 1
             if batch.left == 0:
                 batch.end_ns = time.perf_counter_ns()
-                batch.future.set_result(None)
+                batch.end()
 
     async def _move_safely(self, job: _Job) -> BlockFailure | None:
         """Whatever goes wrong, whoever waits is told."""

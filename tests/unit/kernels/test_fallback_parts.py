@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -60,11 +61,11 @@ def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.
     job._num_helping = 1
     wait_for, interrupts = job._changed.wait_for, iter([True, False])
 
-    def wait(predicate: object) -> bool:
+    def wait(predicate: Callable[[], bool]) -> None:
         if next(interrupts):
             raise KeyboardInterrupt
         job._num_helping = 0
-        return wait_for(predicate)  # type: ignore[arg-type]
+        wait_for(predicate)
 
     monkeypatch.setattr(job._changed, "wait_for", wait)
     with pytest.raises(KeyboardInterrupt):

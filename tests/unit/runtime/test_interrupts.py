@@ -6,6 +6,7 @@ import gc
 import random
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,3 +87,26 @@ def test_no_interrupt_of_a_forward_or_a_backward_is_lost(
     optimizer.zero_grad()
     assert losses + train(model, optimizer, 1, 3) == reference(3)[0]
     zo.close(model)
+
+
+@pytest.mark.parametrize("engine", ["threads", "aiofiles"])
+def test_the_control_thread_takes_no_lock_that_an_interrupt_could_leave_taken(engine: str, tmp_path: Path) -> None:
+    """The standard library's are given back in Python, and a Ctrl-C may strike first; see zero_offload/threads.py."""
+    taken: list[str] = []
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "__exit__":
+            taken.append("".join(traceback.format_stack(frame, limit=6)))
+
+    model, optimizer = open_model(tmp_path / "run", io_engine=engine)
+    losses = train(model, optimizer, 0, 2)
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        losses += train(model, optimizer, 2, 4)
+        zo.save_checkpoint(model, optimizer, tmp_path / "checkpoint")
+    finally:
+        sys.setprofile(before)
+    zo.close(model)
+    assert losses == reference(4)[0]
+    assert not taken, taken[0]

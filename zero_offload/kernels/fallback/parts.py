@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+
+from zero_offload.threads import Monitor
 
 CHUNK = 16384
 """Elements: kChunk of csrc/util/chunks.h; sums depend on it."""
@@ -51,7 +52,7 @@ class _Job:
 
     def __init__(self, body: Body, parts: list[tuple[int, int]]) -> None:
         self._body, self._parts = body, parts
-        self._changed = threading.Condition()
+        self._changed = Monitor()
         self._num_helping = 0
         self._failure: BaseException | None = None
 
@@ -68,7 +69,7 @@ class _Job:
             except BaseException as error:
                 self._failure = error
             finally:
-                with self._changed:
+                with self._changed.lock:
                     self._num_helping -= 1
                     self._changed.notify()
 
@@ -77,9 +78,9 @@ class _Job:
         interrupt: BaseException | None = None
         while True:
             try:
-                with self._changed:
+                with self._changed.lock:
                     self._parts.clear()
-                    self._changed.wait_for(lambda: self._num_helping == 0)
+                self._changed.wait_for(lambda: self._num_helping == 0)
                 break
             except BaseException as error:  # a signal's handler: the memory is still in use
                 interrupt = error
@@ -87,7 +88,7 @@ class _Job:
             raise failure
 
     def _take(self, helping: int = 0) -> tuple[int, int] | None:
-        with self._changed:
+        with self._changed.lock:
             if not self._parts:
                 return None
             self._num_helping += helping

@@ -19,6 +19,7 @@ import torch
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.saved.recompute import Generators, generators, set_generators
+from zero_offload.threads import LOOK_S, Bell
 
 Station = tuple[int, ...]
 """What a forward needs to go on: indices of units."""
@@ -26,8 +27,6 @@ _START: Station = ()
 
 _NAME = "zero_offload-micro-batch"
 _SEEDS = 2**62
-_LOOK_S = 0.5
-"""How often a forward that waits looks whether somebody is there to give it a turn."""
 
 
 def takes_turns() -> bool:
@@ -47,7 +46,7 @@ class Runner:
         self.work = work
         self.generators = states
         self.wants = _START
-        self.go = threading.Semaphore(0)
+        self.go = Bell()
         self.done = False
         self.error: BaseException | None = None
         self.thread: threading.Thread
@@ -71,7 +70,7 @@ class Relay:
         self._surroundings = surroundings
         self._begin_station = begin_station
         self._begin_turn = begin_turn
-        self._back = threading.Semaphore(0)
+        self._back = Bell()
         self._stopping = False
         self._caller: FrameType | None = None
         self.turn = self._runners[0]
@@ -108,13 +107,13 @@ class Relay:
         """Called by the forward that has the turn: give it back, until it may go to `station`."""
         runner = self.turn
         runner.wants = station
-        self._back.release()
+        self._back.ring()
         if not self._has_turn(runner):
             raise _Stopped
 
     def _has_turn(self, runner: Runner) -> bool:
         """Wait for it; False when none comes."""
-        while not runner.go.acquire(timeout=_LOOK_S):
+        while not runner.go.wait(LOOK_S):
             if not self.is_running:
                 return False  # Ctrl-C has struck before `run` could see to it
         return not self._stopping
@@ -136,7 +135,7 @@ class Relay:
             runner.error = error
         finally:
             runner.done = True
-            self._back.release()
+            self._back.ring()
 
     def _give_turn(self, runner: Runner) -> None:
         self.turn = runner
@@ -144,8 +143,8 @@ class Relay:
         set_generators(runner.generators)
         # Casts of weights that autocast has kept belong to another one's graph.
         torch.clear_autocast_cache()
-        runner.go.release()
-        self._back.acquire()
+        runner.go.ring()
+        self._back.wait()
         runner.generators = generators()
         error, runner.error = runner.error, None
         if error is not None:
@@ -162,7 +161,7 @@ class Relay:
         while left:
             try:
                 runner = self.turn = left[0]
-                runner.go.release()
+                runner.go.ring()
                 if hasattr(runner, "thread") and runner.thread.ident is not None:
                     runner.thread.join()
                 del left[0]
