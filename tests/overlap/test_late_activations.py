@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,13 @@ from tests.helpers.late_device import LateDevice
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from zero_offload.device import Handoff, HostDevice
 from zero_offload.memory.arena import Arena
+from zero_offload.plan.memory import ACTIVATION_BLOCKS_BACK
 from zero_offload.runtime.saved import host_tier, tiers
 from zero_offload.runtime.saved.host_tier import HostTier
+from zero_offload.shards.disk import DiskArrays
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.engine import open_engine
+from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import MIB
 
@@ -208,3 +214,32 @@ def test_blocks_of_what_nobody_read_are_used_again() -> None:
     pieces = bench.tier.put(dropped)
     assert torch.equal(bench.tier.arrival(pieces).finish(), dropped)
     assert pieces[0].run == range(3) and bench.arena.num_registrations == 1
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_way_back_from_a_drive_that_breaks_off_leaves_no_upload(
+    again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What gets the target's memory next, or the landing blocks', comes after it."""
+    device = LateDevice()
+    arena = Arena(0, pinner=device)
+    with (
+        RunDirectory.open(tmp_path / "nvme") as directory,
+        contextlib.closing(open_engine()) as engine,
+        contextlib.closing(SwapFile([directory], "activations", engine, 1)) as file,
+    ):
+        file.create_scratch()
+        tier = tiers.DiskTier(device, arena, DiskArrays(file, Counters()))
+        (source,) = sources(5 * MIB + 1)
+        arrival = tier.arrival(tier.put(source))
+        upload = device.upload
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            first = iter([upload, upload])
+            patch.setattr(device, "upload", lambda *args: next(first, _interrupt)(*args))
+            arrival.finish()
+        assert len(device.uploads.queue) == 2
+        if not again:
+            arrival.abandon()
+            assert not device.uploads.queue
+        assert torch.equal(arrival.finish(), source)
+        assert len(tier.landing._free) == ACTIVATION_BLOCKS_BACK

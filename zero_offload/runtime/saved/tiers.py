@@ -274,6 +274,9 @@ class _FromDisk:
         self._pieces = pieces
         self._launched: deque[tuple[_DiskPiece, Tensor, Transfer]] = deque()
         self._next = 0
+        self._target: Tensor | None = None
+        self._uploads: list[Handoff] = []
+        """To the parts of the target, in order."""
 
     def start(self) -> bool:
         return self._start(Urgency.NORMAL)
@@ -299,21 +302,22 @@ class _FromDisk:
         return True
 
     def finish(self) -> Tensor:
+        if self._uploads:
+            self.abandon()
         nbytes = sum(piece.nbytes for piece in self._pieces)
-        target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
-        uploads = []
-        for part in _cut(target):
+        self._target = torch.empty(nbytes, dtype=torch.uint8, device=self._device.torch_device)
+        for part in _cut(self._target):
             if not self._launched:
                 self._tier.room(self)
             self._start(Urgency.URGENT)
             piece, block, read = self._launched[0]
             read.wait()
-            uploads.append(self._device.upload(part, block[: piece.nbytes]))
+            self._uploads.append(self._device.upload(part, block[: piece.nbytes]))
             self._take()
-            self._tier.landing.give_back(block, uploads[-1])
-        for upload in uploads:
+            self._tier.landing.give_back(block, self._uploads[-1])
+        for upload in self._uploads:
             upload.take()
-        self._next = 0
+        target, self._target, self._uploads, self._next = self._target, None, [], 0
         return target
 
     def _take(self) -> tuple[_DiskPiece, Tensor, Transfer]:
@@ -323,6 +327,9 @@ class _FromDisk:
         return first
 
     def abandon(self) -> None:
+        for upload in self._uploads:  # `finish` was broken off: memory on both sides is in use
+            upload.take_on_host()
+        self._target, self._uploads = None, []
         while self._launched:
             _, block, read = self._take()
             self._tier.landing.give_back(block, read)
