@@ -200,7 +200,7 @@ class IoResultStruct(C.Structure):
 class IoStatsStruct(C.Structure):
     _fields_ = [
         ("size", C.c_uint32),
-        ("reserved", C.c_uint32),
+        ("jobs_running", C.c_uint32),
         ("jobs_queued", C.c_uint64),
         ("bytes_read", C.c_uint64),
         ("bytes_written", C.c_uint64),

@@ -292,7 +292,7 @@ typedef struct {
 
 typedef struct {
     uint32_t size;
-    uint32_t reserved;
+    uint32_t jobs_running;
     uint64_t jobs_queued;
     uint64_t bytes_read;
     uint64_t bytes_written;

@@ -291,6 +291,7 @@ void IoEngine::pop(Lane &lane, Job *job) {
     if (batch.unstarted == batch.num_blocks) batch.result.begin_ns = now_ns();
     --batch.unstarted;
     --stats_.jobs_queued;
+    ++stats_.jobs_running;
     if (++part.next == part.rows.size()) queue.pop_front();
 }
 
@@ -299,6 +300,7 @@ void IoEngine::finish(const Job &job, const BlockOutcome &outcome) {
     Batch &batch = *job.batch;
     zo_io_result &result = batch.result;
     const zo_io_block &block = batch.blocks[job.block];
+    --stats_.jobs_running;
     --batch.unfinished;
     if (outcome.status == ZO_IO_DONE) {
         result.bytes_done += block.nbytes;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+import time
 import weakref
 from collections.abc import Callable
 
@@ -29,6 +30,7 @@ from zero_offload.types import EngineKind
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
 _WAIT_SLICE_S = 0.25
+_CLOSE_SLICE_S = 0.01
 
 _KINDS = {EngineKind.IO_URING: abi.IoKind.URING, EngineKind.THREADS: abi.IoKind.THREADS}
 _CAUSES = {
@@ -111,6 +113,11 @@ class NativeEngine:
     def close(self) -> None:
         if self._handle and os.getpid() == self._owner_pid:
             handle, self._handle = self._handle, 0
+            watch = StallWatch()
+            while not self.is_stuck and _is_busy(handle):
+                time.sleep(_CLOSE_SLICE_S)
+                if watch.is_over(_total_bytes(handle)):
+                    self._give_up(handle)
             if self.is_stuck:
                 return  # its threads wait for a drive that does not answer; so would we
             # It is freed with this object: another thread may be in a wait, and gets its result.
@@ -156,6 +163,11 @@ def _total_bytes(handle: int) -> int:
     """What it has moved since it was opened."""
     stats = native.io_stats(handle)
     return int(stats.bytes_read + stats.bytes_written)
+
+
+def _is_busy(handle: int) -> bool:
+    stats = native.io_stats(handle)
+    return bool(stats.jobs_queued + stats.jobs_running)
 
 
 def _free(handle: int, owner_pid: int) -> None:

@@ -472,6 +472,21 @@ def test_a_drive_that_answers_after_it_was_given_up(
     _take_back(engine, handle)
 
 
+@native_only
+def test_a_drive_that_answers_no_more_ends_the_close(
+    engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has waited for what it was asked."""
+    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    memory = Memory(4 * BLOCK).fill(1)
+    engine.inject_fault(Fault.STALL)
+    engine.write(file.table(4), memory.address)
+    handle = engine._handle
+    engine.close()
+    assert engine.is_stuck
+    _take_back(engine, handle)
+
+
 def _no_second_limit(*_: object) -> bool:
     """In place of `StallWatch.is_over`: whoever waits for what was given up is told so at once."""
     raise AssertionError("it waits for as long again")
