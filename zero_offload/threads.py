@@ -36,7 +36,7 @@ class Monitor:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._bells: list[Bell] = []
+        self._bells: set[Bell] = set()
 
     def notify(self) -> None:
         """Something has changed."""
@@ -47,10 +47,10 @@ class Monitor:
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
         """Return when `is_so()`. For threads that do not hold the lock."""
+        bell = Bell()
         while not is_so():
-            bell = Bell()
             with self.lock:
                 if is_so():
                     return
-                self._bells.append(bell)
+                self._bells.add(bell)
             bell.wait(LOOK_S)

@@ -113,6 +113,26 @@ def test_gradients_of_earlier_calls_stay(nvme: Path) -> None:
     zo.close(model)
 
 
+def test_a_loss_that_runs_the_model_as_an_error_unwinds_it(nvme: Path) -> None:
+    """There are no turns any more."""
+    model = zo.offload(build(Fused), away(nvme))
+
+    def probing(model: nn.Module, batch: Tensor) -> Tensor:
+        if batch.shape == batches_of(2)[1].shape:
+            raise Explosion("in loss_fn")
+        try:
+            return third(model, batch)
+        finally:
+            with torch.no_grad():
+                model(batch)
+
+    with pytest.raises(Explosion, match="in loss_fn"):
+        zo.accumulate(model, batches_of(3), probing)
+    assert not threads()
+    goes_on(model)
+    zo.close(model)
+
+
 class Stubborn(TinyLM):
     """Catches whatever it can."""
 

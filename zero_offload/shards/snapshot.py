@@ -120,7 +120,8 @@ class Snapshots:
     def end(self) -> None:
         """The generation is complete: memory may change, and slots that it does not name may be written."""
         with self._changed.lock:
-            self._active, self._copies = False, {}
+            self._copies = {}
+            self._active = False  # the next one may begin
             self._num_ended += 1
             self._changed.notify()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.helpers.locks import locks_taken
 from zero_offload.kernels.fallback import parts
 from zero_offload.kernels.fallback.parts import in_parts
 
@@ -56,6 +57,13 @@ def test_an_interrupt_leaves_nobody_at_work_on_the_memory() -> None:
     assert len(ended) == 1
 
 
+def test_the_caller_takes_no_lock_that_an_interrupt_could_leave_taken() -> None:
+    in_parts(4, 2, lambda begin, end: None)  # starts the threads
+    with locks_taken() as taken:
+        in_parts(4, 2, lambda begin, end: None)
+    assert not taken, taken[0]
+
+
 def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     job = parts._Job(lambda begin, end: None, [])
     job._num_helping = 1
@@ -85,7 +93,7 @@ def test_without_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch)
     def refuse(pid: int) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr(parts, "_pool", refuse)
+    monkeypatch.setattr(parts, "_helpers", refuse)
     done: list[int] = []
     in_parts(5, 3, lambda begin, end: done.extend(range(begin, end)))
     assert sorted(done) == list(range(5))

@@ -6,7 +6,6 @@ import gc
 import random
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.activations import make_small
 from tests.helpers.disk import open_model, reference, train
+from tests.helpers.locks import locks_taken
 from tests.helpers.models import tokens_of
 
 NUM_INTERRUPTS = 100
@@ -92,21 +92,11 @@ def test_no_interrupt_of_a_forward_or_a_backward_is_lost(
 @pytest.mark.parametrize("engine", ["threads", "aiofiles"])
 def test_the_control_thread_takes_no_lock_that_an_interrupt_could_leave_taken(engine: str, tmp_path: Path) -> None:
     """The standard library's are given back in Python, and a Ctrl-C may strike first; see zero_offload/threads.py."""
-    taken: list[str] = []
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename == threading.__file__ and frame.f_code.co_name == "__exit__":
-            taken.append("".join(traceback.format_stack(frame, limit=6)))
-
     model, optimizer = open_model(tmp_path / "run", io_engine=engine)
     losses = train(model, optimizer, 0, 2)
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
+    with locks_taken() as taken:
         losses += train(model, optimizer, 2, 4)
         zo.save_checkpoint(model, optimizer, tmp_path / "checkpoint")
-    finally:
-        sys.setprofile(before)
     zo.close(model)
     assert losses == reference(4)[0]
     assert not taken, taken[0]

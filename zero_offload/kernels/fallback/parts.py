@@ -1,6 +1,6 @@
 """The only parallel loop of the fallbacks: passes stay serial, callers hand over a range.
 
-Owns a pool of threads for each process. Whoever calls takes parts too, and comes back, even by Ctrl-C, only when nobody
+Owns threads for each process. Whoever calls takes parts too, and comes back, even by Ctrl-C, only when nobody
 works on its memory any more. Chunks are cut from the start of the call, so results never depend on threads.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 from zero_offload.threads import Monitor
 
@@ -35,16 +36,27 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
     try:
         with contextlib.suppress(RuntimeError):  # the interpreter is going down and gives no threads any more
             for _ in range(team - 1):
-                _pool(os.getpid()).submit(job.help)
+                _helpers(os.getpid()).put(job.help)
         job.work()
     finally:
         job.end()
 
 
 @functools.cache
-def _pool(pid: int) -> ThreadPoolExecutor:
-    """Threads do not survive a fork, so a child has its own."""
-    return ThreadPoolExecutor(max(os.cpu_count() or 1, 2), thread_name_prefix="zero_offload-kernels")
+def _helpers(pid: int) -> SimpleQueue[Callable[[], None]]:
+    """What threads call, one call each at a time. They do not survive a fork, so a child has its own.
+
+    A `ThreadPoolExecutor` takes locks that a Ctrl-C may leave taken; see zero_offload/threads.py.
+    """
+    calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+    for number in range(max(os.cpu_count() or 1, 2)):
+        threading.Thread(target=_serve, args=(calls,), name=f"zero_offload-kernels_{number}", daemon=True).start()
+    return calls
+
+
+def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
+    while True:
+        calls.get()()
 
 
 class _Job:

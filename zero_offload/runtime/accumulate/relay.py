@@ -105,6 +105,8 @@ class Relay:
 
     def wait(self, station: Station) -> None:
         """Called by the forward that has the turn: give it back, until it may go to `station`."""
+        if self._stopping:
+            raise _Stopped  # once more, from what the forward does as the first one unwinds it
         runner = self.turn
         runner.wants = station
         self._back.ring()

@@ -25,11 +25,12 @@ class Partials:
         self._device = device
         self._arena = arena
         self._attach = attach
-        self._num_attached = 0
+        self.attached: list[SectionGrads] = []
+        """Sections whose sum has pages, in the order in which they got them."""
 
     def has_room(self, grads: SectionGrads) -> bool:
         """Whether one more may be made for this section, or another must be dropped first."""
-        return not self._moves(grads) or self._num_attached < GRADS_IN_FLIGHT
+        return not self._moves(grads) or len(self.attached) < GRADS_IN_FLIGHT
 
     def make(self, grads: SectionGrads) -> torch.Tensor:
         """(numel,), of any values. Raises CapacityError."""
@@ -37,7 +38,7 @@ class Partials:
         if self._moves(grads):
             grads.pages = grads.pages or MovableBuffer(self._arena, numel * 4, claims=True)
             self._attach(grads.pages)
-            self._num_attached += 1
+            self.attached.append(grads)
             grads.partial = grads.pages.region.tensor(dtype, numel)
         else:
             grads.partial = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
@@ -78,7 +79,7 @@ class Partials:
         grads.partial = None
         if grads.pages is not None and grads.pages.attached:
             grads.pages.detach()
-            self._num_attached -= 1
+            self.attached = [each for each in self.attached if each is not grads]
 
     def _moves(self, grads: SectionGrads) -> bool:
         return self._device.is_host and not is_small(grads)

@@ -100,6 +100,7 @@ class GradReducer:
         else:
             self._open_partial(grads)
             self._partials.put(grads, index, grad)
+            self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
             if takes_turns and index in grads.waiting:
                 # Before those of other micro-batches, as in a loop.
                 grads.joined = (grads.joined or set()) | {index}
@@ -188,7 +189,24 @@ class GradReducer:
             self._reductions.finish()
         if not self._partials.has_room(grads):
             self._reductions.finish_oldest()
+        if not self._partials.has_room(grads):
+            self._set_aside()
         self._partials.make(grads)
+
+    def _set_aside(self) -> None:
+        """Micro-batches come to units in orders of their own: the oldest sum that is for others to add to waits for
+        them as those of earlier backwards do."""
+        open_ = (each for each in self._partials.attached if self._awaits_more(each) and not self._reductions.has(each))
+        if (grads := next(open_, None)) is None or (partial := grads.partial) is None:
+            return
+        for index in sorted(grads.arrived):
+            piece = grads.layout.params[index]
+            grad = partial[piece.begin : piece.end].clone()
+            self.keeper.keep(grads, index, grad, adds=index in grads.waiting)
+            grads.waiting.add(index)
+        grads.arrived.clear()
+        self._partials.drop(grads)
+        self.keeper.end(grads)
 
     def _complete(self, grads: SectionGrads) -> None:
         """All of this backward's gradients of a section are here."""
