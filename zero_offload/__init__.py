@@ -8,18 +8,13 @@ Everything else is a plain PyTorch loop; README.md shows it.
 
 from zero_offload import nn as nn
 from zero_offload.api import (
-    Resumed,
     accumulate,
     checkpoint,
     clip_grad_norm_,
     clip_grad_value_,
     close,
-    commit,
-    load_checkpoint,
     no_sync,
     plan,
-    resume,
-    save_checkpoint,
     stats,
 )
 from zero_offload.config import OffloadConfig, Precision
@@ -43,6 +38,7 @@ from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.lion import Lion
 from zero_offload.optim.sgd import SGD
 from zero_offload.pretrained import export_pretrained, load_pretrained
+from zero_offload.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.telemetry.profile import profile
 from zero_offload.telemetry.stats import Stats
 

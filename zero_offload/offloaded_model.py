@@ -16,6 +16,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -45,6 +46,9 @@ from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 from zero_offload.types import Durability
 from zero_offload.updates import Updates, failing, overlaps
+
+Capture = Callable[[], dict[str, Any]]
+"""What a generation has of the program: `StepRecord.rng` and `.buffers`."""
 
 
 class OffloadedModel:
@@ -150,7 +154,7 @@ class OffloadedModel:
                 spans.sample(f"resident.{tier}", nbytes)
         passed = self._stats.close_step(self.step_count)
         if not self.grads.ledger.updated:  # all optimizers have stepped
-            self._commits.add(self._record(None, None), passed["step_s"], passed.get("commit_wait_s", 0.0))
+            self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
         if self.resume_pending:
             self.resume_pending = False
             warnings.warn(
@@ -207,11 +211,13 @@ class OffloadedModel:
         self._states.adopt(found.payload.get("param_steps", {}))
         self._commits.start_at(found.step)
 
-    def _record(self, rng: dict[str, Any] | None, extra: Any) -> StepRecord:
-        scaler = None if rng is None or self._scaler is None else self._scaler.state_dict()
-        return StepRecord(self.step_count, dict(self._states.param_steps), self.groups, rng, extra, scaler)
+    def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
+        record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})
+        if capture is None:
+            return record
+        return replace(record, **capture(), scaler=None if self._scaler is None else self._scaler.state_dict())
 
-    def commit(self, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
+    def commit(self, capture: Capture, extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self.session.check_usable()
         check_closed(self.grads.ledger, "zo.commit")
@@ -223,18 +229,18 @@ class OffloadedModel:
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
                 stacklevel=3,
             )
-        self._commits.complete(lambda: self._record(capture_rng(), extra))
+        self._commits.complete(lambda: self._record(capture, extra))
 
     def drain(self) -> None:
         """Wait for updates and commits that are under way. Raises the first error."""
         self._commits.drain()
 
-    def save(self, path: Path, capture_rng: Callable[[], dict[str, Any]], extra: Any) -> None:
+    def save(self, path: Path, capture: Capture, extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
         self.session.check_usable()
         check_closed(self.grads.ledger, "zo.save_checkpoint")
         self.drain()
-        record = self._record(capture_rng(), extra)
+        record = self._record(capture, extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
 
     def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:

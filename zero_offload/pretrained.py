@@ -10,10 +10,13 @@ them beside the target, fill them, rename.
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -103,7 +106,7 @@ def export_pretrained(
                 check_target(Path(path))
                 folder = files.enter_context(new_folder(Path(path)))
                 writer = files.enter_context(FolderWriter(folder, plans))
-                _save_configs(model, folder)
+                _save_configs(model, folder, _usual_dtype(entries.params.values()))
         for unit in owner.parts.units:
             with _whole(owner, unit, target) as read, exchange.together():
                 if writer is not None:
@@ -235,11 +238,26 @@ def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype | None
     return _Entries(params, buffers)
 
 
-def _save_configs(model: nn.Module, folder: Path) -> None:
+def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
+    """Of most floating elements."""
+    numel: Counter[torch.dtype] = Counter()
+    for entry in entries:
+        if entry.dtype.is_floating_point:
+            numel[entry.dtype] += entry.nbytes // entry.dtype.itemsize
+    return max(numel, key=numel.__getitem__, default=None)
+
+
+def _save_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    """`dtype` is what from_pretrained is to load; a config says what the model had before."""
     for attribute in CONFIGS:
         save = getattr(getattr(model, attribute, None), "save_pretrained", None)
         if callable(save):
             save(folder)
+    file = folder / "config.json"
+    if dtype is not None and file.is_file():
+        words: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        words["dtype" if "dtype" in words else "torch_dtype"] = str(dtype).removeprefix("torch.")
+        file.write_text(json.dumps(words, indent=2) + "\n", encoding="utf-8")
 
 
 Pieces = Iterator[tuple[int, torch.Tensor]]

@@ -168,7 +168,7 @@ class Run:
         self.store.finish_update(shard)
 
     def commit(self) -> None:
-        self.keeper.commit(StepRecord(self.step, {}, [], None, {"step": self.step}, None))
+        self.keeper.commit(StepRecord(self.step, {}, [], None, {"step": self.step}, None, {}))
 
     def wrong_arrays(self) -> list[str]:
         """Arrays that are not what this step's are, values that forward would not get, the record of another step."""

@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "api",
         "gathered",
         "pretrained",
+        "saving",
         "cli",
         "recipes",
         "nn",

@@ -13,6 +13,7 @@ import zero_offload as zo
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.arange(40).view(2, 20)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def _build(tie: str) -> Any:
@@ -43,6 +44,17 @@ def test_there_and_back(tie: str, fp32_config: zo.OffloadConfig, tmp_path: Path)
         zo.export_pretrained(ours, tmp_path / "out", max_shard_size="100KB")
         again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
         assert torch.equal(again(TOKENS).logits, expected)
+    zo.close(ours)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_it_is_loaded_in_the_dtype_that_it_was_exported_in(precision: str, dtype: str, tmp_path: Path) -> None:
+    ours = _build("tied")
+    ours.config.dtype = DTYPES[precision]
+    zo.offload(ours, zo.OffloadConfig(precision=precision))
+    zo.export_pretrained(ours, tmp_path / "out", dtype=dtype)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
+    assert {param.dtype for param in again.parameters()} == {DTYPES[dtype]}
     zo.close(ours)
 
 

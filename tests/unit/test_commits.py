@@ -42,7 +42,7 @@ class Ranks:
 
 
 def _record(step: int, extra: Any = None) -> StepRecord:
-    return StepRecord(step, {}, [], None if extra is None else {}, extra, None)
+    return StepRecord(step, {}, [], None if extra is None else {}, extra, None, {})
 
 
 def _run(ranks: Ranks, num_steps: int, every: int | str, begin: int = 0) -> Commits:

@@ -66,13 +66,17 @@ class StepRecord:
     extra: Any
     scaler: dict[str, Any] | None
     """The loss scaler's state; None without one, and when `commit` was not called for this step."""
+    buffers: dict[str, Any]
+    """Persistent ones, by name; none when `commit` was not called for this step."""
 
     @classmethod
     def of(cls, generation: Generation, rng: dict[str, Any] | None) -> StepRecord:
         """What a generation says, to be committed again."""
         given = generation.payload
         groups, steps = given.get("optimizer", []), given.get("param_steps", {})
-        return cls(generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"))
+        return cls(
+            generation.step, steps, groups, rng, given.get("extra"), given.get("scaler"), given.get("buffers", {})
+        )
 
 
 @dataclass(frozen=True)

@@ -372,6 +372,7 @@ class GenerationKeeper:
             "optimizer": record.optimizer,
             "extra": record.extra,
             "scaler": record.scaler,
+            "buffers": record.buffers,
             "ranks": [
                 {"manifest": rank_manifest_name(rank, number), "digest": digest} for rank, digest in enumerate(digests)
             ],

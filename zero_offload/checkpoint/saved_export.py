@@ -1,8 +1,7 @@
 """The weights of a saved generation as a Hugging Face folder, without the model: names and shapes are in its manifest.
 
 Owns which components make a parameter's value in the dtype asked for. Reads a chunk at a time, writes through
-`FolderWriter`; the folder appears under its name when it is complete. Buffers are in no generation, so in no folder
-either. The call: `export_saved`.
+`FolderWriter`; the folder appears under its name when it is complete. The call: `export_saved`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from zero_offload.checkpoint.buffers import decoded
+from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.errors import ConfigError
@@ -23,7 +24,7 @@ from zero_offload.shards.shard import Component, component_dtype, master_compone
 def export_saved(
     saved: SavedGeneration, path: Path, dtype: torch.dtype | None, max_shard_bytes: int, texts: Mapping[str, str]
 ) -> int:
-    """Write every parameter to a new folder `path`; returns their number.
+    """Write every parameter, and every persistent buffer as it is, to a new folder `path`; returns their number.
 
     `dtype` is what floating parameters are rounded to, from the fp32 masters; None is the compute dtype. `texts` are
     files by name, written beside the weights. Raises ConfigError, StorageError, and IntegrityError when a block is
@@ -42,7 +43,10 @@ def export_saved(
         for section in saved.sections
         for piece in section.params
     }
-    plans = plan_files(list(entries.values()), max_shard_bytes)
+    with reading(str(saved.generation)):
+        buffers = {name: decoded(each) for name, each in saved.generation.payload.get("buffers", {}).items()}
+    kept = [TensorEntry(name, buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()]
+    plans = plan_files([*entries.values(), *kept], max_shard_bytes)
     with new_folder(path) as folder, FolderWriter(folder, plans) as writer:
         for name, text in texts.items():
             (folder / name).write_text(text, encoding="utf-8")
@@ -51,8 +55,10 @@ def export_saved(
                 for begin in range(piece.begin, piece.end, CHUNK_NUMEL):
                     values = _values(saved, section, (begin, min(begin + CHUNK_NUMEL, piece.end)), dtype)
                     writer.write(entry.name, begin - piece.begin, values.to(entry.dtype))
+        for name, buffer in buffers.items():
+            writer.write(name, 0, buffer.reshape(-1))
         writer.finish()
-    return len(entries)
+    return len(entries) + len(buffers)
 
 
 def _target(section: SectionLayout, dtype: torch.dtype | None) -> torch.dtype:
