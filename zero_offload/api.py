@@ -232,7 +232,7 @@ def plan(
     """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
     fit; meta models too. Not collective: budgets are those of this rank.
 
-    `print(zo.plan(model, config).table())` shows it; `.fits` and `.reasons` say whether and why not.
+    `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not.
     `.predicted_step_s` and `.bottleneck` are a simulation's, for a step of `tokens` on each rank: of a machine as it is
     known by the name of its GPU, not measured; `zero-offload plan` measures.
     """

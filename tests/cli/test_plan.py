@@ -146,7 +146,7 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
     [
         (["--model", "gpt9000"], "is no model known here; did you mean gpt"),
         (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
-        (["--ranks", "0"], "both must be 1 or more"),
+        (["--ranks", "0"], "error: --ranks 0: give 1 or more"),
         (["--commit-every", "often"], "commit_every='often' is no positive number of optimizer steps"),
         (["--tbw", "0"], "both must be more than 0"),
         (["--step-time", "-1"], "both must be more than 0"),
@@ -156,7 +156,7 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--nvme", "2x7GB/s", "/mnt/nvme0"], "mixes drives and directories"),
         (["--nvme", "2x7GBs"], "2x7GBs is no speed of drives; write 2x7GB/s"),
         (["--ranks", "3", "--nodes", "2"], "as many ranks as the others"),
-        (["--tokens", "0"], "both must be 1 or more"),
+        (["--tokens", "0"], "error: --tokens 0: give 1 or more"),
         (["--ram", "64GiB", "--cpu-memory", "8GiB"], "give one of them"),
     ],
 )

@@ -129,14 +129,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if min(args.ranks, args.accumulate) < 1:
-        raise ConfigError(f"--ranks {args.ranks} --accumulate {args.accumulate}: both must be 1 or more")
+    counts = {name: getattr(args, name) for name in ("ranks", "accumulate", "tokens", "sequence")}
+    if wrong := [f"--{name} {value}" for name, value in counts.items() if value is not None and value < 1]:
+        raise ConfigError(f"{' '.join(wrong)}: give 1 or more")
     if not (args.tbw > 0 and (args.step_time is None or args.step_time > 0)):
         raise ConfigError(f"--tbw {args.tbw:g} --step-time {args.step_time}: both must be more than 0")
     if args.nodes < 1 or args.ranks % args.nodes:
         raise ConfigError(f"--ranks {args.ranks} --nodes {args.nodes}: give each machine as many ranks as the others")
-    if any(value is not None and value < 1 for value in (args.tokens, args.sequence)):
-        raise ConfigError(f"--tokens {args.tokens} --sequence {args.sequence}: both must be 1 or more")
     if args.ram is not None and args.cpu_memory is not None:
         raise ConfigError("--ram is a machine's memory and --cpu-memory one rank's: give one of them")
     if args.measure and (args.gpu is not None or args.device_memory is not None):

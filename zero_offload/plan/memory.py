@@ -112,6 +112,9 @@ class MemoryPlan:
     def fits(self) -> bool:
         return not self.reasons
 
+    def __str__(self) -> str:
+        return self.table()
+
     def table(self) -> str:
         """A text table: one line per kind, one column per tier, then totals, budgets and wear."""
         lines = [_row("", [tier.value for tier in Tier])]

@@ -91,7 +91,10 @@ class Loans:
         return "".join(f"; {_what_is_held(unit)}" for unit in self._lent()[:3])
 
 
-_INSTEAD = "Keep a copy (.clone()) or the parameter itself, and read it inside of forward or zo.gathered"
+_INSTEAD = (
+    "Keep a copy (.clone()) or the parameter itself, and read it inside of forward or zo.gathered. With zo.checkpoint, "
+    "a cache of keys and values holds some: pass use_cache=False"
+)
 
 
 def _collect(unit: Unit) -> None:

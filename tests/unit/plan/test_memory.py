@@ -314,7 +314,7 @@ def test_on_a_cpu_device_both_memory_tiers_fill_the_same_memory() -> None:
 
 
 def test_the_table_shows_every_number() -> None:
-    text = estimate(("cpu", "cpu", "nvme"), durability="scratch").table()
+    text = str(estimate(("cpu", "cpu", "nvme"), durability="scratch"))
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert "device" in text.splitlines()[0] and "nvme" in text.splitlines()[0]
     assert "5.86 KiB" in lines["params"]
