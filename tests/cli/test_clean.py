@@ -45,6 +45,18 @@ def test_everything_of_a_run_goes(run_dir: Path, capsys: pytest.CaptureFixture[s
     assert "run: freed 12 KiB in 3 files" in out
 
 
+def test_a_dry_run_tells_and_deletes_nothing(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "nvme" / "mine.txt").write_text("precious")
+    before = sorted(run_dir.rglob("*"))
+    assert main(["clean", str(run_dir), "--dry-run"]) == 0
+    assert sorted(run_dir.rglob("*")) == before
+    out = capsys.readouterr().out
+    assert "nvme: would free 1.01 MiB in 3 files\n  would leave mine.txt: no manifest names it" in out
+    assert "run: would free 12 KiB in 3 files\n  would leave nvme" in out
+    assert main(["clean", str(run_dir)]) == 0
+    assert "nvme: freed 1.01 MiB in 3 files" in capsys.readouterr().out
+
+
 def test_what_no_manifest_names_stays(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "nvme" / "mine.txt").write_text("precious")
     (run_dir / "notes.json").write_text('{"files": ["nothing"]}')

@@ -31,6 +31,7 @@ class Cleaned:
 
     path: str
     freed_bytes: int
+    """With `--dry-run`, what would be."""
     deleted: tuple[str, ...]
     left: tuple[str, ...]
     """Names that no manifest of the run lists."""
@@ -43,24 +44,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Delete the files of a run: only those that its manifests name.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUNDIR", help="run directory, or directory of the NVMe tier")
+    parser.add_argument("--dry-run", action="store_true", help="delete nothing; print what would be deleted")
     parser.add_argument("--json", action="store_true", help="print what was deleted as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    results = clean(args.run_dir.expanduser())
+    results = clean(args.run_dir.expanduser(), dry_run=args.dry_run)
     if args.json:
         print(json.dumps({"directories": [asdict(result) for result in results]}, indent=2))
         return 0
+    freed, left = ("would free", "would leave") if args.dry_run else ("freed", "left")
     for result in results:
-        print(f"{result.path}: freed {format_bytes(result.freed_bytes)} in {len(result.deleted)} files")
+        print(f"{result.path}: {freed} {format_bytes(result.freed_bytes)} in {len(result.deleted)} files")
         for name in result.left:
-            print(f"  left {name}: no manifest names it")
+            print(f"  {left} {name}: no manifest names it")
     return 0
 
 
-def clean(run_dir: Path) -> list[Cleaned]:
-    """Delete the run's files and the directories that are then empty."""
+def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
+    """Delete the run's files and the directories that are then empty; or only say which files those are."""
+    opened, delete = (RunDirectory.look, _measure) if dry_run else (RunDirectory.open, _delete)
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is no directory; give the run directory that `train` wrote")
     if not any(run_dir.glob("*.json")):
@@ -69,15 +73,15 @@ def clean(run_dir: Path) -> list[Cleaned]:
     with contextlib.ExitStack() as locks:
         # Everything is locked and read before anything is deleted; the tier goes first, so that an
         # interrupted clean can still find it through the run directory.
-        home = locks.enter_context(RunDirectory.open(run_dir))
-        tier = [locks.enter_context(RunDirectory.open(path)) for path in _tier_paths(home)]
+        home = locks.enter_context(opened(run_dir))
+        tier = [locks.enter_context(opened(path)) for path in _tier_paths(home)]
         # The manifests of a striped tier lie in one directory and name the files of all.
         tier_names = {name for directory in (*tier, home) for name in _manifest_names(directory)}
         home_names = tier_names if not tier else set(_manifest_names(home))
         home_names |= set(_strings(read_object(home.path / FILES_FILE).get("files")))
         if not tier_names | home_names:
             raise _no_run(run_dir)
-        return [*(_delete(directory, tier_names) for directory in tier), _delete(home, home_names)]
+        return [*(delete(directory, tier_names) for directory in tier), delete(home, home_names)]
 
 
 def _no_run(path: Path) -> ConfigError:
@@ -128,6 +132,12 @@ def _manifest_names(directory: RunDirectory) -> Iterator[str]:
 
 def _strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _measure(directory: RunDirectory, names: set[str]) -> Cleaned:
+    present = tuple(name for name in directory.names() if name in names)
+    left = tuple(name for name in directory.names() if name not in names)
+    return Cleaned(str(directory.path), directory.measure(present), present, left)
 
 
 def _delete(directory: RunDirectory, names: set[str]) -> Cleaned:

@@ -8,6 +8,7 @@ No range is inherited by forked children (a DataLoader worker must neither copy 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import mmap
 import os
@@ -167,7 +168,11 @@ def moves_pages() -> bool:
     """Whether the system moves pages and leaves their addresses reserved: Linux does from 5.7 on, gVisor does not."""
     source, target = _map(FRAME, _PROT_READ_WRITE), _map(FRAME, _PROT_NONE)
     try:
-        return _moves(source, mmap.PAGESIZE, target)
+        if _moves(source, mmap.PAGESIZE, target):
+            return True
+        if ctypes.get_errno() == errno.ENOMEM:  # of now, not of the system
+            raise _failure("mremap", mmap.PAGESIZE)
+        return False
     finally:
         release(source, FRAME)
         release(target, FRAME)
