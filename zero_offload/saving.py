@@ -185,10 +185,10 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
             "before the first step; to go back, start again with OffloadConfig(existing='resume')"
         )
     check_closed(owner.grads.ledger, "zo.resume")
-    owner.resume_pending = False
     where = f"the generation of step {found.step}"
     with reading(where):
         check_buffers(model, _buffers(found), where)
+    owner.resume_pending = False
     _restore(found, model, (optimizer, scaler), keeper.rng, where)
     if keeper.rng is None and found.world_size != owner.parts.ranks.world_size and owner.parts.ranks.rank == 0:
         warnings.warn(

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import build
 from tests.helpers.ranks import RankPools
+from zero_offload.checkpoint.buffers import capture_buffers, check_buffers
+from zero_offload.checkpoint.format import reading
 from zero_offload.cli.main import main
 
 WIDTH = 8
@@ -149,6 +151,37 @@ def test_modules_that_came_after_offload_are_told_of(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=f"zo.save_checkpoint keeps.*{words}"):
         zo.save_checkpoint(model, optimizer, tmp_path / "checkpoint")
     zo.close(model)
+
+
+class WithMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(512, 512).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).square().mean()
+
+
+def test_masks_take_little(tmp_path: Path) -> None:
+    model, optimizer = opened(tmp_path / "run", make=WithMask)
+    train(model, optimizer, 0, 2)
+    expected = buffers_of(model)
+    zo.close(model)
+    assert max(path.stat().st_size for path in (tmp_path / "run").glob("*.json")) < 64 << 10
+    model, optimizer = opened(tmp_path / "run", "resume", WithMask)
+    model.mask.zero_()
+    zo.resume(model, optimizer)
+    assert_same(buffers_of(model), expected)
+    zo.close(model)
+
+
+def test_damaged_values_are_one_error() -> None:
+    saved = capture_buffers(nn.BatchNorm1d(WIDTH))
+    saved["running_mean"]["data"] = "AAAA"
+    wrong = "here has a manifest with values that this version does not write"
+    with pytest.raises(zo.IntegrityError, match=wrong), reading("here"):
+        check_buffers(nn.BatchNorm1d(WIDTH), saved, "here")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,15 @@
 """Persistent buffers (running statistics, ...) as JSON, and back: what a state dict has beside parameters.
 
 They are small beside parameters and change without us, so a generation has them in its manifest: of several ranks rank
-0's, which all get back. The calls: `capture_buffers` when a step is complete; `check_buffers` before anything is
-replaced, `restore_buffers` after.
+0's, which all get back. Compressed, since those that are large are masks. The calls: `capture_buffers` when a step is
+complete; `check_buffers` before anything is replaced, `restore_buffers` after.
 """
 
 from __future__ import annotations
 
 import base64
 import warnings
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,8 @@ from zero_offload.checkpoint.format import dtype_of
 from zero_offload.errors import CheckpointError
 
 Saved = Mapping[str, Mapping[str, Any]]
+_LEVEL = 1
+"""The fastest: `zo.commit` waits for it."""
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -43,12 +46,15 @@ def capture_buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _encoded(buffer: torch.Tensor) -> dict[str, Any]:
     memory = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype, shape = str(buffer.dtype).removeprefix("torch."), list(buffer.shape)
-    return {"dtype": dtype, "shape": shape, "data": base64.b64encode(memory).decode()}
+    return {"dtype": dtype, "shape": shape, "data": base64.b64encode(zlib.compress(memory, _LEVEL)).decode()}
 
 
 def decoded(saved: Mapping[str, Any]) -> torch.Tensor:
     """One buffer, on the host."""
-    memory = bytearray(base64.b64decode(saved["data"]))
+    try:
+        memory = bytearray(zlib.decompress(base64.b64decode(saved["data"])))
+    except zlib.error as error:
+        raise ValueError(error) from error
     if not memory:
         return torch.empty(saved["shape"], dtype=dtype_of(saved["dtype"]))
     return torch.frombuffer(memory, dtype=dtype_of(saved["dtype"])).reshape(saved["shape"])
