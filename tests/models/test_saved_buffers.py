@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import build
 from tests.helpers.ranks import RankPools
-from zero_offload.checkpoint.buffers import capture_buffers, check_buffers
+from zero_offload.checkpoint.buffers import capture_buffers, check_buffers, restore_buffers
 from zero_offload.checkpoint.format import reading
 from zero_offload.cli.main import main
 
@@ -174,6 +174,23 @@ def test_masks_take_little(tmp_path: Path) -> None:
     zo.resume(model, optimizer)
     assert_same(buffers_of(model), expected)
     zo.close(model)
+
+
+def test_buffers_of_any_dtype_come_back() -> None:
+    module = nn.Module()
+    for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
+        module.register_buffer(str(dtype).replace(".", "_"), torch.tensor([1.0, 0.0, 1.0]).to(dtype))
+    module.register_buffer("conjugate", torch.full((2,), 1 + 2j).conj())
+    module.register_buffer("empty", torch.empty(0, 3))
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    expected = {name: buffer.clone() for name, buffer in module.named_buffers() if name != "sparse"}
+    saved = capture_buffers(module)
+    assert saved.keys() == expected.keys()
+    for name in expected:
+        getattr(module, name).zero_()
+    with pytest.warns(UserWarning, match="does not have the buffers sparse:"):
+        restore_buffers(module, saved, "here")
+    assert all(torch.equal(getattr(module, name), value) for name, value in expected.items())
 
 
 def test_damaged_values_are_one_error() -> None:

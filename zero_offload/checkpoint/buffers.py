@@ -35,16 +35,16 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def capture_buffers(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of those with values of their own: neither meta tensors nor distributed ones."""
+    """Of those with values of their own, at places of their own: not of meta, distributed and sparse tensors."""
     return {
         name: _encoded(buffer)
         for name, buffer in persistent_buffers(model).items()
-        if type(buffer) is torch.Tensor and not buffer.is_meta
+        if type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
     }
 
 
 def _encoded(buffer: torch.Tensor) -> dict[str, Any]:
-    memory = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    memory = buffer.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     dtype, shape = str(buffer.dtype).removeprefix("torch."), list(buffer.shape)
     return {"dtype": dtype, "shape": shape, "data": base64.b64encode(zlib.compress(memory, _LEVEL)).decode()}
 
