@@ -17,7 +17,7 @@ from tests.helpers.ranks import RankPools, read_params
 from tests.parity.test_accumulate import Sparing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WIDTH, NUM_BLOCKS = 544, 12
+WIDTH, NUM_BLOCKS, SPARED = 544, 12, 6
 """A block's gradient has pages that come and go, two at once: small ones share a reduction."""
 
 
@@ -46,7 +46,7 @@ class Blocks(nn.Module):
     def forward(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(batch.seed)).to(dtype)
         for number in range(NUM_BLOCKS)[:: -1 if batch.turned else 1]:
-            x = self.blocks[number](x, batch.spares and number == 1)
+            x = self.blocks[number](x, batch.spares and number == SPARED)
         return x.float().square().mean()
 
 
@@ -91,9 +91,14 @@ def sparing_first(rank: int) -> list[Batch]:
     return [Batch(10 * rank + number, spares=rank == number == 0) for number in range(2)]
 
 
+def set_aside_twice(rank: int) -> list[Batch]:
+    """Orders that set sums aside again and again; the last micro-batch brings nothing for one of them."""
+    return [Batch(10 * rank), Batch(10 * rank + 1, turned=True), Batch(10 * rank + 2, spares=True)]
+
+
 @pytest.mark.parametrize("grads", ["cpu", "nvme"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("batches", [turned, sparing_first])
+@pytest.mark.parametrize("batches", [turned, sparing_first, set_aside_twice])
 def test_trains_as_the_loop(
     batches: Callable[[int], list[Batch]], precision: str, grads: str, nvme: Path, pools: RankPools
 ) -> None:

@@ -166,16 +166,19 @@ def move_frame(source: int, target: int) -> None:
 @functools.cache
 def moves_pages() -> bool:
     """Whether the system moves pages and leaves their addresses reserved: Linux does from 5.7 on, gVisor does not."""
-    source, target = _map(FRAME, _PROT_READ_WRITE), _map(FRAME, _PROT_NONE)
+    source = _map(FRAME, _PROT_READ_WRITE)
     try:
-        if _moves(source, mmap.PAGESIZE, target):
-            return True
-        if ctypes.get_errno() == errno.ENOMEM:  # of now, not of the system
-            raise _failure("mremap", mmap.PAGESIZE)
-        return False
+        target = _map(FRAME, _PROT_NONE)
+        try:
+            if _moves(source, mmap.PAGESIZE, target):
+                return True
+            if ctypes.get_errno() == errno.ENOMEM:  # of now, not of the system
+                raise _failure("mremap", mmap.PAGESIZE)
+            return False
+        finally:
+            release(target, FRAME)
     finally:
         release(source, FRAME)
-        release(target, FRAME)
 
 
 def _moves(source: int, nbytes: int, target: int) -> bool:

@@ -165,6 +165,9 @@ class Relay:
                 runner = self.turn = left[0]
                 runner.go.ring()
                 if hasattr(runner, "thread") and runner.thread.ident is not None:
+                    # A Ctrl-C inside of `join` makes Python 3.11 take a thread that runs for one that has ended.
+                    while not runner.done:
+                        self._back.wait(LOOK_S)
                     runner.thread.join()
                 del left[0]
             except BaseException as error:  # Ctrl-C, once more

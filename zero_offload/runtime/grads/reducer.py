@@ -205,6 +205,7 @@ class GradReducer:
             self.keeper.keep(grads, index, grad, adds=index in grads.waiting)
             grads.waiting.add(index)
         grads.arrived.clear()
+        grads.joined = None  # what had joined this sum waits again with the rest
         self._partials.drop(grads)
         self.keeper.end(grads)
 
