@@ -39,8 +39,9 @@ class Commits:
         self._every = every
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
-        self._is_aside = False
-        """Whether the states are no longer what `_latest` says."""
+        self._is_aside = self._is_loaded = False
+        """Whether the states are no longer what `_latest` or, without it, the newest generation says; and whether they
+        are all a checkpoint's."""
         self._due = False
         self.completes = False
         """Whether this run calls `complete`: then a record without its part belongs to a step that broke off."""
@@ -48,9 +49,10 @@ class Commits:
         self._interval, self._last_step = INTERVAL_FIRST, 0
         self._num_launched = self._num_known = self._num_ended = 0
 
-    def start_at(self, step: int) -> None:
-        """The states are those of `step`, which needs no generation."""
+    def start_at(self, step: int, *, loaded: bool) -> None:
+        """The states are those of `step`: of the generation that was found, or loaded from a checkpoint."""
         self.drop()
+        self._is_aside = self._is_loaded = loaded
         self._due = False
         self._last_step = step
         # Files that are cut anew have had a commit of their own.
@@ -58,11 +60,15 @@ class Commits:
 
     def drop(self) -> None:
         """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
-        self._latest, self._is_aside = None, False
+        self._latest, self._is_aside, self._is_loaded = None, False, False
 
     def set_aside(self) -> None:
         """The program has written states of its own: the last step is committed only if it says so by `complete`."""
-        self._is_aside = self._latest is not None
+        self._is_aside = True
+
+    def note_written(self) -> None:
+        """The program has changed parameters: as a part of the last step, unless a generation has that already."""
+        self._is_aside = self._is_aside or self._latest is None
 
     @property
     def pending_step(self) -> int:
@@ -93,10 +99,15 @@ class Commits:
         return step >= self._last_step + self._interval
 
     def complete(self, record: Callable[[], StepRecord]) -> None:
-        """The program is done with the last step: replace its record, and launch its generation if it is due."""
+        """The program is done with the last step: replace its record, and launch its generation if it is due.
+
+        A generation may have that step already: states were replaced since, or the program has something else to say.
+        """
         self.completes = True
-        if self._latest is not None:
-            self._latest, self._is_aside = record(), False
+        is_further, self._latest, self._is_aside = self._latest is None, record(), False
+        if is_further:
+            steps_in = self._latest.step
+            self._due = self._due or self._is_loaded or (isinstance(self._every, int) and not steps_in % self._every)
         self.launch_due()
 
     def launch_due(self) -> None:
@@ -126,18 +137,26 @@ class Commits:
     def forget_unfit(self) -> None:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""
         record = self._latest
-        if record is None:
-            return
-        if self._is_aside and self._keeper is not None:
+        if self._is_aside and (what := self._left_out(record)):
             warnings.warn(
-                f"step {record.step} is not made a generation: after it load_state_dict, zo.gathered(mode='write') or "
-                "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
-                "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
+                f"{what}: after it load_state_dict, zo.load_checkpoint, zo.gathered(mode='write') or a new optimizer "
+                "has replaced states, and a resume could not tell. To keep them as they are now call zo.commit(model, "
+                "optimizer) before zo.close; to keep the step, zo.close before they are replaced",
                 stacklevel=4,
             )
         # The script may also have ended between `step` and `commit`.
-        if self._is_aside or (self.completes and record.rng is None):
+        if self._is_aside or (self.completes and record is not None and record.rng is None):
             self.drop()
+
+    def _left_out(self, record: StepRecord | None) -> str:
+        """What a resume will not find, of states that the program has replaced."""
+        if self._keeper is None:
+            return ""
+        if record is not None:
+            return f"step {record.step} is not made a generation"
+        if self._keeper.found is None and not self._num_launched:
+            return ""  # there is no generation to go on from
+        return "a resume goes on from the generation committed last"
 
     def drain(self) -> None:
         """Wait for updates, and for commits. Raises the first error."""
@@ -149,6 +168,8 @@ class Commits:
 
     def shutdown(self) -> None:
         """Both threads end with what was submitted."""
-        self._updates.shutdown()
-        if self._commits is not None:
-            self._commits.shutdown()
+        try:
+            self._updates.shutdown()
+        finally:
+            if self._commits is not None:
+                self._commits.shutdown()

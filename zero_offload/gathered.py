@@ -87,7 +87,7 @@ def _changed_params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) ->
             try:
                 yield {place.name: param for place, param in places.items()}
             except BaseException:
-                owner.set_aside()  # half of a change is nothing to resume from
+                owner.note_written(whole=False)
                 raise
             finally:
                 values = {place.name: param.detach().clone() for place, param in places.items()}
@@ -175,8 +175,9 @@ def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values
         for section in {id(place.section): place.section for place in places}.values():
             masters = {p.piece: values[p.name] for p in places if p.section is section}
             owner.access.write_section(section, masters, {})
+        owner.note_written(whole=True)
     except BaseException:
-        owner.set_aside()  # half of a change is nothing to resume from
+        owner.note_written(whole=False)
         raise
     finally:
         replaced(owner.parts.residency, [(place.unit, param) for place, param in places.items()])

@@ -205,11 +205,11 @@ class OffloadedModel:
 
     # Generations
 
-    def adopt_generation(self, found: Generation) -> None:
-        """The shards are a generation's: so are the counts."""
+    def adopt_generation(self, found: Generation, *, loaded: bool = False) -> None:
+        """The shards are a generation's, or a checkpoint's that was loaded: so are the counts."""
         self.step_count = found.step
         self._states.adopt(found.payload.get("param_steps", {}))
-        self._commits.start_at(found.step)
+        self._commits.start_at(found.step, loaded=loaded)
 
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})
@@ -270,7 +270,7 @@ class OffloadedModel:
             self._in_backward.forget()
         self.session.lacks_weights, self.session.half_loaded = False, ""
         self.resume_pending = False
-        self.adopt_generation(generation)
+        self.adopt_generation(generation, loaded=True)
         return generation, rng
 
     # State dicts
@@ -283,9 +283,12 @@ class OffloadedModel:
         """Write what load_state_dict has copied in."""
         self.access.end_walk(self._states.values_replaced)
 
-    def set_aside(self) -> None:
-        """States are replaced from outside: they are the last step's no more, unless `commit` says so."""
-        self._commits.set_aside()
+    def note_written(self, *, whole: bool) -> None:
+        """Parameters are changed from outside; not `whole`: what broke off in between is nothing to resume from."""
+        if whole:
+            self._commits.note_written()
+        else:
+            self._commits.set_aside()
 
     # Life
 
@@ -327,10 +330,12 @@ class OffloadedModel:
             if whole:
                 self.drain()
         finally:
-            self._commits.shutdown()
-            # When one rank returns, none holds the directory's lock: it can be opened again at once.
-            with exchange.together() if together else nullcontext():
-                self.parts.close_files()
+            try:
+                self._commits.shutdown()
+            finally:
+                # When one rank returns, none holds the directory's lock: it can be opened again at once.
+                with exchange.together() if together else nullcontext():
+                    self.parts.close_files()
 
 
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:

@@ -54,3 +54,16 @@ class Monitor:
                     return
                 self._bells.add(bell)
             bell.wait(LOOK_S)
+
+
+def through_interrupts(wait: Callable[[], None]) -> None:
+    """Return when `wait` has returned; a Ctrl-C that strikes meanwhile is raised then."""
+    struck: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait()
+            break
+        except KeyboardInterrupt as interrupt:
+            struck = interrupt
+    if struck is not None:
+        raise struck

@@ -258,6 +258,74 @@ def test_reading_states_and_changing_parameters_keep_the_step(nvme: Path) -> Non
     assert step == 3 and all(not master.any() for master in found.values())
 
 
+def _replace(how: str, model: torch.nn.Module, optimizer: zo.AdamW, saved: Path) -> None:
+    if how == "loaded":
+        zo.load_checkpoint(model, optimizer, saved)
+    elif how == "written":
+        with zo.gathered(model, mode="write") as params, torch.no_grad():
+            for param in params.values():
+                param.fill_(0.5)
+    else:
+        model.load_state_dict({name: torch.full_like(each, 0.5) for name, each in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+@pytest.mark.parametrize("how", ["loaded", "written", "state dict"])
+@pytest.mark.parametrize("commit_every", [1, "auto"])
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_step_that_is_committed_can_be_replaced(
+    how: str, tier: str, commit_every: int | str, commits: bool, nvme: Path, tmp_path: Path
+) -> None:
+    """By a further commit; without it the generation stays, and the program hears of it."""
+    model, optimizer = open_model(nvme, params=tier, optimizer=tier, commit_every=commit_every)
+    train(model, optimizer, 0, 1)
+    zo.save_checkpoint(model, optimizer, tmp_path / "saved")
+    train(model, optimizer, 1, 4)
+    committed = read_masters(model)
+    zo.close(model)
+    model, optimizer = open_model(nvme, params=tier, optimizer=tier, commit_every=commit_every)
+    assert zo.resume(model, optimizer) is not None
+    _replace(how, model, optimizer, tmp_path / "saved")
+    replaced = read_masters(model)
+    assert any(not torch.equal(replaced[name], committed[name]) for name in committed)
+    if commits:
+        zo.commit(model, optimizer)
+        zo.close(model)
+    else:
+        with pytest.warns(UserWarning, match="goes on from the generation committed last: after it .*zo.commit"):
+            zo.close(model)
+    step, found = _resumed(nvme)
+    assert step == (1 if how == "loaded" and commits else 4)
+    _assert_same(found, replaced if commits else committed)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_further_commit_of_a_step_has_its_own_extra(nvme: Path) -> None:
+    model, optimizer = open_model(nvme)
+    train(model, optimizer, 0, 2)
+    zo.commit(model, optimizer, extra="second")
+    zo.close(model)
+    model, optimizer = open_model(nvme)
+    found = zo.resume(model, optimizer)
+    assert found is not None and (found.step, found.extra) == (2, "second")
+    train(model, optimizer, 2, 3)
+    zo.close(model)
+    _assert_resumes(nvme, 3)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_commit_before_the_first_step(nvme: Path) -> None:
+    model, optimizer = open_model(nvme)
+    zo.commit(model, optimizer, extra="begin")
+    zo.close(model)
+    model, optimizer = open_model(nvme)
+    found = zo.resume(model, optimizer)
+    assert found is not None and (found.step, found.extra) == (0, "begin")
+    train(model, optimizer, 0, 2)
+    zo.close(model)
+    _assert_resumes(nvme, 2)
+
+
 def test_half_of_a_change_is_not_committed(nvme: Path) -> None:
     model, optimizer = open_model(nvme, **SELDOM)
     train(model, optimizer, 0, 3)

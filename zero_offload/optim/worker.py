@@ -14,14 +14,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from zero_offload.shards.update_board import UpdateBoard
-from zero_offload.threads import LOOK_S, Bell
+from zero_offload.threads import LOOK_S, Bell, through_interrupts
 
 
 @dataclass
 class _Outcome:
-    """What became of a job."""
+    """What became of a job, or of the thread."""
 
     done: bool = False
     error: BaseException | None = None
@@ -97,7 +98,8 @@ class Worker:
         self._board = board
         self._jobs = _Jobs()
         self._unfinished: list[_Outcome] = []
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name)
+        self._end = _Outcome()
+        self._thread = threading.Thread(target=self._end.of, args=(partial(_work, self._jobs),), name=name)
         self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
@@ -131,8 +133,10 @@ class Worker:
         self._board.check()
 
     def shutdown(self) -> None:
-        """Let the thread finish what was submitted, and end."""
+        """Let the thread finish what was submitted, and end; a Ctrl-C meanwhile is raised when it has."""
         self._jobs.put(None)
+        # Not by `join` alone: a Ctrl-C in it makes Python 3.11 take a thread that runs for one that has ended.
+        through_interrupts(self._end.wait)
         self._thread.join()
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import weakref
 
 import pytest
@@ -96,6 +98,29 @@ def test_shutdown_waits_for_what_was_submitted() -> None:
     assert done == [1]
     worker.submit(lambda: done.append(2))
     assert done == [1, 2]
+
+
+def test_shutdown_waits_through_every_ctrl_c() -> None:
+    """Else files would be closed, and their lock given back, under what still writes to them."""
+    worker, gate = Worker(UpdateBoard(1)), threading.Event()
+    done: list[int] = []
+
+    def wait() -> None:
+        assert_opens(gate)
+        done.append(1)
+
+    def strike() -> None:
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.2)
+        gate.set()
+
+    worker.submit(wait)
+    threading.Thread(target=strike).start()
+    with pytest.raises(KeyboardInterrupt):
+        worker.shutdown()
+    assert done == [1]
 
 
 def test_a_dropped_worker_ends_its_thread_and_keeps_nothing() -> None:
