@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,25 +19,27 @@ from tests.helpers.ranks import RankPools, read_params
 from tests.parity.test_accumulate import Sparing
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WIDTH, NUM_BLOCKS, SPARED = 544, 12, 6
-"""A block's gradient has pages that come and go, two at once: small ones share a reduction."""
+WIDTH, NUM_BLOCKS, SPARED = 400, 12, 12
+"""A block's gradients have pages that come and go, two at once: small ones share a reduction."""
 
 
 class Batch(NamedTuple):
     seed: int
-    spares: bool = False
-    """The second block's backward makes no gradient."""
-    turned: bool = False
-    """Blocks run from the last to the first."""
+    spared: frozenset[int] = frozenset()
+    """Weights that get no gradient, two of each block."""
+    order: tuple[int, ...] = tuple(range(NUM_BLOCKS))
+    """In which the blocks run."""
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(2))
 
-    def forward(self, x: Tensor, spares: bool) -> Tensor:
-        return Sparing.apply(x, self.weight, spares)
+    def forward(self, x: Tensor, spared: set[int]) -> Tensor:
+        for number, weight in enumerate(self.weights):
+            x = Sparing.apply(x, weight, number in spared)
+        return x
 
 
 class Blocks(nn.Module):
@@ -45,8 +49,8 @@ class Blocks(nn.Module):
 
     def forward(self, batch: Batch, dtype: torch.dtype) -> Tensor:
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(batch.seed)).to(dtype)
-        for number in range(NUM_BLOCKS)[:: -1 if batch.turned else 1]:
-            x = self.blocks[number](x, batch.spares and number == SPARED)
+        for number in batch.order:
+            x = self.blocks[number](x, {each - 2 * number for each in batch.spared})
         return x.float().square().mean()
 
 
@@ -57,8 +61,12 @@ def pools() -> Iterator[RankPools]:
     pools.close()
 
 
-def stepped(
-    rank: int, world_size: int, nvme: Path, batches: list[list[Batch]], precision: str, grads: str, by_unit: bool
+Steps = list[list[Batch]]
+"""Of one rank: the micro-batches of each step."""
+
+
+def trained(
+    rank: int, world_size: int, nvme: Path, steps: list[Steps], precision: str, grads: str, by_unit: bool
 ) -> dict[str, Tensor]:
     settings = {"precision": precision, "device_memory": "8MiB", "grads": grads}
     model = zo.offload(build(Blocks), away(nvme / str(by_unit), **settings))
@@ -68,43 +76,79 @@ def stepped(
         loss: Tensor = model(batch, dtype) / 3
         return loss
 
-    if by_unit:
-        zo.accumulate(model, batches[rank], loss_fn)
-    else:
-        with zo.no_sync(model):
-            loop(model, batches[rank][:-1], loss_fn)
-        loop(model, batches[rank][-1:], loss_fn)
-    zo.clip_grad_norm_(model, 0.1)
-    optimizer.step()
     try:
+        for batches in steps[rank]:
+            if by_unit:
+                zo.accumulate(model, batches, loss_fn)
+            else:
+                with zo.no_sync(model):
+                    loop(model, batches[:-1], loss_fn)
+                loop(model, batches[-1:], loss_fn)
+            zo.clip_grad_norm_(model, 0.1)
+            optimizer.step()
         return read_params(model)
     finally:
         zo.close(model)
 
 
-def turned(rank: int) -> list[Batch]:
-    return [Batch(10 * rank), Batch(10 * rank + 1, turned=True), Batch(10 * rank + 2)]
+UP = tuple(range(NUM_BLOCKS))
+DOWN = UP[::-1]
 
 
-def sparing_first(rank: int) -> list[Batch]:
+def turned(rank: int) -> Steps:
+    return [[Batch(10 * rank), Batch(10 * rank + 1, order=DOWN), Batch(10 * rank + 2)]]
+
+
+def sparing_first(rank: int) -> Steps:
     """The first rank adds up one gradient less."""
-    return [Batch(10 * rank + number, spares=rank == number == 0) for number in range(2)]
+    spared = frozenset[int]() if rank else frozenset([SPARED])
+    return [[Batch(10 * rank, spared), Batch(10 * rank + 1)]] * 2
 
 
-def set_aside_twice(rank: int) -> list[Batch]:
+def sparing_all(rank: int) -> Steps:
+    """The second rank alone has gradients of the block, in its first micro-batch."""
+    both = frozenset([SPARED, SPARED + 1])
+    return [[Batch(10 * rank, frozenset() if rank else both), Batch(10 * rank + 1, both)]] * 2
+
+
+def nobody_has_any(rank: int) -> Steps:
+    both = frozenset([SPARED, SPARED + 1])
+    return [[Batch(10 * rank, both), Batch(10 * rank + 1, both)], [Batch(10 * rank + 2), Batch(10 * rank + 3)]]
+
+
+def set_aside_twice(rank: int) -> Steps:
     """Orders that set sums aside again and again; the last micro-batch brings nothing for one of them."""
-    return [Batch(10 * rank), Batch(10 * rank + 1, turned=True), Batch(10 * rank + 2, spares=True)]
+    spared = frozenset([SPARED, SPARED + 1])
+    return [[Batch(10 * rank), Batch(10 * rank + 1, order=DOWN), Batch(10 * rank + 2, spared)]]
+
+
+def scattered(seed: int, rank: int) -> Steps:
+    """Ranks have the orders in common, and what the last micro-batch spares, as a loop wants it."""
+    common, own = random.Random(seed), random.Random(100 * seed + rank)
+
+    def spared(chance: random.Random) -> frozenset[int]:
+        return frozenset(number for number in range(2 * NUM_BLOCKS) if chance.random() < 0.3)
+
+    steps = []
+    for _ in range(2):
+        orders = [tuple(common.sample(UP, NUM_BLOCKS)) for _ in range(common.randint(2, 4))]
+        batches = [Batch(own.randrange(1000), spared(own), order) for order in orders]
+        steps.append([*batches[:-1], batches[-1]._replace(spared=spared(common))])
+    return steps
+
+
+SCATTERED = [pytest.param(partial(scattered, seed), id=f"scattered {seed}") for seed in range(3)]
 
 
 @pytest.mark.parametrize("grads", ["cpu", "nvme"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("batches", [turned, sparing_first, set_aside_twice])
+@pytest.mark.parametrize("steps", [turned, sparing_first, sparing_all, nobody_has_any, set_aside_twice, *SCATTERED])
 def test_trains_as_the_loop(
-    batches: Callable[[int], list[Batch]], precision: str, grads: str, nvme: Path, pools: RankPools
+    steps: Callable[[int], Steps], precision: str, grads: str, nvme: Path, pools: RankPools
 ) -> None:
-    given = [batches(rank) for rank in range(2)]
+    given = [steps(rank) for rank in range(2)]
     expected, found = (
-        pools.of(2).succeed(stepped, nvme, given, precision, grads, by_unit) for by_unit in (False, True)
+        pools.of(2).succeed(trained, nvme, given, precision, grads, by_unit) for by_unit in (False, True)
     )
     for one, other in zip(expected, found, strict=True):
         assert all(torch.equal(one[name], value) for name, value in other.items())

@@ -187,11 +187,14 @@ class MicroBatches:
             complete = graph.run()
             for group in part.completes:
                 self._lines[group].popleft()
+            leaves = [leaf_of(leaves[0]) for leaves in part.completes.values()]
+            params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None]
+            for param in params:
+                self._pieces.grads.begin_section(param)
             for leaf, grad in complete:
                 _accumulate(leaf, grad)
-            for leaf in (leaf_of(leaves[0]) for leaves in part.completes.values()):
-                if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None:
-                    self._pieces.grads.finish_section(leaf)
+            for param in params:
+                self._pieces.grads.finish_section(param)
 
     def _may_run(self, graph: MicroGraph) -> bool:
         return all(self._lines[group][0] == graph.number for group in graph.left[0].completes)

@@ -82,6 +82,13 @@ class GradKeeper:
             # A lane reads it later. Gradients in the same memory would be added to in place once ours is let go of.
             self._send(grads, index, (grad.clone() if _is_shared(grad) else grad).reshape(-1), adds=adds)
 
+    def begin_waiting(self, grads: SectionGrads) -> None:
+        """Sums of this rank alone are about to be kept, if it has any: all ranks have the pages of wide ones."""
+        if self._device.is_host and grads.local is not None and grads.local.tier is Tier.NVME:
+            self._drives.open(grads)
+            grads.local.widen()
+            grads.local.open()
+
     def keep_reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """Bring a section's sum over ranks to rest: `shard`, (shard_numel,) fp32 on the device, this rank's part."""
         if self._is_there(grads):

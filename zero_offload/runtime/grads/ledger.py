@@ -45,6 +45,8 @@ class SectionGrads:
     """Several ranks: this rank's own sums of backwards that were not reduced, over the whole section."""
     waiting: set[int] = field(default_factory=set)
     """Parameters with a gradient in `local`."""
+    aside: bool = False
+    """Whether this backward has left sums in `local`, on one rank at least."""
     joined: set[int] | None = None
     """Those of `waiting` that this backward's reduction took along, while other ranks do not know of them yet; None
     where it has reduced nothing of the section beside such."""
@@ -272,13 +274,18 @@ class GradLedger:
         grads.launched.pop(index, None)
         grads.adding.pop(index, None)
         grads.factors.pop(index, None)
-        if not grads.holding:
-            grads.sums.clear()
-            grads.reduced.clear()
-            grads.shard.held = False
-            grads.shard.drop()
-            if not any(each.holding for each in self.sections):
-                self.loss_scale, self.overflowed = 1.0, False
+        forget_zeros(grads)
+        if not any(each.holding for each in self.sections):
+            self.loss_scale, self.overflowed = 1.0, False
+
+
+def forget_zeros(grads: SectionGrads) -> None:
+    """Of a section without gradients nothing is kept: not what a reduction has made of none either."""
+    if not grads.holding:
+        grads.sums.clear()
+        grads.reduced.clear()
+        grads.shard.held = False
+        grads.shard.drop()
 
 
 def _sums_of(grads: SectionGrads, params: Container[nn.Parameter]) -> Iterator[GradSum]:

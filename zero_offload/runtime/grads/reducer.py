@@ -20,7 +20,7 @@ from zero_offload.errors import ZeroOffloadError
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grads.dtensors import local_grad
 from zero_offload.runtime.grads.keeper import GradKeeper, rests_on
-from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads
+from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads, forget_zeros
 from zero_offload.runtime.grads.partials import Partials
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -101,10 +101,6 @@ class GradReducer:
             self._open_partial(grads)
             self._partials.put(grads, index, grad)
             self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
-            if takes_turns and index in grads.waiting:
-                # Before those of other micro-batches, as in a loop.
-                grads.joined = (grads.joined or set()) | {index}
-                self._add_waiting(grads, [index])
         grads.arrived.add(index)
         grads.holding.add(index)
         if self._spans.on:
@@ -137,11 +133,26 @@ class GradReducer:
         a whole section."""
         return id(self.ledger.place(param)[0] if self.reduces else param)
 
+    def begin_section(self, param: nn.Parameter) -> None:
+        """One micro-batch comes to this parameter's section, and may have gradients for it: what has pages follows
+        these calls, which are the same on all ranks."""
+        if self.reduces:
+            self._open_partial(self.ledger.place(param)[0])
+
     def finish_section(self, param: nn.Parameter) -> None:
-        """What one micro-batch adds to this parameter's section is here."""
-        grads = self.ledger.place(param)[0]
-        if grads.arrived and grads.partial is not None and not self._awaits_more(grads):
-            self._complete(grads)
+        """What one micro-batch adds to this parameter's section is here, if it adds anything.
+
+        After the last one the section is reduced on all ranks: what one has no gradient of, another may have.
+        """
+        if not self.reduces:
+            return
+        grads, self._deferred = self.ledger.place(param)[0], True
+        if grads.aside or grads.waiting & grads.arrived:
+            # Before those of other micro-batches, as in a loop.
+            grads.joined = (grads.joined or set()) | grads.waiting
+            self._add_waiting(grads)
+        if not self._awaits_more(grads):
+            self._complete(grads, of_one=False)
 
     def reduce_waiting(self) -> None:
         """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
@@ -160,6 +171,7 @@ class GradReducer:
             grads.holding |= anywhere
             if grads.joined is not None:  # on all ranks: these gradients have crossed with others
                 grads.joined, grads.whole = None, True
+                forget_zeros(grads)
             elif anywhere:
                 self._open_partial(grads)
                 self._partials.widen(grads)
@@ -194,11 +206,16 @@ class GradReducer:
         self._partials.make(grads)
 
     def _set_aside(self) -> None:
-        """Micro-batches come to units in orders of their own: the oldest sum that is for others to add to waits for
+        """The oldest sum that lacks some, which other micro-batches or parameters that get none leave out, waits for
         them as those of earlier backwards do."""
-        open_ = (each for each in self._partials.attached if self._awaits_more(each) and not self._reductions.has(each))
-        if (grads := next(open_, None)) is None or (partial := grads.partial) is None:
+        open_ = (each for each in self._partials.attached if not self._reductions.has(each))
+        # An update inside of backward takes whole sections.
+        chosen = (each for each in open_ if not self.passing or self._awaits_more(each))
+        if (grads := next(chosen, None)) is None or (partial := grads.partial) is None:
             return
+        self._deferred = True
+        self.keeper.begin_waiting(grads)
+        grads.aside = True
         for index in sorted(grads.arrived):
             piece = grads.layout.params[index]
             grad = partial[piece.begin : piece.end].clone()
@@ -209,22 +226,22 @@ class GradReducer:
         self._partials.drop(grads)
         self.keeper.end(grads)
 
-    def _complete(self, grads: SectionGrads) -> None:
-        """All of this backward's gradients of a section are here."""
+    def _complete(self, grads: SectionGrads, *, of_one: bool = True) -> None:
+        """All of this backward's gradients of a section are here; `of_one` micro-batch, whose ranks have the same."""
         if grads.partial is not None:
-            self._partials.fill(grads)
             if self._deferred:
                 # Some ranks add sums of earlier backwards, which are fp32; all send what one of them sends.
                 self._partials.widen(grads)
-            what = _describe(grads)
-            grads.arrived.clear()
-            self._collectives.agreement.same(f"the reduction of gradients of {what}")
+            self._collectives.agreement.same(f"the reduction of gradients of {_describe(grads, of_one)}")
+            taken = grads.arrived | grads.waiting
             if self._deferred and self.passing:  # its update follows at once
-                flags = [index in grads.waiting for index in range(len(grads.params))]
+                flags = [index in taken for index in range(len(grads.params))]
                 grads.holding |= {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_}
             elif self._deferred:
-                grads.joined = (grads.joined or set()) | grads.waiting
-            self._add_waiting(grads, sorted(grads.waiting))
+                grads.joined = (grads.joined or set()) | taken
+            self._add_waiting(grads)
+            self._partials.fill(grads)
+            grads.arrived.clear()
             self._reductions.add(grads)
             return
         grads.arrived.clear()
@@ -246,25 +263,30 @@ class GradReducer:
         self.keeper.keep_reduced(grads, shard)
         self._partials.drop(grads)
         grads.whole = grads.joined is None
+        if grads.whole:
+            forget_zeros(grads)
 
-    def _add_waiting(self, grads: SectionGrads, indices: Sequence[int]) -> None:
-        """Add this rank's own sums of earlier backwards to the partial one."""
+    def _add_waiting(self, grads: SectionGrads) -> None:
+        """Add this rank's own sums of earlier backwards, and of what was set aside, to the partial one."""
         local = grads.local
-        if local is None or not indices:
+        if local is None or not (grads.waiting or grads.aside):
             return
         partial = self._partials.widen(grads)
-        for index in indices:
+        if grads.aside:
+            local.open()  # on all ranks
+        for index in sorted(grads.waiting):
             piece, grad = grads.layout.params[index], local.view(index)
             if local.tier is Tier.NVME:
                 grad = grad.to(partial.device)  # Pages that come and go are not pinned: no asynchronous copy.
             elif not self._device.is_host and not local.on_device:
                 grad = self._device.upload(torch.empty_like(grad, device=partial.device), grad).take()
-            partial[piece.begin : piece.end].add_(grad)
-            grads.waiting.discard(index)
-        if not grads.waiting:
-            local.held = False
-            local.drop()
-            local.close()
+            place = partial[piece.begin : piece.end]
+            place.add_(grad) if index in grads.arrived else place.copy_(grad)
+        grads.arrived |= grads.waiting
+        grads.waiting.clear()
+        local.held = grads.aside = False
+        local.drop()
+        local.close()
 
     def drop(self) -> bool:
         """Forget all gradients, those of a backward that broke off included; says whether there were any."""
@@ -272,7 +294,7 @@ class GradReducer:
         self.keeper.drop()
         for grads in self.ledger.sections:
             grads.arrived.clear()
-            grads.awaits_more, grads.joined = False, None
+            grads.awaits_more, grads.aside, grads.joined = False, False, None
             self._partials.drop(grads)
         self._deferred = False
         return self.ledger.drop()
@@ -283,9 +305,9 @@ def _settle(keeper: weakref.ref[GradKeeper]) -> bool:
     return found is not None and found.settle()
 
 
-def _describe(grads: SectionGrads) -> str:
+def _describe(grads: SectionGrads, of_one: bool) -> str:
     """What is reduced. Ranks must agree too in which parameters have a gradient, if not all, and in the dtype."""
-    some = 0 < len(grads.arrived) < len(grads.layout.params)
+    some = of_one and 0 < len(grads.arrived) < len(grads.layout.params)
     names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
     wide = ", in fp32" if grads.partial is not None and grads.partial.dtype != grads.layout.dtype else ""
     return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}{wide}"
