@@ -359,5 +359,11 @@ def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:
     if owner is None or os.getpid() != pid:
         return
     # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
-    if owner.parts.ranks.world_size == 1:
+    if owner.parts.ranks.world_size > 1:
+        return
+    told = owner.parts.board.told
+    try:
         owner.close()
+    except ZeroOffloadError as error:
+        if not told:  # else the program has had it, and the user
+            print(f"zero_offload: the last step is not made a generation: {error}", file=sys.stderr)

@@ -87,7 +87,7 @@ def _check_trains(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call:
 def _json(extra: Any) -> Any:
     """A copy of `extra` that later changes cannot reach."""
     try:
-        return to_json(extra)
+        return to_json(extra, "extra")
     except (TypeError, RecursionError) as error:
         raise ConfigError(f"extra= cannot be kept: {error}; pass plain numbers, texts, lists and dicts") from error
 

@@ -111,7 +111,7 @@ _BINARY = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 def parse_bytes(value: int | str) -> int:
     """Read a size: an int is bytes; text takes B, KB, KiB, ... TiB ("KB" is 1000 B, "KiB" is 1024 B).
 
-    Raises ConfigError when the text is no size or the size is not positive.
+    Raises ConfigError when the text is no size, is a small number without a unit, or the size is not positive.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"a size is an integer or text such as '16GiB', not {value!r}")
@@ -121,6 +121,8 @@ def parse_bytes(value: int | str) -> int:
         match = _SIZE.fullmatch(value)
         if match is None:
             raise ConfigError(f"cannot read {value!r} as a size; write for example '16GiB'")
+        if not match[2] and float(match[1]) < MIB:
+            raise ConfigError(f"{value!r} has no unit: write '{value.strip()}GiB', or '{value.strip()}B' for bytes")
         unit = match[2].lower().removesuffix("b")
         base = 1024 if unit.endswith("i") else 1000
         result = int(float(match[1]) * base ** _BINARY[unit.removesuffix("i")])

@@ -128,6 +128,7 @@ def test_text_that_cannot_be_trained_on(tmp_path: Path, capsys: Capture) -> None
         "empty.txt": "empty.txt: the file is empty",
         "short.txt": "128 + 1",
         "folder": "holds no text file",
+        "/dev/null": "/dev/null: neither a file nor a directory",
     }
     for name, words in cases.items():
         done = _run(capsys, "train", "--data", tmp_path / name, "--out", tmp_path / "run")

@@ -157,6 +157,8 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--nvme", "2x7GBs"], "2x7GBs is no speed of drives; write 2x7GB/s"),
         (["--ranks", "3", "--nodes", "2"], "as many ranks as the others"),
         (["--tokens", "0"], "error: --tokens 0: give 1 or more"),
+        (["--ram", "64"], "'64' has no unit: write '64GiB'"),
+        (["--model", "0B"], "--model 0B: a model has parameters"),
         (["--ram", "64GiB", "--cpu-memory", "8GiB"], "give one of them"),
     ],
 )

@@ -375,6 +375,18 @@ def test_resuming_needs_no_space_for_what_is_there(tmp_path: Path) -> None:
         write_run(disk / "run", 1, existing="discard")
 
 
+def test_a_checkpoint_without_a_place_names_its_own_argument(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    model, optimizer = open_model(tmp_path / "run")
+    train(model, optimizer, 0, 1)
+    with pytest.raises(zo.StorageError, match=r"file/saved.*name another directory in path="):
+        zo.save_checkpoint(model, optimizer, tmp_path / "file" / "saved")
+    with small_disk(tmp_path / "disk", "128k") as disk, pytest.raises(zo.CapacityError) as caught:
+        zo.save_checkpoint(model, optimizer, disk / "saved")
+    assert str(caught.value).endswith("free some, or choose another disk with path=")
+    zo.close(model)
+
+
 def test_a_full_disk_stops_a_commit_but_not_what_was_committed(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "8m") as disk:
         model, optimizer = open_model(disk / "run")

@@ -18,6 +18,18 @@ from tests.helpers.ranks import wait_until
 from tests.helpers.signals import interrupt
 from tests.helpers.trainer import Run, Spec, finish, outcome
 
+FULL = """
+import sys, zero_offload as zo
+from tests.helpers.disk import open_model, train
+from zero_offload.checkpoint.generation import GenerationKeeper
+def commit(*args): raise zo.StorageError("the disk is full")
+GenerationKeeper.commit = commit
+model, optimizer = open_model(sys.argv[1])
+train(model, optimizer, 0, 1)
+if "noticed" in sys.argv:
+    try: train(model, optimizer, 1, 9)
+    except zo.StorageError: print("caught")
+"""
 LIMIT_S = 30
 """What the promise allows; a container's runtime sends SIGKILL after 10 to 30 s."""
 SCRIPT = """
@@ -165,6 +177,17 @@ def test_an_exception_of_the_users_is_what_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_what_fails_at_the_end_is_one_line(tmp_path: Path) -> None:
+    code, _, complaint = _ended(_start("-W", "ignore", "-c", FULL, tmp_path / "nvme"), time.monotonic())
+    assert code == 0
+    assert complaint == "zero_offload: the last step is not made a generation: the disk is full\n"
+
+
+def test_what_a_program_has_caught_is_not_said_again_at_the_end(tmp_path: Path) -> None:
+    child = _start("-W", "ignore", "-c", FULL, tmp_path / "nvme", "noticed")
+    assert _ended(child, time.monotonic()) == (0, "caught\n", "")
+
+
 @pytest.mark.parametrize("send", [lambda child: child.send_signal(signal.SIGTERM), _raise_twice])
 def test_at_any_moment(send: Callable[[subprocess.Popen[str]], None], tmp_path: Path) -> None:
     """While torch is imported, while the model moves in, in the first steps: twenty moments, one directory."""

@@ -162,6 +162,45 @@ def test_all_of_a_model() -> None:
     assert set(dtypes_of(zo.offload(build(TinyLM), config)).values()) == {torch.float32}
 
 
+class Normed(nn.Module):
+    """Running statistics between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(self.first(x)))
+        return out
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_running_statistics_and_weights_have_one_dtype(precision: str) -> None:
+    """Torch has no kernel for others, and buffers keep their dtype."""
+    model, twin, x = build(Normed), build(Normed), torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    zo.offload(model, zo.OffloadConfig(precision=precision))
+    assert dtypes_of(model) == {"first.weight": half, "norm.weight": torch.float32, "last.weight": half}
+    twin.first.to(half)
+    twin.last.to(half)
+    for training in (True, False):
+        model.train(training)
+        out = twin.last(twin.norm.train(training)(twin.first(x.to(half)).float()).to(half))
+        assert torch.equal(model(x), out)
+    assert torch.equal(model.norm.running_var, twin.norm.running_var)
+    model.train()
+    model(x).float().square().sum().backward()
+    optimizer = zo.AdamW(model.parameters(), lr=0.1)
+    optimizer.step()
+    with zo.gathered(model) as params:
+        assert not torch.equal(params["norm.bias"], twin.norm.bias)
+    # A model in 16 bits has such statistics, and what a key says of the module counts.
+    assert dtypes_of(zo.offload(build(Normed).to(half), zo.OffloadConfig(precision=precision)))["norm.weight"] == half
+    named = build(Normed)
+    offload_with(named, {nn.BatchNorm1d: "bf16"})
+    assert dtypes_of(named)["norm.weight"] == torch.bfloat16
+
+
 def test_autocast_around_it() -> None:
     """Autocast converts inside of an exception as on a plain model with fp32 parts."""
     model = zo.offload(round_values(build(RoutedLM)), zo.OffloadConfig(precision=MIXED))

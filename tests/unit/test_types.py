@@ -16,7 +16,7 @@ from zero_offload.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes,
         ("2gib", 2 * GIB),
         ("4KB", 4000),
         ("4KiB", 4 * KIB),
-        ("7", 7),
+        ("8589934592", 8 * GIB),
         ("7B", 7),
         ("3MiB", 3 * MIB),
         ("1TB", 10**12),
@@ -27,7 +27,7 @@ def test_parse_bytes(text: int | str, nbytes: int) -> None:
     assert parse_bytes(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 XB", "0", 0, -1, True, 1.5, None])
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1 XB", "0", "64", " 1.5 ", 0, -1, True, 1.5, None])
 def test_parse_bytes_refuses(text: object) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """What a program adds to a generation, as JSON: what JSON has no form for is wrapped, so that it comes back as it was.
 
-Numbers as keys, as in the milestones of a scheduler, and infinities, as in the best loss of another. Tuples come back
-as lists. The calls: `to_json` before writing, `from_json` after reading.
+Numbers as keys, as in the milestones of a scheduler, infinities, as in the best loss of another, and tensors of one
+number, as in the rates of schedulers whose optimizer has such a learning rate. Tuples come back as lists. The calls:
+`to_json` before writing, `from_json` after reading.
 """
 
 from __future__ import annotations
@@ -10,24 +11,38 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-_PAIRS, _FLOAT = "__pairs__", "__float__"
+import torch
+
+_PAIRS, _FLOAT, _TENSOR = "__pairs__", "__float__", "__tensor__"
+_WRAPS = frozenset({_PAIRS, _FLOAT, _TENSOR})
 
 
-def to_json(value: Any) -> Any:
-    """A copy that later changes cannot reach. Raises TypeError for what is neither JSON nor wrapped here."""
+def to_json(value: Any, where: str = "") -> Any:
+    """A copy that later changes cannot reach.
+
+    Raises TypeError for what is neither JSON nor wrapped here; it names the place, of which `where` is the beginning.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {_FLOAT: str(float(value))}
     if isinstance(value, list | tuple):
-        return [to_json(each) for each in value]
+        return [to_json(each, f"{where}[{number}]") for number, each in enumerate(value)]
+    if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), to_json(value.item())]}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{type(value).__name__} is none of numbers, texts, lists and dicts")
-    if all(isinstance(key, str) for key in value) and not {_PAIRS, _FLOAT} & value.keys():
-        return {str(key): to_json(each) for key, each in value.items()}
-    if not all(key is None or isinstance(key, str | bool | int | float) for key in value):
-        raise TypeError("a dict has keys that are neither numbers nor texts")
-    return {_PAIRS: [[to_json(key), to_json(each)] for key, each in value.items()]}
+        raise TypeError(f"{where or 'it'} is of type {_kind(value)}, none of numbers, texts, lists and dicts")
+    if wrong := [key for key in value if not (key is None or isinstance(key, str | bool | int | float))]:
+        raise TypeError(f"{where or 'it'} is a dict with a key of type {_kind(wrong[0])}, neither number nor text")
+    found = [(key, to_json(each, f"{where}[{key!r}]")) for key, each in value.items()]
+    if all(isinstance(key, str) for key in value) and not _WRAPS & value.keys():
+        return {str(key): each for key, each in found}
+    return {_PAIRS: [[to_json(key), each] for key, each in found]}
+
+
+def _kind(value: Any) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    return type(value).__name__ + shape
 
 
 def from_json(value: Any) -> Any:
@@ -37,6 +52,9 @@ def from_json(value: Any) -> Any:
         return value
     if value.keys() == {_FLOAT}:
         return float(value[_FLOAT])
+    if value.keys() == {_TENSOR}:
+        dtype, number = value[_TENSOR]
+        return torch.tensor(from_json(number), dtype=getattr(torch, dtype), device="cpu")
     if value.keys() == {_PAIRS}:
         return {from_json(key): from_json(each) for key, each in value[_PAIRS]}
     return {key: from_json(each) for key, each in value.items()}

@@ -31,14 +31,14 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation, open_in_turn
-from zero_offload.errors import CheckpointError
+from zero_offload.errors import CapacityError, CheckpointError, ConfigError, StorageError
 from zero_offload.kernels.master import join_master, split_master
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.shards.codec import encode
 from zero_offload.shards.shard import Component, Shard, component_dtype, is_state, master_components
 from zero_offload.shards.store import ChunkSource, ShardStore
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.directory import OR_KEEP_MORE, RunDirectory
 from zero_offload.storage.engine import open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.storage.system import naming_errors
@@ -54,7 +54,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
 
     Raises CheckpointError when the directory holds one already, CapacityError, StorageError.
     """
-    with contextlib.ExitStack() as cleanup:
+    with _naming_path(path), contextlib.ExitStack() as cleanup:
         [directory] = open_in_turn([path], ranks, cleanup, RunDirectory.open, RunDirectory.join)
         keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
         keeper.run_id = ranks.exchange.agree(keeper.run_id)
@@ -85,6 +85,17 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
         keeper.commit(record)
     with ranks.exchange.together():
         pass  # every rank has let go of the directory: whoever opens it next does not meet a lock
+
+
+@contextlib.contextmanager
+def _naming_path(path: Path) -> Iterator[None]:
+    """What is wrong with the directory itself is mended by another `path=`: none of a run's settings names it."""
+    try:
+        yield
+    except (ConfigError, CapacityError, StorageError) as error:
+        if str(path) in str(error):
+            error.args = (str(error).replace(OR_KEEP_MORE, "").replace("nvme=", "path="),)
+        raise
 
 
 def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.cli.measure import remembered, remembered_drives
 from zero_offload.config import OffloadConfig
-from zero_offload.errors import CapacityError
+from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.hardware import (
@@ -197,6 +197,8 @@ def find_work(model: str) -> tuple[tuple[UnitWork, ...], int, bool]:
         return shape.units(), preset.vocab_size, preset.recompute is gpt.Recompute.BLOCK
     if match := _COUNT.fullmatch(model):
         numel = int(float(match[1]) * _MULTIPLE[match[2].lower()])
+        if numel == 0:
+            raise ConfigError(f"--model {model}: a model has parameters; write for example 8B")
         return equal_blocks(numel, usual_layers(numel)), 0, True
     shape = find_shape(model, tuple(gpt.PRESETS))
     return shape.units(), shape.vocab, True

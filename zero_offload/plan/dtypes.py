@@ -2,10 +2,11 @@
 
 Owns what `Precision.modules` means for a model. A module has the dtype of the innermost module, from itself up to the
 root, that a key matches (by class, or by name with the wildcards of fnmatch; of several keys that match one module the
-last counts), else the compute dtype. Its parameters have it too, but for those that a pattern which matches no module
-matches by their own names: these have that dtype, and nothing is cast for them. Where the dtype changes between a
-module that is called and the one around it, floating inputs and outputs are cast. Pure; never touches data. The call:
-`resolve`.
+last counts), else the compute dtype; one with running statistics that no key matches itself has theirs, since torch
+computes with both in one dtype, and buffers keep theirs. Its parameters have it too, but for those that a pattern which
+matches no module matches by their own names: these have that dtype, and nothing is cast for them. Where the dtype
+changes between a module that is called and the one around it, floating inputs and outputs are cast. Pure; never touches
+data. The call: `resolve`.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from zero_offload.abi import StateFormat
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.plan.model_spec import can_be_called
-from zero_offload.precision import ModuleKey
+from zero_offload.precision import TORCH_NAMES, ModuleKey
+
+_PARAM_DTYPES = frozenset(getattr(torch, name) for name in TORCH_NAMES.values())
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,9 @@ def resolve(root: nn.Module, config: OffloadConfig) -> ComputeDtypes:
     ]
     compute = getattr(torch, config.compute_dtype_name)
     inside = {name: _dtype_of(name, modules, exceptions) or compute for name in modules}
+    for name, module in modules.items():
+        if (own := _statistics_dtype(module)) and not any(_matches(key, name, module) for key in exceptions):
+            inside[name] = own
     params = {name: inside[name.rpartition(".")[0]] for name, _ in root.named_parameters(remove_duplicate=False)}
     for key, dtype in of_tensors.items():
         params |= {name: dtype for name in params if fnmatchcase(name, key)}
@@ -96,6 +103,12 @@ def _dtype_of(
         if found:
             return found[-1]
     return None
+
+
+def _statistics_dtype(module: nn.Module) -> torch.dtype | None:
+    """Of batch and instance normalization; None where parameters cannot have it."""
+    running = module.running_mean if isinstance(module, _NormBase) else None
+    return running.dtype if running is not None and running.dtype in _PARAM_DTYPES else None
 
 
 def _outwards(name: str) -> Iterator[str]:

@@ -132,6 +132,8 @@ def _find_sources(paths: Sequence[Path]) -> Iterator[_Source]:
             problems.append(f"--data {path}: the directory holds no text file")
         elif path.is_file() and path.stat().st_size == 0:
             problems.append(f"--data {path}: the file is empty")
+        elif path.exists() and not (path.is_dir() or path.is_file()):
+            problems.append(f"--data {path}: neither a file nor a directory")
     if problems:
         raise ConfigError("; ".join(problems))
     for path in paths:

@@ -36,6 +36,8 @@ class UpdateBoard:
         self._status = [UpdateStatus.IDLE] * num_units
         self._deliveries: dict[int, tuple[int, ...]] = {}
         self._error: BaseException | None = None
+        self.told = False
+        """Whether somebody has had the error raised."""
         self._listeners: list[Callable[[BaseException], None]] = []
 
     def tell(self, listener: Callable[[BaseException], None]) -> None:
@@ -108,12 +110,13 @@ class UpdateBoard:
     def check(self) -> None:
         """Raise the worker's error, if there is one."""
         if self._error is not None:
+            self.told = True
             raise self._error
 
     def check_work(self) -> None:
         """Raise what keeps a worker from its jobs."""
-        if self._stops_work():
-            self.check()
+        if self._error is not None and self._stops_work():
+            raise self._error
 
     def _stops_work(self) -> bool:
         return self._error is not None and not isinstance(self._error, UpdateInterrupted)

@@ -31,6 +31,7 @@ from zero_offload.types import format_bytes
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OR_KEEP_MORE = ", or keep more on the CPU, for example optimizer='cpu'"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
@@ -98,8 +99,7 @@ class DataFile:
     def _no_space(self, missing_bytes: int, free_bytes: int) -> CapacityError:
         return CapacityError(
             f"disk space: {self.path} needs {format_bytes(missing_bytes)} more, "
-            f"{format_bytes(free_bytes)} are free; free some, choose another disk with nvme=, "
-            "or keep more on the CPU, for example optimizer='cpu'"
+            f"{format_bytes(free_bytes)} are free; free some, or choose another disk with nvme={OR_KEEP_MORE}"
         )
 
     def sync(self) -> None:

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler
 import zero_offload as zo
 from zero_offload.checkpoint.extra import from_json, to_json
 
-KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["__pairs__", "__float__"])
+KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["__pairs__", "__float__", "__tensor__"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
@@ -34,6 +34,19 @@ def test_what_is_not_a_number_stays_none() -> None:
     assert math.isnan(from_json(json.loads(json.dumps(to_json(math.nan), allow_nan=False))))
 
 
+@pytest.mark.parametrize("number", [0.1, -3, True, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_of_one_number(number: float, dtype: torch.dtype) -> None:
+    value = torch.tensor(0 if number == math.inf and not dtype.is_floating_point else number).to(dtype)
+    found = from_json(json.loads(json.dumps(to_json([value]), allow_nan=False)))[0]
+    assert found.dtype == dtype and found.ndim == 0 and torch.equal(found, value)
+
+
+def test_an_error_names_the_place() -> None:
+    with pytest.raises(TypeError, match=r"extra\['a'\]\[1\]\['b'\] is of type Tensor of shape \(3,\)"):
+        to_json({"a": [1, {"b": torch.zeros(3)}]}, "extra")
+
+
 @pytest.mark.parametrize("value", [{1, 2}, object(), {(1, 2): 3}, {"a": [torch.zeros(1)]}])
 def test_what_has_no_form_is_refused(value: Any) -> None:
     with pytest.raises(TypeError):
@@ -48,11 +61,12 @@ def test_what_was_written_before_there_was_a_form_is_read_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("kind", ["steps", "plateau"])
-def test_a_scheduler_goes_on(kind: str, nvme: Path) -> None:
+@pytest.mark.parametrize("rate_is_tensor", [False, True])
+def test_a_scheduler_goes_on(kind: str, rate_is_tensor: bool, nvme: Path) -> None:
     def start(existing: str) -> tuple[nn.Module, zo.AdamW, Any]:
         torch.manual_seed(0)
         model = zo.offload(nn.Linear(4, 4), zo.OffloadConfig(precision="fp32", nvme=nvme, existing=existing))
-        optimizer = zo.AdamW(model.parameters(), lr=1.0)
+        optimizer = zo.AdamW(model.parameters(), lr=torch.tensor(0.7) if rate_is_tensor else 0.7)
         if kind == "steps":
             return model, optimizer, lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.1)
         return model, optimizer, lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=1)
@@ -65,7 +79,7 @@ def test_a_scheduler_goes_on(kind: str, nvme: Path) -> None:
             optimizer.zero_grad()
             zo.commit(model, optimizer, extra={"scheduler": scheduler.state_dict()})
             scheduler.step(*([1.0] if kind == "plateau" else []))
-            found.append(optimizer.param_groups[0]["lr"])
+            found.append(float(optimizer.param_groups[0]["lr"]))
         return found
 
     whole = start("refuse")

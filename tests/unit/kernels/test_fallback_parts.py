@@ -27,6 +27,27 @@ def test_threads_work_side_by_side() -> None:
     in_parts(2, 2, lambda begin, end: meeting.wait())
 
 
+def test_threads_that_the_system_refuses_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    helpers, started = parts._Helpers(), [0]
+    helpers._most = 3
+
+    def start(thread: threading.Thread) -> None:
+        started[0] += 1
+        if started[0] == 2:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    for _ in range(3):
+        assert helpers.grow(3) == 1
+    assert started == [2]
+
+
+def test_no_more_threads_than_parts() -> None:
+    helpers = parts._Helpers()
+    before = threading.active_count()
+    assert helpers.grow(1) == 1 and threading.active_count() == before + 1
+
+
 def test_an_error_of_any_part_is_raised() -> None:
     for bad in range(3):
 
@@ -90,13 +111,15 @@ def test_a_helper_that_comes_late_finds_nothing_to_do() -> None:
 def test_without_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the interpreter goes down."""
 
-    def refuse(pid: int) -> None:
-        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread at interpreter shutdown")
 
-    monkeypatch.setattr(parts, "_helpers", refuse)
+    helpers = parts._Helpers()
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(parts, "_helpers", lambda pid: helpers)
     done: list[int] = []
     in_parts(5, 3, lambda begin, end: done.extend(range(begin, end)))
-    assert sorted(done) == list(range(5))
+    assert sorted(done) == list(range(5)) and helpers.calls.empty()
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:

@@ -6,7 +6,6 @@ works on its memory any more. Chunks are cut from the start of the call, so resu
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -34,24 +33,42 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         return
     job = _Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
     try:
-        with contextlib.suppress(RuntimeError):  # the interpreter is going down and gives no threads any more
-            for _ in range(team - 1):
-                _helpers(os.getpid()).put(job.help)
+        helpers = _helpers(os.getpid())
+        for _ in range(helpers.grow(team - 1)):
+            helpers.calls.put(job.help)
         job.work()
     finally:
         job.end()
 
 
-@functools.cache
-def _helpers(pid: int) -> SimpleQueue[Callable[[], None]]:
-    """What threads call, one call each at a time. They do not survive a fork, so a child has its own.
+class _Helpers:
+    """Threads, as many as have been of use at once.
 
     A `ThreadPoolExecutor` takes locks that a Ctrl-C may leave taken; see zero_offload/threads.py.
     """
-    calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    for number in range(max(os.cpu_count() or 1, 2)):
-        threading.Thread(target=_serve, args=(calls,), name=f"zero_offload-kernels_{number}", daemon=True).start()
-    return calls
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What they call, one call each at a time."""
+        self._num, self._most = 0, max(os.cpu_count() or 1, 2)
+
+    def grow(self, count: int) -> int:
+        """Have so many; returns how many of them there are."""
+        while self._num < min(count, self._most):
+            name = f"zero_offload-kernels_{self._num}"
+            try:
+                threading.Thread(target=_serve, args=(self.calls,), name=name, daemon=True).start()
+            except RuntimeError:  # the system gives no more, or the interpreter is going down
+                self._most = self._num
+            else:
+                self._num += 1
+        return min(count, self._num)
+
+
+@functools.cache
+def _helpers(pid: int) -> _Helpers:
+    """They do not survive a fork, so a child has its own."""
+    return _Helpers()
 
 
 def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
