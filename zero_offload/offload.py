@@ -111,7 +111,7 @@ def offload(
         cleanup.close()
         raise
     undo.pop_all()
-    owner = OffloadedModel(parts)
+    owner = OffloadedModel(parts, estimate_memory(unit_bytes, placement, config, collectives.partition))
     # From here on the files live as long as the model.
     weakref.finalize(owner, cleanup.close)
     for unit in parts.units:

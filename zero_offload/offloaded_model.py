@@ -35,6 +35,7 @@ from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
 from zero_offload.parts import Parts
+from zero_offload.plan.memory import MemoryPlan
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import replaced
@@ -54,7 +55,8 @@ Capture = Callable[[], dict[str, Any]]
 class OffloadedModel:
     """Ties one model's pieces together; implements `shards.registry.Owner`."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, plan: MemoryPlan) -> None:
+        """`plan` is what budgets were compared with."""
         self.parts = parts
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
@@ -81,7 +83,7 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
-        self._states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index)
+        self._states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index, plan)
         self._updates = Updates(parts, self.grads.ledger, self.worker, self._states, self._commits, weakref.ref(self))
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:

@@ -1,7 +1,8 @@
 """What optimizers keep of offloaded parameters, as they see it. One model's.
 
-Owns how many updates each parameter has had. The states themselves are the shards': there are none before an optimizer
-is built, and of each section all that its parameters' optimizers keep.
+Owns how many updates each parameter has had, and what budgets leave for states that plans do not count. The states
+themselves are the shards': there are none before an optimizer is built, and of each section all that its parameters'
+optimizers keep.
 """
 
 from __future__ import annotations
@@ -13,19 +14,29 @@ import torch
 from torch import nn
 
 from zero_offload.commits import Commits
+from zero_offload.errors import CapacityError
 from zero_offload.param_access import ParamAccess, Place, States
-from zero_offload.shards.shard import Component, Shard
+from zero_offload.plan.memory import MemoryPlan
+from zero_offload.shards.shard import Component, Shard, unplanned_bytes
 from zero_offload.shards.store import ShardStore
+from zero_offload.types import Tier, format_bytes
+
+_SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
 
 
 class OptimizerStates:
     """Implements `shards.registry.OptimizerStates`."""
 
-    def __init__(self, access: ParamAccess, store: ShardStore, commits: Commits, shard_index: int) -> None:
+    def __init__(
+        self, access: ParamAccess, store: ShardStore, commits: Commits, shard_index: int, plan: MemoryPlan
+    ) -> None:
         self._access = access
         self._store = store
         self._commits = commits
         self._shard_index = shard_index
+        self._plan = plan
+        self._unplanned = dict.fromkeys(Tier, 0)
+        """Bytes of states that the plan does not count."""
         self.param_steps: dict[str, int] = {}
         self._loaded_steps: dict[str, int] = {}
         """The counts that came with states from files or a state dict."""
@@ -54,12 +65,35 @@ class OptimizerStates:
                 self.param_steps[place.name] = self._loaded_steps[place.name] = 0
 
     def ensure(self, states: Iterable[tuple[Shard, Sequence[str]]]) -> None:
-        """Have room for these states of shards; what there was not is zero."""
-        lacking = [(shard, names) for shard, names in states if shard.layout.trainable and not shard.keeps(names)]
+        """Have room for these states of shards; what there was not is zero. Raises CapacityError."""
+        lacking: dict[int, tuple[Shard, dict[Component, None]]] = {}
+        for shard, names in states:
+            if shard.layout.trainable and not shard.keeps(names):
+                lacking.setdefault(id(shard), (shard, {}))[1].update(dict.fromkeys(map(Component, names)))
         if lacking:
+            self._count(lacking.values())
             self._commits.drain()
-        for shard, names in lacking:
-            self._store.add_states(shard, map(Component, names))
+        for shard, components in lacking.values():
+            self._store.add_states(shard, components)
+
+    def _count(self, lacking: Iterable[tuple[Shard, Iterable[Component]]]) -> None:
+        """Raise where these states would exceed a budget. AdamW's two are a part of the plan."""
+        unplanned = dict(self._unplanned)
+        for shard, components in lacking:
+            nbytes = unplanned_bytes(shard.layout, shard.states, components)
+            unplanned[Tier.NVME] += nbytes * len(shard.slots)
+            unplanned[shard.placement.optimizer] += nbytes * (shard.placement.optimizer is not Tier.NVME)
+        shared = self._plan.budget.shared_memory
+        for tier, nbytes in unplanned.items():
+            together = nbytes if tier is Tier.NVME or not shared else unplanned[Tier.DEVICE] + unplanned[Tier.CPU]
+            if nbytes and together > (left := max(self._plan.left_bytes(tier), 0)):
+                setting = _SETTINGS[Tier.CPU if shared and tier is Tier.DEVICE else tier]
+                raise CapacityError(
+                    f"the optimizer keeps more than two states of a parameter, which zo.plan does not count: of the "
+                    f"{tier.value} tier they take {format_bytes(together)}, and {format_bytes(left)} are left. Raise "
+                    f"{setting}=, place states elsewhere (optimizer=), or use an optimizer with fewer (amsgrad=False)"
+                )
+        self._unplanned = unplanned
 
     def read(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         steps = {param: self.param_steps[self._access.name_of(param)] for param in wanted}

@@ -20,7 +20,7 @@ from tests.helpers.late_device import LateDevice
 from tests.helpers.ranks import RankPools
 from zero_offload.api import runtime_of
 from zero_offload.device import Device
-from zero_offload.types import FRAME, STAGES, Tier
+from zero_offload.types import KIB, STAGES, Tier
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 
@@ -116,7 +116,7 @@ def test_host_memory_beside_a_device_is_what_the_plan_says(
             assert memory < memory + frames <= planned
         else:
             # Sums of gradients, which a GPU makes, take some kilobytes that no plan counts.
-            assert (memory, frames) == (planned + FRAME, 0)
+            assert planned < memory <= planned + 64 * KIB and frames == 0
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])

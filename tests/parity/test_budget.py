@@ -217,5 +217,43 @@ def test_a_budget_that_is_too_small(settings: dict[str, Any], words: list[str], 
     assert not list(tmp_path.rglob("*.swap"))
 
 
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_states_that_no_plan_counts_are_compared_with_the_budget(tier: str, tmp_path: Path) -> None:
+    """amsgrad has a third one."""
+    settings: dict[str, Any] = {"params": tier, "optimizer": tier, "precision": "fp32"}
+    if tier == "nvme":
+        settings["nvme"] = tmp_path
+    plan = zo.plan(TinyLM(128), zo.OffloadConfig(**settings))
+    numel = sum(param.numel() for param in TinyLM(128).parameters())
+    third = numel * 4 * (2 if tier == "nvme" else 1)  # slots
+    limit = {"cpu": "cpu_memory", "nvme": "nvme_capacity"}[tier]
+    used = {
+        "cpu": plan.used_bytes(Tier.CPU) + plan.used_bytes(Tier.DEVICE),
+        "nvme": plan.used_bytes(Tier.NVME),
+    }[tier]
+    for room, fits in ((0, False), (third - 2**16, False), (third + 2**18, True)):
+        model = zo.offload(TinyLM(128), zo.OffloadConfig(**settings, **{limit: used + room}, existing="discard"))
+        if not fits:
+            with pytest.raises(zo.CapacityError, match=f"{tier} tier they take .* Raise {limit}=.*amsgrad=False"):
+                zo.AdamW(model.parameters(), amsgrad=True)
+        optimizer = zo.AdamW(model.parameters(), amsgrad=fits)
+        model(torch.zeros(1, 4, dtype=torch.long)).square().mean().backward()
+        optimizer.step()
+        zo.close(model)
+
+
+def test_small_units_take_what_the_plan_says() -> None:
+    """No page of 2 MiB for each of their arrays."""
+    config = zo.OffloadConfig(precision="bf16")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)) for _ in range(40)))
+    plan = zo.plan(model, config)
+    zo.offload(model, config)
+    optimizer = zo.AdamW(model.parameters())
+    model(torch.zeros(1, 100)).float().square().mean().backward()
+    optimizer.step()
+    planned, taken = plan.used_bytes(Tier.CPU), zo.stats(model).resident_bytes["cpu"]
+    assert planned < 16 * MIB and taken < 1.3 * planned, (planned, taken)  # arrays are whole sectors
+
+
 if __name__ == "__main__":
     measure(sys.argv[1], sys.argv[2])

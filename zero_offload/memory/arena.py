@@ -117,12 +117,12 @@ class Arena:
 
     def allocate(self, nbytes: int) -> Region:
         """Take memory for good: zero-filled, aligned to 2 MiB."""
-        region = self._place(pages.allocate(nbytes), nbytes)
-        self._allocated.add(region.owner, num_frames(nbytes) * FRAME)
+        region, taken = self._place(pages.allocate(nbytes), nbytes), pages.taken_bytes(nbytes)
+        self._allocated.add(region.owner, taken)
         if self._pinner is not None:
             # Runs before the pages go: what was hung on an object last runs first.
             weakref.finalize(region.owner, self._pinner.unpin, region.address).atexit = False
-            self._pinner.pin(region.address, num_frames(nbytes) * FRAME)
+            self._pinner.pin(region.address, taken)
             self.num_registrations += 1
         return region
 
@@ -142,7 +142,7 @@ class Arena:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes in regions that are still viewed, rounded up to frames."""
+        """Bytes in regions that are still viewed, in whole pages."""
         return self._allocated.nbytes
 
     @property
@@ -200,7 +200,7 @@ class Arena:
         return _region(address, nbytes)
 
     def _grow(self, count: int) -> None:
-        region = self._place(pages.allocate_movable(count * FRAME), count * FRAME)
+        region = self._place(pages.allocate_movable(count), count * FRAME)
         self._blocks.append(region)
         self._num_frames += count
         self._free.extend(region.address + i * FRAME for i in range(count))

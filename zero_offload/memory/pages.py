@@ -1,7 +1,7 @@
 """Virtual memory: reserve addresses, put pages under them, move pages, give them back.
 
 The only caller of mremap, mprotect and madvise. Knows addresses and bytes, nothing of tensors.
-Everything is in steps of `FRAME` (2 MiB).
+Addresses are in steps of `FRAME` (2 MiB), a huge page; what is allocated takes no memory behind its end.
 No range is inherited by forked children (a DataLoader worker must neither copy nor hold these pages).
 """
 
@@ -24,7 +24,7 @@ _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 _MAP_PRIVATE_ANONYMOUS_HUGETLB = 0x02 | 0x20 | 0x40000 | 21 << 26  # of 2 MiB
 _MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
-_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE = 4, 10, 14
+_MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 10, 14, 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -72,15 +72,25 @@ def allocate(nbytes: int) -> int:
     """Take a readable and writable range, aligned to `FRAME`; pages (huge ones, if any) come on first touch."""
     if not _has_transparent_huge_pages() and (reserved := _map_reserved_huge_pages(nbytes)) is not None:
         return reserved
-    return allocate_movable(nbytes)
-
-
-def allocate_movable(nbytes: int) -> int:
-    """The same on pages that `move_frame` can move, which those of vm.nr_hugepages are not."""
-    address = _map(nbytes, _PROT_READ_WRITE)
-    # Both are advice: without transparent huge pages the call fails and 4 KiB pages serve.
-    _libc.madvise(address, num_frames(nbytes) * FRAME, _MADV_HUGEPAGE)
+    address, whole = _map(nbytes, _PROT_READ_WRITE), nbytes // FRAME * FRAME
+    # Both are advice: without transparent huge pages the calls fail and 4 KiB pages serve.
+    if whole:
+        _libc.madvise(address, whole, _MADV_HUGEPAGE)
+    if whole < nbytes:  # a huge page would take more than is asked for
+        _libc.madvise(address + whole, FRAME, _MADV_NOHUGEPAGE)
     return address
+
+
+def allocate_movable(count: int) -> int:
+    """So many frames, on pages that `move_frame` can move, which those of vm.nr_hugepages are not."""
+    address = _map(count * FRAME, _PROT_READ_WRITE)
+    _libc.madvise(address, count * FRAME, _MADV_HUGEPAGE)
+    return address
+
+
+def taken_bytes(nbytes: int) -> int:
+    """What a range that `allocate` gives takes of the host's memory."""
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> None:

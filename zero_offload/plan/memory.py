@@ -94,6 +94,12 @@ class MemoryPlan:
         at_rest = sum(nbytes for (place, _), nbytes in self.rest_bytes.items() if place is tier)
         return at_rest + self.staging_bytes[tier]
 
+    def left_bytes(self, tier: Tier) -> int:
+        """What the budget has beside that; where the compute device is the CPU, of the memory that both tiers fill."""
+        if self.budget.shared_memory and tier is not Tier.NVME:
+            return self.budget.cpu_bytes - self.used_bytes(Tier.DEVICE) - self.used_bytes(Tier.CPU)
+        return self.budget.of(tier) - self.used_bytes(tier)
+
     @property
     def reasons(self) -> tuple[str, ...]:
         """One line per budget exceeded; none when the plan fits."""

@@ -21,7 +21,7 @@ update and belongs to no generation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -60,6 +60,13 @@ def master_components(layout: SectionLayout) -> tuple[Component, ...]:
 def planned_components(layout: SectionLayout) -> tuple[Component, ...]:
     """The components it will have with AdamW."""
     return master_components(layout) + (ADAM_STATES if layout.trainable else ())
+
+
+def unplanned_bytes(layout: SectionLayout, keeps: Sequence[Component], more: Iterable[Component]) -> int:
+    """What `more` states take of a whole shard that keeps these, beyond those that plans count."""
+    planned = [each for each in planned_components(layout) if is_state(each)]
+    counted = max(shard_bytes(layout, planned), shard_bytes(layout, keeps))
+    return max(shard_bytes(layout, dict.fromkeys([*keeps, *more])) - counted, 0)
 
 
 _MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {

@@ -40,6 +40,17 @@ def test_allocated_memory_is_aligned_and_zero(nbytes: int) -> None:
     pages.release(address, nbytes)
 
 
+@pytest.mark.parametrize(("nbytes", "tail"), [(FRAME // 4, FRAME // 4), (2 * FRAME, 0), (3 * FRAME + 5, mmap.PAGESIZE)])
+def test_no_memory_is_taken_behind_the_end(nbytes: int, tail: int) -> None:
+    """Not by a huge page of which a part is asked for."""
+    assert pages.taken_bytes(nbytes) == nbytes // FRAME * FRAME + tail
+    address, before = pages.allocate(nbytes), resident_pages()
+    ctypes.memset(address, 7, nbytes)
+    taken = (resident_pages() - before) * mmap.PAGESIZE
+    assert 0 <= taken - pages.taken_bytes(nbytes) <= 16 * mmap.PAGESIZE, taken  # what the test itself takes
+    pages.release(address, nbytes)
+
+
 def test_pages_move_with_their_contents_and_come_back() -> None:
     source, target = pages.allocate(FRAME), pages.reserve(2 * FRAME)
     ctypes.memset(source, 5, FRAME)
@@ -54,7 +65,7 @@ def test_pages_move_with_their_contents_and_come_back() -> None:
 
 def test_pages_that_cannot_move_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "moves_pages", lambda: False)
-    source, target = pages.allocate_movable(4 * FRAME), pages.reserve(4 * FRAME)
+    source, target = pages.allocate_movable(4), pages.reserve(4 * FRAME)
     before = resident_pages()
     for begin, end in ((source, target), (target, source)):
         ctypes.memset(begin, 5, 4 * FRAME)

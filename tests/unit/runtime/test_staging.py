@@ -12,9 +12,9 @@ import torch
 from tests.helpers.late_device import LateDevice
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 from zero_offload.memory.arena import Arena
-from zero_offload.memory.pages import FRAME
 from zero_offload.plan.layout import ALIGN_NUMEL
 from zero_offload.runtime.grads.staging import GradStaging, Room, num_sums
+from zero_offload.types import KIB
 
 
 class Landing:
@@ -50,7 +50,7 @@ def test_a_section_takes_no_more_than_its_gradients(dtype: torch.dtype) -> None:
     landing, first = Landing({0: nbytes}), section(0)
     for index in range(count):
         landing.staging.stage(first, index, values(numel, dtype, index), adds=False)
-    assert landing.found == [] and landing.arena.allocated_bytes == -(-nbytes // FRAME) * FRAME
+    assert landing.found == [] and landing.arena.allocated_bytes == nbytes
     landing.staging.drain()
     assert landing.found == [(0, i, values(numel, dtype, i).tolist(), False) for i in range(count)] + [0]
 
@@ -78,7 +78,7 @@ def test_what_no_plan_knows_of_has_room_when_it_comes() -> None:
     landing.staging.drain()
     assert [each[:2] for each in landing.found if each not in (0, 1)] == [(0, 3), (1, 0), (1, 1), (0, 4)]
     assert landing.found[2] == (1, 0, values(20_000, torch.float32).tolist(), False)
-    assert landing.arena.allocated_bytes == FRAME, "the smaller pool has gone"
+    assert landing.arena.allocated_bytes == 80 * KIB, "the smaller pool has gone"
 
 
 def place(landing: Landing, grads: Any, index: int, grad: torch.Tensor) -> torch.Tensor:
