@@ -98,16 +98,20 @@ class Commits:
             self._num_known, self._interval = self._num_launched, self._keeper.agreed_wish
         return step >= self._last_step + self._interval
 
-    def complete(self, record: Callable[[], StepRecord]) -> None:
+    def complete(self, record: Callable[[], StepRecord], *, in_step: bool) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
 
-        A generation may have that step already: states were replaced since, or the program has something else to say.
+        A generation may have that step already: states were replaced since, or the program has something else to say,
+        unless it is `in_step`, on its way to the next one, whose gradients no generation has.
         """
         self.completes = True
-        is_further, self._latest, self._is_aside = self._latest is None, record(), False
+        is_further = self._latest is None
+        if is_further and in_step and not self._is_aside:
+            return
+        self._latest, self._is_aside = record(), False
         if is_further:
-            steps_in = self._latest.step
-            self._due = self._due or self._is_loaded or (isinstance(self._every, int) and not steps_in % self._every)
+            num_steps = self._latest.step
+            self._due = self._due or self._is_loaded or (isinstance(self._every, int) and not num_steps % self._every)
         self.launch_due()
 
     def launch_due(self) -> None:

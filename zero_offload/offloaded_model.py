@@ -231,7 +231,7 @@ class OffloadedModel:
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
                 stacklevel=3,
             )
-        self._commits.complete(lambda: self._record(capture, extra))
+        self._commits.complete(lambda: self._record(capture, extra), in_step=self._has_new_grads)
 
     def drain(self) -> None:
         """Wait for updates and commits that are under way. Raises the first error."""

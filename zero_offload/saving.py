@@ -41,7 +41,8 @@ class Resumed:
 def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
     """Let the state after the last `step` become the next generation, when one is due; returns at once.
 
-    One that a generation has already is made one again: `extra` may be another, or the program have replaced states.
+    One that a generation has already is made one again, unless a backward has run since: `extra` may be another, or
+    the program have replaced states.
     Hyperparameters, random number generators, persistent buffers (of several ranks rank 0's) and the loss scale are
     taken now, which is after `scaler.update()`. Warns if the optimizer trains parameters that are not offloaded.
     `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Of several ranks it is rank

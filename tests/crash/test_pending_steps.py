@@ -314,6 +314,22 @@ def test_a_further_commit_of_a_step_has_its_own_extra(nvme: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error")
+def test_a_further_commit_between_backward_and_step_changes_nothing(nvme: Path) -> None:
+    """It would say that the program is further than its states are."""
+    model, optimizer = open_model(nvme)
+    train(model, optimizer, 0, 2)
+    zo.commit(model, optimizer, extra="first")
+    model(tokens_of(2)).backward()
+    zo.commit(model, optimizer, extra="second")
+    optimizer.zero_grad()
+    zo.close(model)
+    model, optimizer = open_model(nvme)
+    found = zo.resume(model, optimizer)
+    assert found is not None and (found.step, found.extra) == (2, "first")
+    zo.close(model)
+
+
+@pytest.mark.filterwarnings("error")
 def test_a_commit_before_the_first_step(nvme: Path) -> None:
     model, optimizer = open_model(nvme)
     zo.commit(model, optimizer, extra="begin")

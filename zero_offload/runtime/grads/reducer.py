@@ -263,7 +263,8 @@ class GradReducer:
         self.keeper.keep_reduced(grads, shard)
         self._partials.drop(grads)
         grads.whole = grads.joined is None
-        if grads.whole:
+        if grads.whole and not grads.holding:
+            self.keeper.land(grads)
             forget_zeros(grads)
 
     def _add_waiting(self, grads: SectionGrads) -> None:
