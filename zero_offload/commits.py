@@ -49,7 +49,7 @@ class Commits:
         self._interval, self._last_step = INTERVAL_FIRST, 0
         self._num_launched = self._num_known = self._num_ended = 0
 
-    def start_at(self, step: int, *, loaded: bool) -> None:
+    def start_at(self, step: int, *, loaded: bool = False) -> None:
         """The states are those of `step`: of the generation that was found, or loaded from a checkpoint."""
         self.drop()
         self._is_aside = self._is_loaded = loaded
@@ -98,7 +98,7 @@ class Commits:
             self._num_known, self._interval = self._num_launched, self._keeper.agreed_wish
         return step >= self._last_step + self._interval
 
-    def complete(self, record: Callable[[], StepRecord], *, in_step: bool) -> None:
+    def complete(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
 
         A generation may have that step already: states were replaced since, or the program has something else to say,

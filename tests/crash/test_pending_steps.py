@@ -299,7 +299,6 @@ def test_a_step_that_is_committed_can_be_replaced(
     _assert_same(found, replaced if commits else committed)
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_further_commit_of_a_step_has_its_own_extra(nvme: Path) -> None:
     model, optimizer = open_model(nvme)
     train(model, optimizer, 0, 2)
@@ -329,7 +328,6 @@ def test_a_further_commit_between_backward_and_step_changes_nothing(nvme: Path) 
     zo.close(model)
 
 
-@pytest.mark.filterwarnings("error")
 def test_a_commit_before_the_first_step(nvme: Path) -> None:
     model, optimizer = open_model(nvme)
     zo.commit(model, optimizer, extra="begin")
