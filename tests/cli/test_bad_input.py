@@ -159,6 +159,21 @@ def test_a_read_only_directory(open_place: Path, text: Path, capsys: Capture) ->
     assert list(read_only.iterdir()) == []
 
 
+def test_what_nobody_names_may_be_closed(
+    open_place: Path, text: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory that a run has by default is another user's here."""
+    copy = shutil.copy(text, open_place / "text.txt")
+    os.chmod(copy, 0o644)
+    (open_place / "runs").mkdir(mode=0)
+    monkeypatch.chdir(open_place)
+    with _not_root():
+        elsewhere = _run(capsys, "train", *SIZES, "--out", "mine", "--data", "none.txt")
+        refused = _run(capsys, "train", *SIZES, "--data", copy)
+    assert elsewhere.code == 2 and "none.txt: no such file" in elsewhere.err
+    assert refused.code == 4 and _is_one_message(refused.err) and "Permission denied" in refused.err
+
+
 def test_a_disk_too_small_for_the_plan(small_disk: Path, text: Path, tmp_path: Path, capsys: Capture) -> None:
     (small_disk / "ballast").write_bytes(bytes(24 << 20))
     done = _run(capsys, "train", *SIZES, "--data", text, "--out", tmp_path / "run", "--nvme", small_disk / "nvme")

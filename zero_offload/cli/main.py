@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import zero_offload
 from zero_offload.cli import bench, clean, doctor, export, plan, report, train, verify
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import StorageError, ZeroOffloadError
 
 NOBODY_READS = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of `report RUN | head`; what Python still flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NOBODY_READS
+    except OSError as error:  # a place that this user may not look at, wherever a command looks first
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename}: {error.strerror}; check its permissions, or name another", file=sys.stderr)
+        return StorageError.exit_code
     return code
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -168,7 +169,8 @@ def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
         yield f"weight_decay={config.weight_decay!r} is not a number from 0 up"
     if config.recompute not in ("", *(choice.value for choice in Recompute)):
         yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
-    if config.out.exists() and not config.out.is_dir():
+    # Of a place that may not be looked at, `os.path` says no, and pathlib raises.
+    if os.path.exists(config.out) and not os.path.isdir(config.out):
         yield f"out={str(config.out)!r} is a file; name a directory"
     if isinstance(config.offload, OffloadConfig) and config.offload.overlap == UpdateOverlap.BACKWARD:
         clip = f"clip={config.clip!r}"
