@@ -21,8 +21,7 @@ from zero_offload.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.deferred.recorder import DeferredTensor
 from zero_offload.device import Device
 from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.memory.heap import HeapTrimmer
-from zero_offload.memory.pages import trim_heap
+from zero_offload.memory.heap import HeapTrimmer, trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.grads.dtensors import move_to

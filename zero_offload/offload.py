@@ -26,7 +26,8 @@ from zero_offload.device import Device, compute_device
 from zero_offload.errors import ConfigError
 from zero_offload.inputs import check_config, check_model
 from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.memory.pages import num_frames, trim_heap
+from zero_offload.memory.heap import trim_heap
+from zero_offload.memory.pages import num_frames
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
 from zero_offload.move_in import check_not_offloaded, lacks_values, move_in, param_problem

@@ -31,11 +31,13 @@ from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
+from zero_offload.memory.heap import HeapRoom
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
 from zero_offload.parts import Parts
 from zero_offload.plan.memory import MemoryPlan
+from zero_offload.probe import free_memory_bytes
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import replaced
@@ -61,7 +63,9 @@ class OffloadedModel:
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
-        self.session = Session(parts.units, parts.residency, self.grads, parts.activations)
+        self.grads.keeper.keeps_small = parts.stay_in_memory
+        room = HeapRoom(free_memory_bytes) if parts.stay_in_memory else None
+        self.session = Session(parts.units, parts.residency, self.grads, parts.activations, room)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency
         )

@@ -35,3 +35,10 @@ class Parts:
     scratch: SwapFile | None
     activations: Activations | None
     close_files: Callable[[], None]
+
+    @property
+    def stay_in_memory(self) -> bool:
+        """Whether a CPU computes, all units stay with it, and nothing of this model is on a drive."""
+        shards = [section.shard for unit in self.units for section in unit.sections]
+        resident = all(unit.on_host and unit.resident for unit in self.units)
+        return resident and self.activations is None and all(shard.placement.all_in_memory for shard in shards)

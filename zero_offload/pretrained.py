@@ -27,7 +27,7 @@ from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.checkpoint.hf_match import Wanted, match
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master, read_master_chunk
 from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.memory.pages import trim_heap
+from zero_offload.memory.heap import trim_heap
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.units.unit import Section, Unit

@@ -42,7 +42,7 @@ def probe_hardware(
     nvme_dirs: Sequence[Path] = (), *, device_name: str = "cpu", device_memory_bytes: int | None = None
 ) -> HardwareProfile:
     """Read the machine; a device without memory of its own (the CPU) shares that of the CPU."""
-    cpu_memory_bytes = min(limit.free_bytes for limit in memory_limits())
+    cpu_memory_bytes = free_memory_bytes()
     return HardwareProfile(
         num_cores=count_cores(),
         cpu_memory_bytes=cpu_memory_bytes,
@@ -50,6 +50,11 @@ def probe_hardware(
         device_memory_bytes=cpu_memory_bytes if device_memory_bytes is None else device_memory_bytes,
         nvme_free_bytes=nvme_free_bytes(nvme_dirs),
     )
+
+
+def free_memory_bytes() -> int:
+    """What this process may still take of the host's memory."""
+    return min(limit.free_bytes for limit in memory_limits())
 
 
 def memory_limits(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_ROOT) -> tuple[MemoryLimit, ...]:

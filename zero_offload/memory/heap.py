@@ -1,18 +1,48 @@
-"""The C library's heap: gives back the holes that freed activations and small gradients leave in it.
+"""The C library's heap: gives back the holes in it where memory is short, and keeps one where it is not.
 
-glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size.
-The calls: `begin` with each backward, `freed` with what it is through with.
+glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size: where
+units leave memory, `HeapTrimmer` returns them (`begin` with each backward, `freed` with what it is through with).
+Larger blocks are mapped anew each time, unless a hole takes them: where all is in memory, `HeapRoom` keeps one
+(`begin` with each step; it goes with the object).
 """
 
 from __future__ import annotations
 
-from zero_offload.memory.pages import trim_heap
+import ctypes
+import mmap
+import resource
+import weakref
+from collections import deque
+from collections.abc import Callable
+
 from zero_offload.types import MIB
 
 TRIM_BYTES = 128 * MIB
 """Bytes of parameters between two trims, each of which costs tens of ms."""
 ACTIVATION_TRIM_BYTES = 64 * MIB
 """The same of activations that leave or come back: their tensors are of the sizes that glibc keeps."""
+ROOM_MIN_BYTES = 64 * MIB
+"""Less than that of new pages in a step is not worth a hole: some 10 ms."""
+BLOCK_BYTES = 16 * MIB
+"""What a hole is made of: glibc takes up to 32 MiB from its heap once it has seen one of that size come and go."""
+_HEADER_BYTES = 16
+"""Of glibc, before each block; one with pages of its own has it at the start of a page."""
+_MAPPED_BIT = 2
+"""Of the header's second word."""
+_STRAY_BLOCKS_MAX = 64
+"""Blocks that go into holes that are there already, or are mapped: after so many the heap is not glibc's."""
+
+_libc = ctypes.CDLL(None)
+_libc.malloc.restype = ctypes.c_void_p
+_libc.malloc.argtypes = [ctypes.c_size_t]
+_libc.free.restype = None
+_libc.free.argtypes = [ctypes.c_void_p]
+
+
+def trim_heap() -> None:
+    """Give back what the C library keeps of freed memory: it reuses, but does not return, blocks of some MiB."""
+    if hasattr(_libc, "malloc_trim"):  # glibc's
+        _libc.malloc_trim(0)
 
 
 class HeapTrimmer:
@@ -31,3 +61,73 @@ class HeapTrimmer:
         if self._untrimmed_bytes >= (self._interval_bytes or TRIM_BYTES):
             self._untrimmed_bytes = 0
             trim_heap()
+
+
+class HeapRoom:
+    """A hole in the heap that stays, for the large tensors that come and go with each step: logits, their gradients.
+
+    A program that holds its gradients to the end of a step has such holes where they were. A hole is addresses: it
+    takes memory as far as something was in it, and then keeps it. It is as large as what the system has given anew
+    in each of the last two steps; if that is half of it in spite of it, it grows by so much.
+    """
+
+    def __init__(self, free_bytes: Callable[[], int]) -> None:
+        """`free_bytes` tells what may be taken; a hole is a quarter of it at most."""
+        self._free_bytes = free_bytes
+        self.nbytes = 0
+        self._num_faults: int | None = None
+        self._taken: deque[int] = deque(maxlen=2)
+        """Bytes that the system gave in the last steps."""
+        self._is_possible = True
+        self._pin: weakref.finalize[[int], HeapRoom] | None = None
+        """Frees the block behind the hole, which keeps it from being the heap's end, and so from being given back."""
+
+    def begin(self) -> None:
+        """A step begins."""
+        num_faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        if self._num_faults is not None:
+            self._taken.append((num_faults - self._num_faults) * mmap.PAGESIZE)
+        self._num_faults = num_faults
+        if self._is_possible and len(self._taken) == 2 and min(self._taken) > max(ROOM_MIN_BYTES, self.nbytes // 2):
+            self._make(min(self.nbytes + min(self._taken), self._free_bytes() // 4))
+
+    def _make(self, nbytes: int) -> None:
+        self._taken.clear()  # the next step brings the hole's own pages
+        if self._pin is not None:
+            self._pin()
+        pin = _make_hole(nbytes)
+        self._is_possible = pin is not None
+        if pin is not None:
+            self.nbytes = nbytes
+            self._pin = weakref.finalize(self, _libc.free, pin)
+            self._pin.atexit = False
+
+
+def _make_hole(nbytes: int) -> int | None:
+    """Make a hole of `nbytes` in the heap; returns the block behind it, or None if this heap takes none."""
+    blocks: list[int] = []
+    run_bytes = 0
+    for _ in range(-(-nbytes // BLOCK_BYTES) + 1 + _STRAY_BLOCKS_MAX):
+        block = _libc.malloc(BLOCK_BYTES)
+        if block is None:
+            break
+        if _is_mapped(block):
+            _libc.free(block)  # glibc maps none of this size from here on
+            continue
+        follows = bool(blocks) and block == blocks[-1] + BLOCK_BYTES + _HEADER_BYTES
+        run_bytes = run_bytes + BLOCK_BYTES if follows else 0
+        blocks.append(block)
+        if run_bytes >= nbytes:
+            break
+    pin = blocks.pop() if run_bytes >= nbytes else None
+    for block in blocks:
+        _libc.free(block)
+    return pin
+
+
+def _is_mapped(block: int) -> bool:
+    """Whether a block has pages of its own."""
+    if block % mmap.PAGESIZE != _HEADER_BYTES:
+        return False
+    word = ctypes.sizeof(ctypes.c_size_t)
+    return bool(ctypes.c_size_t.from_address(block - word).value & _MAPPED_BIT)

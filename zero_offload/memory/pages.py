@@ -196,12 +196,6 @@ def _moves(source: int, nbytes: int, target: int) -> bool:
     return bool(moved != _FAILED)
 
 
-def trim_heap() -> None:
-    """Give back what the C library keeps of freed memory: it reuses, but does not return, blocks of some MiB."""
-    if hasattr(_libc, "malloc_trim"):  # glibc's
-        _libc.malloc_trim(0)
-
-
 def _has_transparent_huge_pages() -> bool:
     try:
         return "[never]" not in _TRANSPARENT_HUGE_PAGES.read_text()

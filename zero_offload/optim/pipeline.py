@@ -228,9 +228,10 @@ def _passes(
             first, last = layout.elements(rows)
             for source in grads:
                 begin, end = max(first, chunks.begin + source.begin), min(last, chunks.begin + source.end)
-                if begin < end:
+                inside = cut_segments(segments, first, begin, end)
+                if len(inside):  # between two gradients that were kept there may be none
                     buffers = _buffers(section, chunks, rows, kept, (source.address, value_out))
-                    yield rule, buffers, cut_segments(segments, first, begin, end)
+                    yield rule, buffers, inside
 
 
 def _buffers(

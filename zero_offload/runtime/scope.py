@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.telemetry.spans import Lane
 
 
 @dataclass
@@ -24,6 +25,10 @@ class Scope:
     """Entered because it began under hooks of the user."""
     begin_ns: int = 0
     """When its units were here; 0 where nobody records."""
+
+    def name(self, *, whole: bool) -> str:
+        """For a trace."""
+        return ", ".join([Lane.FORWARD.value] * whole + [unit.name for unit in self.units])
 
 
 class Round(Protocol):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.memory.heap import HeapTrimmer
+from zero_offload.memory.heap import HeapRoom, HeapTrimmer
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.residency import Residency
@@ -63,7 +63,12 @@ class Session:
     """Uses of units by forwards and backwards."""
 
     def __init__(
-        self, units: Sequence[Unit], residency: Residency, grads: GradReducer, activations: TensorStore | None = None
+        self,
+        units: Sequence[Unit],
+        residency: Residency,
+        grads: GradReducer,
+        activations: TensorStore | None,
+        room: HeapRoom | None,
     ) -> None:
         self._units = units
         self._residency = residency
@@ -96,6 +101,7 @@ class Session:
         """Whether it matters that a use ends, and who holds views of parameters."""
         # Memory is short where units are away from it: then some ms per step for the heap are well spent.
         self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
+        self._room = room
         self.updates: UpdatesInBackward | None = None
         """If `grads` are used by the backward that makes them: set by whoever uses them, which knows this object."""
         self._saved = SavedTensors(units, activations, always=grads.passing)
@@ -201,7 +207,7 @@ class Session:
         if whole:
             self._residency.meet("the end of a forward")
         if scope.begin_ns and (scope.units or whole):
-            self._spans.add(Lane.FORWARD, _name_of(scope, whole=whole), scope.begin_ns)
+            self._spans.add(Lane.FORWARD, scope.name(whole=whole), scope.begin_ns)
         if changed:
             raise changed_in_forward(changed)
         return replaced
@@ -271,6 +277,8 @@ class Session:
         self._saved.begin()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"
         self._num_cycles[kind] += 1
+        if self._room is not None and kind == "grad":
+            self._room.begin()
         # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
         # a unit may be used by several modules in turn.
         self._watches = self._num_cycles[kind].bit_count() == 1
@@ -381,11 +389,6 @@ def end_use(unit: Unit) -> list[str]:
     changed = unit.changed() if unit.forward_uses == 0 else []
     unit.close()
     return changed
-
-
-def _name_of(scope: Scope, *, whole: bool) -> str:
-    """Of a forward, for a trace."""
-    return ", ".join([Lane.FORWARD.value] * whole + [unit.name for unit in scope.units])
 
 
 def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:

@@ -146,6 +146,10 @@ class ShardPlacement:
     def value_in_memory(self) -> bool:
         return self.params is not Tier.NVME
 
+    @property
+    def all_in_memory(self) -> bool:
+        return Tier.NVME not in (self.params, self.grads, self.optimizer)
+
     @classmethod
     def of(cls, kinds: Mapping[StateKind, Tier]) -> ShardPlacement:
         return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])

@@ -87,8 +87,7 @@ def test_all_chunks_at_once_are_the_same_update(
     precision: str, states: str, adopts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = zo.OffloadConfig(precision=zo.Precision(compute=precision, states=states), overlap="none")
-    if adopts:
-        monkeypatch.setattr(keeper, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1 if adopts else 1 << 40)
     calls = Calls(monkeypatch)
     found, moved = train(config)
     together, calls.count = calls.count, 0
@@ -103,6 +102,7 @@ def test_all_chunks_at_once_are_the_same_update(
 
 
 def test_a_commit_under_way_is_waited_for_chunk_by_chunk(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1 << 40)
     model = zo.offload(build(Wide), zo.OffloadConfig(overlap="none", nvme=nvme, commit_every=100), units=[""])
     optimizer = zo.AdamW(model.parameters())
     (shard,) = (store := runtime_of(model).parts.store).shards

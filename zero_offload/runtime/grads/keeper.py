@@ -1,10 +1,11 @@
 """Gradients to where they rest on this rank: stored, or added in fp32, with their sums in the same pass.
 
-Owns the way there. In host memory a large gradient is kept as autograd made it, others are copied to their places. From
-a GPU they are downloaded, straight to their places where the host neither adds nor converts, unless they rest in its
-memory; those of micro-batches that take turns are added up there first. Knows no other rank. The calls: `keep` for
-each of autograd's gradients, or `keep_reduced` for a section's sum over ranks; `end` when a section is complete; `land`
-where a section is wanted now; `drain` at the end of backward; `settle` when the next forward begins.
+Owns the way there. In host memory a large gradient is kept as autograd made it, others are copied to their places;
+where nothing leaves memory all are kept, and what they leave in the heap serves the next forward. From a GPU they are
+downloaded, straight to their places where the host neither adds nor converts, unless they rest in its memory; those of
+micro-batches that take turns are added up there first. Knows no other rank. The calls: `keep` for each of autograd's
+gradients, or `keep_reduced` for a section's sum over ranks; `end` when a section is complete; `land` where a section is
+wanted now; `drain` at the end of backward; `settle` when the next forward begins.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.telemetry.spans import Cause
-from zero_offload.types import MIB, Tier
+from zero_offload.types import KIB, MIB, Tier
 
 LARGE_BYTES = 32 * MIB
 """From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
 no hole in the heap when it goes."""
+
+KEPT_MEAN_BYTES = 256 * KIB
+"""Each gradient that is kept is an update by itself: a section of many small ones is updated faster as one."""
 
 
 class GradKeeper:
@@ -42,6 +46,8 @@ class GradKeeper:
         self._device = device
         self._shard_index = shard_index
         self._passes = store.grad_ring is not None
+        self.keeps_small = False
+        """Where nothing of the model leaves memory: gradients may leave holes in the heap, for the next forward."""
         room = {
             section.layout.index: Room(
                 staged_grad_bytes(section.layout.numel, section.layout.nbytes, partition),
@@ -160,7 +166,8 @@ class GradKeeper:
     def _keep_one(self, grads: SectionGrads, index: int, grad: torch.Tensor, *, adds: bool) -> None:
         """Bring one gradient that autograd has made in host memory to rest: copied, unless it can be kept."""
         shard = grads.local or grads.shard
-        alone = grad.nbytes >= LARGE_BYTES and grad.nbytes == grad.untyped_storage().nbytes()
+        large = grad.nbytes >= LARGE_BYTES or (self.keeps_small and _mean_bytes(grads) >= KEPT_MEAN_BYTES)
+        alone = large and grad.nbytes == grad.untyped_storage().nbytes()
         alone = alone and not self._passes  # the ring bounds what there is, and so has all of it
         if adds or not alone or shard.tier is Tier.NVME or grad.dtype != shard.dtype:
             self._store_one(grads, index, grad, adds=adds)
@@ -230,6 +237,11 @@ class GradKeeper:
 def rests_on(device: Device, section: Section) -> bool:
     """Whether a section's gradients rest in the device's own memory."""
     return section.shard.placement.grads is Tier.DEVICE and not device.is_host
+
+
+def _mean_bytes(grads: SectionGrads) -> int:
+    """Of a section's gradients."""
+    return grads.layout.nbytes // len(grads.layout.params)
 
 
 def _is_wider(grad: torch.Tensor, shard: GradShard) -> bool:

@@ -1,0 +1,81 @@
+"""Where gradients of a host come to rest: as autograd made them, or copied to one array per section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zero_offload as zo
+from tests.helpers.models import NARROW, TinyLM, build, tokens_of
+from tests.helpers.reference import read_masters
+from zero_offload.api import runtime_of
+from zero_offload.runtime.grads import keeper
+
+
+@pytest.fixture(autouse=True)
+def gradients_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1)
+
+
+def offloaded(**settings: Any) -> tuple[TinyLM, zo.AdamW]:
+    model = zo.offload(build(lambda: TinyLM(NARROW)), zo.OffloadConfig(precision="bf16", **settings))
+    return model, zo.AdamW(model.parameters())
+
+
+def num_copied(model: TinyLM) -> int:
+    """Sections whose gradients have been written to an array."""
+    runtime = runtime_of(model)
+    assert runtime is not None
+    return sum(grads.shard._array is not None for grads in runtime.grads.ledger.sections)
+
+
+def settings_of(place: str, nvme: Path) -> dict[str, Any]:
+    if place == "memory":
+        return {"params": "cpu", "optimizer": "cpu"}
+    on_drive = {"optimizer": "nvme"} if place == "optimizer" else {"activations": "nvme"}
+    return {"params": "cpu", "optimizer": "cpu", "nvme": nvme, "durability": "scratch"} | on_drive
+
+
+@pytest.mark.parametrize(("place", "copies"), [("memory", False), ("optimizer", True), ("activations", True)])
+def test_small_gradients_are_copied_where_memory_is_short(place: str, copies: bool, nvme: Path) -> None:
+    model, _ = offloaded(**settings_of(place, nvme))
+    model(tokens_of(0)).backward()
+    assert bool(num_copied(model)) == copies
+
+
+def test_kept_and_copied_gradients_make_the_same_steps(nvme: Path) -> None:
+    """One micro-batch, then three that are added up, then one again."""
+    found = []
+    for place in ("memory", "optimizer"):
+        model, optimizer = offloaded(**settings_of(place, nvme))
+        for micro_batches in (1, 3, 1):
+            for i in range(micro_batches):
+                model(tokens_of(i)).backward()
+            zo.clip_grad_norm_(model, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(read_masters(model))
+        zo.close(model)
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_sections_of_many_small_gradients_are_updated_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1 << 20)
+    model, _ = offloaded(**settings_of("memory", Path()))
+    model(tokens_of(0)).backward()
+    assert num_copied(model) > 0
+
+
+def test_kept_gradients_go_with_their_step() -> None:
+    model, optimizer = offloaded(**settings_of("memory", Path()))
+    model(tokens_of(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(tokens_of(0))  # waits for the update
+    runtime = runtime_of(model)
+    assert runtime is not None
+    assert not any(grads.shard._adopted for grads in runtime.grads.ledger.sections)
