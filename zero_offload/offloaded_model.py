@@ -64,7 +64,8 @@ class OffloadedModel:
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
         self.grads.keeper.keeps_small = parts.stay_in_memory
-        room = HeapRoom(free_memory_bytes) if parts.stay_in_memory else None
+        grad_bytes = sum(grads.layout.nbytes for grads in self.grads.ledger.sections)
+        room = HeapRoom(grad_bytes, free_memory_bytes) if parts.stay_in_memory else None
         self.session = Session(parts.units, parts.residency, self.grads, parts.activations, room)
         self.access = ParamAccess(
             parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency

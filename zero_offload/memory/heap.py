@@ -67,12 +67,14 @@ class HeapRoom:
     """A hole in the heap that stays, for the large tensors that come and go with each step: logits, their gradients.
 
     A program that holds its gradients to the end of a step has such holes where they were. A hole is addresses: it
-    takes memory as far as something was in it, and then keeps it. It is as large as what the system has given anew
-    in each of the last two steps; if that is half of it in spite of it, it grows by so much.
+    takes memory as far as something was in it, and then keeps it. Of what the system has given anew in each of the last
+    two steps half is there at once, as a rule: so large is the hole, or as the gradients that a step leaves in the heap
+    anyway. If more than it is given anew in spite of it, it grows.
     """
 
-    def __init__(self, free_bytes: Callable[[], int]) -> None:
+    def __init__(self, grad_bytes: int, free_bytes: Callable[[], int]) -> None:
         """`free_bytes` tells what may be taken; a hole is a quarter of it at most."""
+        self._grad_bytes = grad_bytes
         self._free_bytes = free_bytes
         self.nbytes = 0
         self._num_faults: int | None = None
@@ -88,8 +90,9 @@ class HeapRoom:
         if self._num_faults is not None:
             self._taken.append((num_faults - self._num_faults) * mmap.PAGESIZE)
         self._num_faults = num_faults
-        if self._is_possible and len(self._taken) == 2 and min(self._taken) > max(ROOM_MIN_BYTES, self.nbytes // 2):
-            self._make(min(self.nbytes + min(self._taken), self._free_bytes() // 4))
+        if self._is_possible and len(self._taken) == 2 and min(self._taken) > max(ROOM_MIN_BYTES, self.nbytes):
+            taken = self.nbytes + min(self._taken)
+            self._make(min(taken, max(self._grad_bytes, taken // 2), self._free_bytes() // 4))
 
     def _make(self, nbytes: int) -> None:
         self._taken.clear()  # the next step brings the hole's own pages
