@@ -69,7 +69,7 @@ class HeapRoom:
     A program that holds its gradients to the end of a step has such holes where they were. A hole is addresses: it
     takes memory as far as something was in it, and then keeps it. Of what the system has given anew in each of the last
     two steps half is there at once, as a rule: so large is the hole, or as the gradients that a step leaves in the heap
-    anyway. If more than it is given anew in spite of it, it grows.
+    anyway. If more than it is given anew in spite of it, it grows by so much.
     """
 
     def __init__(self, grad_bytes: int, free_bytes: Callable[[], int]) -> None:
@@ -91,8 +91,11 @@ class HeapRoom:
             self._taken.append((num_faults - self._num_faults) * mmap.PAGESIZE)
         self._num_faults = num_faults
         if self._is_possible and len(self._taken) == 2 and min(self._taken) > max(ROOM_MIN_BYTES, self.nbytes):
-            taken = self.nbytes + min(self._taken)
-            self._make(min(taken, max(self._grad_bytes, taken // 2), self._free_bytes() // 4))
+            taken = min(self._taken)
+            wanted = self.nbytes + taken if self.nbytes else min(taken, max(self._grad_bytes, taken // 2))
+            wanted = min(wanted, self._free_bytes() // 4)
+            if wanted > self.nbytes:
+                self._make(wanted)
 
     def _make(self, nbytes: int) -> None:
         self._taken.clear()  # the next step brings the hole's own pages
