@@ -130,6 +130,7 @@ class Worker:
         """Wait until everything submitted is complete. Raises the first error."""
         for outcome in self._unfinished:
             outcome.wait()
+        self._unfinished = [each for each in self._unfinished if not each.done]
         self._board.check()
 
     def shutdown(self) -> None:
