@@ -1,7 +1,7 @@
 """Gradients to where they rest on this rank: stored, or added in fp32, with their sums in the same pass.
 
 Owns the way there. In host memory a large gradient is kept as autograd made it, others are copied to their places;
-where nothing leaves memory all are kept, and what they leave in the heap serves the next forward. From a GPU they are
+where nothing leaves memory most are kept, and what they leave in the heap serves the next forward. From a GPU they are
 downloaded, straight to their places where the host neither adds nor converts, unless they rest in its memory; those of
 micro-batches that take turns are added up there first. Knows no other rank. The calls: `keep` for each of autograd's
 gradients, or `keep_reduced` for a section's sum over ranks; `end` when a section is complete; `land` where a section is
