@@ -1,14 +1,15 @@
-"""A forward that runs: what the session knows of it, and who makes several of them take turns."""
+"""A forward that runs: what the session knows of it, who makes several of them take turns, and how its uses end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
 
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.telemetry.spans import Lane
 
@@ -41,3 +42,19 @@ class Round(Protocol):
 
     def hold(self, unit: Unit) -> None:
         """A unit is here: it stays until all of them have passed it."""
+
+
+def end_use(unit: Unit) -> list[str]:
+    """One forward has used the unit; names of parameters that forwards have changed."""
+    unit.forward_uses = max(unit.forward_uses - 1, 0)
+    changed = unit.changed() if unit.forward_uses == 0 else []
+    unit.close()
+    return changed
+
+
+def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
+        "lost: the parameter leaves memory, or its fp32 master does not follow. Change it between steps, in "
+        "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy"
+    )

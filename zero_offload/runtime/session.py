@@ -34,7 +34,7 @@ from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
-from zero_offload.runtime.scope import Round, Scope
+from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane, now
@@ -381,19 +381,3 @@ class Session:
             self.updates.end()
         if self._spans.on:
             self._spans.backward.end()
-
-
-def end_use(unit: Unit) -> list[str]:
-    """One forward has used the unit; names of parameters that forwards have changed."""
-    unit.forward_uses = max(unit.forward_uses - 1, 0)
-    changed = unit.changed() if unit.forward_uses == 0 else []
-    unit.close()
-    return changed
-
-
-def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
-    return ZeroOffloadError(
-        f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
-        "lost: the parameter leaves memory, or its fp32 master does not follow. Change it between steps, in "
-        "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy"
-    )

@@ -28,8 +28,8 @@ from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
-from zero_offload.runtime.scope import Scope
-from zero_offload.runtime.session import Session, changed_in_forward, end_use
+from zero_offload.runtime.scope import Scope, changed_in_forward, end_use
+from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import Owner, owner_of
 from zero_offload.telemetry.spans import Lane, now
