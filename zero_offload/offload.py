@@ -324,9 +324,11 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
         )
     unlimited = config.device_memory is None and config.cpu_memory is None
     host = grads + (units if device.is_host else 0)
+    # One rank on a CPU keeps frames in backward only, of the units' own where it can (`runtime/claims.py`).
+    kept = 0 if device.is_host and build.collectives.world_size == 1 else grads
     there = units + staying
     return (
-        FrameLimits(host, UNLIMITED_FRAMES if unlimited else host, grads),
+        FrameLimits(host - grads + kept, UNLIMITED_FRAMES if unlimited else host, kept),
         FrameLimits(there, UNLIMITED_FRAMES if config.device_memory is None else there),
     )
 

@@ -69,6 +69,7 @@ RUNTIME = (
     "saved",
     "loans",
     "victims",
+    "claims",
     "residency",
     "grads",
     "inputs",

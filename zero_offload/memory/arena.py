@@ -103,7 +103,7 @@ class Arena:
         """
         self._pinner = pinner
         self._num_kept = num_kept
-        """Not claimed yet; negative where more are."""
+        self._num_claimed = 0
         self._frame_limit = frame_limit
         self._frame_limit_max = frame_limit if frame_limit_max is None else frame_limit_max
         self._blocks: list[Region] = []
@@ -153,7 +153,16 @@ class Arena:
     @property
     def kept_frames(self) -> int:
         """Frames that it can give beside those to who claims them."""
-        return max(self._num_kept, 0)
+        return max(self._num_kept - self._num_claimed, 0)
+
+    @property
+    def claimed_frames(self) -> int:
+        """Frames that are with those who claimed them."""
+        return self._num_claimed
+
+    def keep(self, count: int) -> None:
+        """From now on `count` frames of the limit are for those who claim them, claimed ones among them."""
+        self._num_kept = count
 
     @property
     def frame_limit(self) -> int:
@@ -180,7 +189,7 @@ class Arena:
         """Take `count` frames (their addresses), or None when the budget is used up."""
         if count > self.free_frames + self.kept_frames * claimed:
             return None
-        self._num_kept -= count * claimed
+        self._num_claimed += count * claimed
         while len(self._free) < count:
             self._grow(count - len(self._free))
         taken = self._free[-count:] if count else []
@@ -188,7 +197,7 @@ class Arena:
         return taken
 
     def release_frames(self, frames: list[int], *, claimed: bool = False) -> None:
-        self._num_kept += len(frames) * claimed
+        self._num_claimed -= len(frames) * claimed
         self._free.extend(frames)
 
     def _place(self, address: int, nbytes: int) -> Region:

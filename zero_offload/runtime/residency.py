@@ -19,6 +19,7 @@ from zero_offload.memory.arena import MovableBuffer
 from zero_offload.memory.pages import FRAME
 from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
+from zero_offload.runtime.claims import Claims
 from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.carrier import Carrier
@@ -54,8 +55,9 @@ class Residency:
         self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
         self._budget = budget
+        self.claims = Claims(store.arena, budget)
         self.give_way: Callable[[], bool] = lambda: False
-        """Asked when no unit can go: others give their frames back, and it says whether any did."""
+        """Others give their frames back once what is in them is written; says whether any did."""
         self.schedule = FetchSchedule()
         self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
         self._loans = Loans(units, collectives.world_size)
@@ -74,6 +76,7 @@ class Residency:
             if unit.state is UnitState.AWAY:
                 unit.detach()  # what a Ctrl-C has left of it
         self.schedule.begin_cycle(kind)
+        self.claims.release()
         self._look_ahead()
 
     def acquire(self, unit: Unit) -> None:
@@ -130,6 +133,8 @@ class Residency:
         stale = [self._units[i] for i in order if self.board.pending(i) and not self._units[i].updates_in_place]
         self._loans.find(stale)
         if not in_backward:
+            self.give_way()  # the update waits for the same writes
+            self.claims.release()
             self._hand_frames_on(stale)
         elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):
             unused = self._victims.unused()
@@ -180,6 +185,7 @@ class Residency:
             self._make_room(buffer.num_frames, "a gradient buffer", is_claim=True)
         if not buffer.attach() and not (self.give_way() and buffer.attach()):
             raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
+        self.claims.note()
 
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""

@@ -364,6 +364,7 @@ class Session:
         """Returns what is to be called at its end, and let go of where it breaks off, as autograd does."""
         ending = partial(self._end_backward)
         self._backward_runs, self._ending = True, weakref.ref(ending)
+        self._residency.claims.keep()
         if self._spans.on:
             self._spans.backward.begin()
         if self._trimmer is not None:
