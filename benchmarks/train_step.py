@@ -21,13 +21,15 @@ The bars:
 * <= 5% of the step waits for the update: in CPU memory, and on disk where the disk is not the bound.
 
 What each system could reach with its own bytes is printed: the largest of plain compute, its disk's bytes at the disk's
-rates, and its update's bytes at the memory's.
+rates, and its update's bytes at the memory's. And what a drive's work costs the compute beside it: plain torch's step
+while fio moves the bytes of our step on disk at its pace, with nothing that waits for any of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -40,6 +42,7 @@ from typing import Any
 
 import psutil
 from _disk_rates import Rates, disk_rates, median_rates, memory_rate
+from _drive_load import moving
 from _rows import Row, missing, row, show, ungraded, write
 from _train_systems import DTYPES, INSTALL, LABELS, MODELS, OURS, PEERS, Case, serve
 from _turns import Worker, WorkerEndedError
@@ -67,6 +70,8 @@ class Found:
     memory_bytes_per_s: float
     plain_work_bytes: int
     """Peak of plain forward and backward, less its weights and gradients."""
+    beside: list[tuple[Answer, Rates]]
+    """Of plain torch while fio moves what ours does on disk, and the rates that it kept; empty without fio."""
 
     def of_steps(self, system: str, key: str) -> float:
         """The median."""
@@ -151,7 +156,7 @@ class Turns:
 def measure(turns: Turns, case: Case, num_rounds: int, steps_per_round: int) -> Found:
     plain_work_bytes = turns.plain_work_bytes()
     answers: dict[str, list[Answer]] = {name: [] for name in turns.names}
-    disk, memory = [], []
+    disk, memory, beside = [], [], []
     for _ in range(num_rounds):
         disk.append(disk_rates(case.directory))
         memory.append(memory_rate())
@@ -164,7 +169,17 @@ def measure(turns: Turns, case: Case, num_rounds: int, steps_per_round: int) -> 
                 print(f"{LABELS[name]} is left out: {error}", flush=True)
                 turns.drop(name)
                 del answers[name]
-    return Found(case, answers, median_rates(disk), statistics.median(memory), plain_work_bytes)
+        if shutil.which("fio"):
+            with moving(case.directory, _pace(answers["disk"][-1])) as kept:
+                answer = turns.take("plain", steps_per_round)
+            beside.append((answer, kept[0]))
+    return Found(case, answers, median_rates(disk), statistics.median(memory), plain_work_bytes, beside)
+
+
+def _pace(answer: Answer) -> Rates:
+    """At which a turn's steps have moved their bytes, had it been even."""
+    in_all = {key: sum(step[key] for step in answer["steps"]) for key in ("step_s", "read_bytes", "written_bytes")}
+    return Rates(in_all["read_bytes"] / in_all["step_s"], in_all["written_bytes"] / in_all["step_s"])
 
 
 def show_systems(found: Found) -> None:
@@ -205,6 +220,13 @@ def _against_limits(found: Found) -> list[Row]:
     for system in ("disk", "disk_compact", "disk_grads"):
         name = _name(found, LABELS[system].removeprefix("ours, "))
         rows.append(row(name, found.of_steps(system, "step_s"), "s", against, found.limit_s(system), REACH_DISK))
+    if found.beside:
+        beside_s = statistics.median(step["step_s"] for answer, _ in found.beside for step in answer["steps"])
+        kept = median_rates([rates for _, rates in found.beside])
+        pace = f"{kept.read_bytes_per_s / 1e9:.2f} and {kept.write_bytes_per_s / 1e9:.2f} GB/s"
+        against = f"plain torch alone; fio moves {pace}, the bytes of our step on disk at its pace"
+        name = _name(found, "plain torch beside the drive")
+        rows.append(ungraded(name, beside_s, "s", against, plain_s, REACH_DISK))
     return rows
 
 
