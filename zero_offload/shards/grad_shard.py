@@ -217,16 +217,19 @@ class GradShard:
     def pieces(self, rows: range) -> list[GradPiece]:
         """The gradients of neighbouring chunks where they are in memory, in order, none of them twice."""
         begin, end = self.layout.elements(rows)
-        array, found, at = self.open(), [], begin
+        found, at = list[GradPiece](), begin
         for index, grad in sorted(self._adopted.items()):
             piece = self.layout.params[index]
             first, last = max(piece.begin, at), min(piece.end, end)
             if first < last:
-                found.append(GradPiece(at - begin, first - begin, array[at:first]))
-                found.append(GradPiece(first - begin, last - begin, grad[first - piece.begin : last - piece.begin]))
+                kept = GradPiece(first - begin, last - begin, grad[first - piece.begin : last - piece.begin])
+                found += [*self._in_array(at, first, begin), kept]
                 at = last
-        found.append(GradPiece(at - begin, end - begin, array[at:end]))
-        return [piece for piece in found if piece.begin < piece.end]
+        return [*found, *self._in_array(at, end, begin)]
+
+    def _in_array(self, first: int, last: int, begin: int) -> list[GradPiece]:
+        """Elements [first, last), counted from `begin`; where there are none, no array is made for them."""
+        return [GradPiece(first - begin, last - begin, self.open()[first:last])] if first < last else []
 
 
 def _is_kept(array: torch.Tensor, num_views: int) -> bool:

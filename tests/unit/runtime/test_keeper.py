@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
@@ -25,7 +26,7 @@ def offloaded(**settings: Any) -> tuple[TinyLM, zo.AdamW]:
     return model, zo.AdamW(model.parameters())
 
 
-def num_copied(model: TinyLM) -> int:
+def num_copied(model: nn.Module) -> int:
     """Sections whose gradients have been written to an array."""
     runtime = runtime_of(model)
     assert runtime is not None
@@ -79,3 +80,15 @@ def test_kept_gradients_go_with_their_step() -> None:
     runtime = runtime_of(model)
     assert runtime is not None
     assert not any(grads.shard._adopted for grads in runtime.grads.ledger.sections)
+
+
+def test_no_array_is_made_where_all_gradients_are_kept() -> None:
+    """Of parameters between which nothing lies: an update reads what is kept, and nothing else."""
+    model = zo.offload(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))), zo.OffloadConfig())
+    optimizer = zo.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.ones(1, 256)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert num_copied(model) == 0
+    zo.close(model)
