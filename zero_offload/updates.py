@@ -60,6 +60,9 @@ class Updates:
         here = not overlaps(self._parts, sections) or any(section.shard.on_device for section in sections)
         if here and not in_backward:
             self.await_worker()
+        if not in_backward:
+            # Gradients on drives, which the update reads: their pages are for the units that it makes new.
+            self._parts.residency.give_way()
 
     def await_worker(self) -> None:
         """Return when the update's thread is idle: a commit of the step before notes there what it is made of, and has

@@ -133,7 +133,6 @@ class Residency:
         stale = [self._units[i] for i in order if self.board.pending(i) and not self._units[i].updates_in_place]
         self._loans.find(stale)
         if not in_backward:
-            self.give_way()  # the update waits for the same writes
             self.claims.release()
             self._hand_frames_on(stale)
         elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):

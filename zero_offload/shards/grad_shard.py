@@ -217,19 +217,20 @@ class GradShard:
     def pieces(self, rows: range) -> list[GradPiece]:
         """The gradients of neighbouring chunks where they are in memory, in order, none of them twice."""
         begin, end = self.layout.elements(rows)
+
+        def in_array(first: int, last: int) -> list[GradPiece]:
+            """Where there are no elements, no array is made for them."""
+            return [GradPiece(first - begin, last - begin, self.open()[first:last])] if first < last else []
+
         found, at = list[GradPiece](), begin
         for index, grad in sorted(self._adopted.items()):
             piece = self.layout.params[index]
             first, last = max(piece.begin, at), min(piece.end, end)
             if first < last:
                 kept = GradPiece(first - begin, last - begin, grad[first - piece.begin : last - piece.begin])
-                found += [*self._in_array(at, first, begin), kept]
+                found += [*in_array(at, first), kept]
                 at = last
-        return [*found, *self._in_array(at, end, begin)]
-
-    def _in_array(self, first: int, last: int, begin: int) -> list[GradPiece]:
-        """Elements [first, last), counted from `begin`; where there are none, no array is made for them."""
-        return [GradPiece(first - begin, last - begin, self.open()[first:last])] if first < last else []
+        return [*found, *in_array(at, end)]
 
 
 def _is_kept(array: torch.Tensor, num_views: int) -> bool:

@@ -88,7 +88,13 @@ def test_gradients_to_drives_cost_units_neither_memory_nor_reads(nvme: Path) -> 
     frames, read = {}, {}
     for grads in ("cpu", "nvme"):
         config = zo.OffloadConfig(
-            params="nvme", optimizer="nvme", grads=grads, nvme=nvme / grads, precision="fp32", durability="scratch"
+            params="nvme",
+            optimizer="nvme",
+            grads=grads,
+            nvme=nvme / grads,
+            precision="fp32",
+            durability="scratch",
+            overlap="none",
         )
         model = zo.offload(_LargeEmbedding(), config)
         optimizer = zo.AdamW(model.parameters())
