@@ -269,7 +269,8 @@ def answers(benchmark: Any, *, disk_bytes: int, peers: bool) -> Any:
 
     case = systems.Case("tiny", 64, "bf16", Path("nowhere"), 1)
     rates = benchmark("_disk_rates").Rates(1e9, 1e9)
-    return script.Found(case, {name: [answer(name)] for name in names}, rates, 1e10, 10**9)
+    beside = [({"steps": [step | {"step_s": 1.25}]}, rates)]
+    return script.Found(case, {name: [answer(name)] for name in names}, rates, 1e10, 10**9, beside)
 
 
 @pytest.mark.parametrize("peers", [True, False])
@@ -281,6 +282,8 @@ def test_bars_of_a_training_step(disk_bytes: int, peers: bool, benchmark: Any) -
     assert on_disk["theirs"] == max(1.0, disk_bytes / 1e9) and on_disk["ok"]
     assert rows["on disk with gradients", "max(plain torch, bytes / disk rates)"]["ok"]
     assert rows["peak RSS, on disk with gradients", "3 units and 64 MiB; ours is less plain's own work"]["ours"] == 0
+    (beside,) = (row for (name, _), row in rows.items() if name == "plain torch beside the drive")
+    assert beside["ratio"] == 1.25 and beside["ok"] is None
     assert rows["in CPU memory", "plain torch"]["ok"] and rows["ours, CPU memory", "FSDP2, CPU offload"]["ok"]
     bound = disk_bytes > 10**9
     waits = next(row for (name, _), row in rows.items() if name == "waits for the update, on disk")

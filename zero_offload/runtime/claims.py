@@ -25,6 +25,11 @@ class Claims:
         if self._shared:
             self._most = max(self._most, self._arena.claimed_frames)
 
+    def grow(self, count: int) -> bool:
+        """Allow `count` frames more for a claim, before the gradients that leave are waited for; False where they are
+        not shared, or a budget ends."""
+        return self._shared and self._arena.raise_limit(count, claimed=True)
+
     def keep(self) -> None:
         """Units that are fetched ahead leave what was claimed before."""
         limit = self._arena.frame_limit

@@ -234,7 +234,7 @@ class Residency:
             if victim is not None:
                 victim.break_off()
                 self._evict(victim)
-            elif self._loans.release() or self.give_way():
+            elif (is_claim and self.claims.grow(missing)) or self._loans.release() or self.give_way():
                 continue
             elif not self._budget.raise_limit(missing, claimed=is_claim):
                 raise _no_room(num_frames, name, self._budget, self._units, self._loans)
