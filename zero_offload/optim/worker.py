@@ -9,9 +9,9 @@ after its end (by the other worker, which may have had more to do) runs on the t
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,10 +49,15 @@ _Item = tuple[Callable[[], None], _Outcome]
 
 
 class _Jobs:
-    """What submitter and thread share."""
+    """What submitter and thread share.
+
+    No `SimpleQueue`: in Python 3.11 its `get` waits without end where a signal comes to the waiting thread and the
+    interpreter is another's until the time is over: what is left of it is negative then.
+    """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: deque[_Item | None] = deque()
+        self._filled = Bell()
         # Reentrant: a worker may be dropped, and its thread told so, by whatever collects garbage.
         self._lock = threading.RLock()
         self._closing = False
@@ -63,26 +68,26 @@ class _Jobs:
         """False when nobody would take it. None asks the thread to end."""
         with self._lock:
             if not self._ended:
-                self._queue.put(item)
+                self._queue.append(item)
+                self._filled.ring()
             return not self._ended
 
     def get(self) -> _Item | None:
         """The next job, or None at the end. On the thread."""
         while not (self._closing and self._end()):
-            try:
-                item = self._queue.get(timeout=LOOK_S)
-            except queue.Empty:
+            if not self._queue:
+                self._filled.wait(LOOK_S)
                 self._closing = self._closing or not threading.main_thread().is_alive()
-                continue
-            if item is not None:
+            elif (item := self._queue.popleft()) is not None:
                 return item
-            self._closing = True
+            else:
+                self._closing = True
         return None
 
     def _end(self) -> bool:
         """Whether there is nothing left to do."""
         with self._lock:
-            self._ended = self._queue.empty()
+            self._ended = not self._queue
             return self._ended
 
 

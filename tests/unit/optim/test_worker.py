@@ -159,6 +159,16 @@ ENDINGS = {
         except KeyboardInterrupt:
             print("done")
     """,
+    "signalled while another thread has the interpreter for longer than a look": """
+        import signal
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        worker = Worker(UpdateBoard(1))
+        for _ in range(3):
+            time.sleep(0.05)
+            signal.pthread_kill(worker._thread.ident, signal.SIGUSR1)
+            sum(range(20_000_000))  # in C, which lets nobody else run
+        print("done")
+    """,
     "submitting to one whose thread has ended": """
         worker, other = Worker(UpdateBoard(1)), Worker(UpdateBoard(1), "other")
         def hand_on():
