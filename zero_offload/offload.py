@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.dlpack import from_dlpack
 
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.generation import Ranks
@@ -381,7 +382,8 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
         if home is Home.IN_PLACE:
             # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
             flat = store.places.memory_of(shard, section.dtype, section.numel)
-            store.places.place_memory(shard, {Component.VALUE: flat[own]})
+            # By a storage of its own: what an update or a commit views is no view that somebody holds of the buffer.
+            store.places.place_memory(shard, {Component.VALUE: from_dlpack(flat)[own]})
             sections.append(Section(shard, flat, None))
             continue
         if home is Home.AWAY and build.collectives.partition.replicates_params:

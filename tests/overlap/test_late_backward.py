@@ -28,6 +28,7 @@ from zero_offload.plan.memory import GRAD_RING_UNITS
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.shards.device_grad_shard import DeviceGradShard
 from zero_offload.shards.grad_ring import LAUNCHED_MAX
+from zero_offload.shards.shard import Component
 from zero_offload.shards.snapshot import Snapshots
 
 offload_module = importlib.import_module("zero_offload.offload")
@@ -66,6 +67,23 @@ def test_late_copies_give_the_bits_of_plain_tensors(
     assert train(recipe, config) == train_plain(recipe)
     # A unit later than on a CPU, so that the device has something to do while its sums are waited for.
     assert launched == [(4,), (3,), (2,), ("end", 0, 1)] * 3
+
+
+@pytest.mark.parametrize("placement", ["cpu", "states"])
+def test_what_a_commit_reads_holds_no_update_up(
+    placement: str, on_device: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It views values where they rest, which is where they are used."""
+    if placement == "states":
+        on_device(LateDevice())
+    launched: list[Any] = []
+    spy_on_launches(monkeypatch, launched)
+    model, optimizer = offloaded(partial(TinyLM, NARROW, 4), **PLACEMENTS[placement])
+    shards = [section.shard for unit in runtime_of(model).parts.units for section in unit.sections]
+    views = [shard.array(Component.VALUE, 0) for shard in shards]
+    model(tokens_of(0)).backward()
+    assert len(views) == 5 and launched[0] == (4,)
+    optimizer.step()
 
 
 def test_sums_on_a_device_are_read_unit_by_unit(on_device: Use, monkeypatch: pytest.MonkeyPatch) -> None:
