@@ -20,8 +20,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 from zero_offload import native  # noqa: E402
+
+# The same examples in every run, and none too slow: a core may be away for as long as it likes.
+settings.register_profile("house", deadline=None, derandomize=True, database=None)
+settings.load_profile("house")
 
 _ISA = native.isa() if native.available() else None
 

@@ -51,9 +51,9 @@ def _spec(path: Path, **settings: Any) -> Spec:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0]
 
 
 def _kill_often(spec: Spec, num_kills: int, seed: int) -> int:

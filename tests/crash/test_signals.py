@@ -140,15 +140,16 @@ def _until_printed(child: subprocess.Popen[str], line: str) -> None:
 
 def test_sigterm_ends_a_script_as_a_kill_would(tmp_path: Path) -> None:
     """A library takes no signal away from the program: the default is the end, and the last commit stays."""
-    spec = Spec(nvme=str(tmp_path / "nvme"), out=str(tmp_path), num_steps=30)
+    spec = Spec(nvme=str(tmp_path / "nvme"), out=str(tmp_path), num_steps=60)
     run = Run(spec)
-    assert run.wait_for_rows(5)
+    # Step 6 has used what update 5 wrote, which was after commit 4.
+    assert run.wait_for_rows(6)
     began = time.monotonic()
     run.stop(signal.SIGTERM)
     assert run.wait() == -signal.SIGTERM and time.monotonic() - began < LIMIT_S
     assert _committed(tmp_path / "nvme") >= 4
     finish(spec)
-    assert sorted(outcome(spec)[0]) == list(range(1, 31))
+    assert sorted(outcome(spec)[0]) == list(range(1, spec.num_steps + 1))
 
 
 def _raise_twice(child: subprocess.Popen[str]) -> None:

@@ -226,7 +226,9 @@ def wait_for_the_dead(rank: int, world_size: int) -> bool:
     assert channel is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours.Place, "state", lambda place: "gone")
+        patch.setattr(neighbours, "_LOOK_EVERY_S", 30)
         heard = channel.tell([rank]) == [(0,), (1,), (2,)]
+        patch.setattr(neighbours, "_LOOK_EVERY_S", 0.1)
         if rank != 1:
             channel.tell([rank])
     return heard

@@ -72,13 +72,16 @@ def test_an_interrupted_wait_leaves_the_lock_to_others() -> None:
             monitor.notify()
             found.append(True)
 
+    waits = threading.Event()
+
     def strike() -> None:
+        assert waits.wait(30)
         time.sleep(0.05)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    threading.Thread(target=strike).start()
     with pytest.raises(KeyboardInterrupt):
-        monitor.wait_for(lambda: False)
+        threading.Thread(target=strike).start()
+        monitor.wait_for(lambda: waits.set() is not None)
     thread = threading.Thread(target=tell)
     thread.start()
     thread.join(30)

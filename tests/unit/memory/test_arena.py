@@ -210,6 +210,7 @@ def test_a_signal_that_strikes_while_memory_goes_back_is_not_lost(monkeypatch: p
                 signal.setitimer(signal.ITIMER_REAL, 0.001)
                 del array
                 time.sleep(5)
+            array = None  # if the strike came before  # noqa: F841
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

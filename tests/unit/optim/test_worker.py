@@ -100,9 +100,11 @@ def test_shutdown_waits_for_what_was_submitted() -> None:
     assert done == [1, 2]
 
 
-def test_shutdown_waits_through_every_ctrl_c() -> None:
+def test_shutdown_waits_through_every_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else files would be closed, and their lock given back, under what still writes to them."""
-    worker, gate = Worker(UpdateBoard(1)), threading.Event()
+    worker, gate, waits = Worker(UpdateBoard(1)), threading.Event(), threading.Event()
+    wait_for_end = worker._end.wait
+    monkeypatch.setattr(worker._end, "wait", lambda: (waits.set(), wait_for_end()))
     done: list[int] = []
 
     def wait() -> None:
@@ -110,6 +112,7 @@ def test_shutdown_waits_through_every_ctrl_c() -> None:
         done.append(1)
 
     def strike() -> None:
+        assert_opens(waits)
         for _ in range(3):
             time.sleep(0.05)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -117,8 +120,8 @@ def test_shutdown_waits_through_every_ctrl_c() -> None:
         gate.set()
 
     worker.submit(wait)
-    threading.Thread(target=strike).start()
     with pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=strike).start()
         worker.shutdown()
     assert done == [1]
 

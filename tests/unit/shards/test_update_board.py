@@ -38,14 +38,17 @@ def test_an_offer_can_be_withdrawn_until_the_update_begins() -> None:
     assert board.withdraw(1), "nothing was offered, and nothing will be delivered"
 
 
-def test_waiters_wake_when_their_unit_is_done() -> None:
+def test_waiters_wake_when_their_unit_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = Counters()
-    board, woken = UpdateBoard(2, counters), threading.Event()
+    board, woken, waits = UpdateBoard(2, counters), threading.Event(), threading.Event()
+    wait_for = board._changed.wait_for
+    monkeypatch.setattr(board._changed, "wait_for", lambda is_so: (waits.set(), wait_for(is_so)))
     board.wait(0)
     assert counters.snapshot() == {}
     board.queue([0, 1])
     waiter = threading.Thread(target=lambda: (board.wait(1), woken.set()))
     waiter.start()
+    assert waits.wait(10)
     for unit in (0, 1):
         assert not woken.wait(0.02)
         board.start(unit)

@@ -226,13 +226,14 @@ def test_many_tickets_in_flight_at_once(engine: FileEngine, file: File) -> None:
 
 def test_urgent_goes_before_what_has_not_started(alone: NativeEngine, tmp_path: Path) -> None:
     engine = alone
-    big = Memory(64 << 20)
     first, second = Memory(4096).fill(1), Memory(4096).fill(2)
     with open(tmp_path / "file", "w+b") as stream:
         file = File(tmp_path / "file", stream.fileno())
-        busy = engine.write(file.table(1, len(big.bytes), first=4096), big.address)
+        engine.inject_fault(Fault.STALL)
+        busy = engine.write(file.table(1, 4096, first=4096), first.address)
         normal = engine.write(file.table(1, 4096), first.address)
         urgent = engine.write(file.table(1, 4096), second.address, Urgency.URGENT)
+        engine.inject_fault(Fault.NONE)
         for ticket in (busy, normal, urgent):
             engine.wait(ticket)
         # The last writer was the normal one.
