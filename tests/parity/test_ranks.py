@@ -251,7 +251,8 @@ def _start_and_kill(case: Case, out: Path, num_rows: int, delay_s: float) -> Non
     """Let the ranks record some steps, and a little more."""
     before = len(_records(out))
     processes = _start(case, out)
-    ranks.wait_until(lambda: len(_records(out)) >= before + num_rows)
+    # A run may be over before it is killed.
+    ranks.wait_until(lambda: len(_records(out)) >= before + num_rows or not any(each.is_alive() for each in processes))
     time.sleep(delay_s)
     for process in processes:
         process.kill()
