@@ -29,10 +29,12 @@ from zero_offload.storage.tuning import (
     Pattern,
     Rates,
     Scratch,
+    candidates_here,
     choose,
     describe,
     io_uring_problem,
     measure,
+    same_settings,
     stripe_weights,
 )
 from zero_offload.types import KIB, MIB, format_bytes, parse_bytes
@@ -62,8 +64,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--size {args.size} is too little to measure; give {format_bytes(_SIZE_MIN_BYTES)} or more")
     candidates, missing = _candidates()
     results = {path: _measure(path.expanduser(), nbytes, candidates) for path in args.io}
-    chosen = {path: choose([each for each in rates if _is_tried(each)]) for path, rates in results.items()}
-    speeds = [1 / min(rates, key=lambda each: each.seconds_per_byte).seconds_per_byte for rates in results.values()]
+    tried = candidates_here()
+    chosen = {path: choose([each for each in rates if each.settings in tried]) for path, rates in results.items()}
+    # A run has one engine for all directories, the first one's.
+    engine = next(iter(chosen.values()))
+    alike = [next(each for each in rates if same_settings(each.settings, engine)) for rates in results.values()]
+    speeds = [1 / each.seconds_per_byte for each in alike]
     weights = stripe_weights(speeds, [1 << 62] * len(speeds), 1)
     if args.json:
         directories = [
@@ -100,11 +106,6 @@ def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
     elif problem := io_uring_problem():
         missing["io_uring"], found = problem, [each for each in found if each.kind is not IO_URING.kind]
     return found, missing
-
-
-def _is_tried(rates: Rates) -> bool:
-    """Whether a run's own probe has this candidate: what is printed is what "auto" chooses from."""
-    return rates.settings in CANDIDATES or rates.settings == AIOFILES
 
 
 def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> list[Rates]:
