@@ -15,7 +15,7 @@ LINES_MAX = 80
 def _run(script: Path, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
     done = subprocess.run(
         [sys.executable, *launcher, str(script), *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, cwd=script.parents[1], check=False,
+        capture_output=True, text=True, timeout=600, cwd=script.parents[1], check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout

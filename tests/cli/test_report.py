@@ -15,7 +15,7 @@ import zero_offload as zo
 
 def _report(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zero_offload", "report", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture

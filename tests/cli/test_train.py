@@ -28,7 +28,7 @@ from zero_offload.recipes.stop import StopRequest
 
 STEPS = 14
 SIZES = ["--model", "tiny", "--seq", "32", "--batch", "2", "--steps", str(STEPS), "--eval-every", "7"]
-DEADLINE_S = 120
+DEADLINE_S = 600
 
 Capture = pytest.CaptureFixture[str]
 
@@ -135,16 +135,18 @@ def test_kill_and_the_same_command_give_the_losses_of_an_uninterrupted_run(
 ) -> None:
     out = tmp_path / "run"
     arguments = [*SIZES, "--data", text, "--out", out]
+    num_interrupted = 0
     for step in (3, 9):
         child = _start(*arguments)
         _wait_for_step(out, step, child)
         child.kill()
         child.communicate()
+        num_interrupted += len(_rows(out)) < STEPS  # it may be over before it is killed
     done = _here(capsys, *arguments)
     assert done.code == 0, done.err
     assert "resuming from step" in done.out and "committed" in done.out
     assert _losses(out) == _losses(whole_run[0])
-    assert sum(1 for row in _rows(out) if row.get("resumed")) == 2
+    assert sum(1 for row in _rows(out) if row.get("resumed")) == num_interrupted
 
 
 def test_ctrl_c_commits_and_the_same_command_continues(

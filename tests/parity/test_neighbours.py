@@ -203,21 +203,19 @@ def test_sockets_give_the_same_bits(stage: int, pool: RankPool) -> None:
 # Ranks that do not come
 
 
-def wait_for_nobody(rank: int, world_size: int) -> float:
+def wait_for_nobody(rank: int, world_size: int) -> None:
     """Rank 1 never takes its turn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "time_limit", lambda: timedelta(seconds=0.3))
         channel = open_channel(world_size)
     assert channel is not None
-    began = time.monotonic()
     if rank != 1:
         channel.tell([rank])
-    return time.monotonic() - began
 
 
 def test_who_waits_in_vain_is_told_when_time_is_up(pool: RankPool) -> None:
     found = pool.call(wait_for_nobody)
-    assert found[0] == found[2] == Failure("RuntimeError", "timed out after 0.3 s") and found[1] < 0.3
+    assert found[0] == found[2] == Failure("RuntimeError", "timed out after 0.3 s") and found[1] is None
 
 
 def wait_for_the_dead(rank: int, world_size: int) -> bool:

@@ -276,7 +276,7 @@ def test_both_ranks_killed_and_resumed(stage: int, tmp_path: Path) -> None:
         for kill in range(3) if name == "killed" else ():
             _start_and_kill(here, out, num_rows=2 * kill, delay_s=moments.random() * 0.05)
         for process in _start(here, out):
-            process.join(ranks.TIMEOUT_S)
+            process.join(6 * ranks.TIMEOUT_S)
             assert process.exitcode == 0
     whole, killed = _records(outs["whole"]), _records(outs["killed"])
     assert [step for step, *_ in whole] == list(range(case.num_steps))
