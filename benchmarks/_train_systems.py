@@ -308,12 +308,13 @@ def serve(name: str, case: Case) -> None:
         for _ in range(1 + int(line)):
             moved, worked, start = disk_bytes(), time.process_time(), time.perf_counter()
             loss = next_token_loss(system.forward(inputs), targets)
+            forwarded = time.perf_counter()
             system.backward(loss)
             computed = time.perf_counter()
             system.update()
             ended, moved_then = time.perf_counter(), disk_bytes()
-            step = {"step_s": ended - start, "compute_s": computed - start, "loss": loss.item()}
-            step["cores_s"] = time.process_time() - worked
+            step = {"step_s": ended - start, "forward_s": forwarded - start, "backward_s": computed - forwarded}
+            step |= {"loss": loss.item(), "cores_s": time.process_time() - worked}
             step |= {"read_bytes": moved_then[0] - moved[0], "written_bytes": moved_then[1] - moved[1]}
             steps.append(step | _ours(system))
             num_steps += 1
