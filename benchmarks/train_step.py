@@ -106,8 +106,8 @@ class Found:
         return self.disk.seconds(read_bytes, self.of_steps(system, "written_bytes") - written)
 
     def clipped_limit_s(self, system: str) -> float:
-        """Which no exact step comes below that clips and holds no states in memory: the norm ends backward and begins
-        the update, whose values the next forward needs; and compute and update have the same cores."""
+        """For an exact step that clips and holds no states in memory but what is in flight: the norm ends backward and
+        begins the update, whose values the next forward needs; and compute and update have the same cores."""
         in_memory = "cpu_compact" if OURS[system].states == "compact" else "cpu"
         update_beside_forward_s = self.of_steps("plain", "backward_s") + self.update_disk_s(system)
         return max(self.disk_s(system), self.of_steps(in_memory, "step_s"), update_beside_forward_s)
