@@ -284,7 +284,7 @@ def test_bars_of_a_training_step(disk_bytes: int, peers: bool, benchmark: Any) -
     assert on_disk["theirs"] == max(1.0, disk_bytes / 1e9) and on_disk["ok"]
     assert rows["on disk with gradients", "max(plain torch, bytes / disk rates)"]["ok"]
     beside_forward_s = (disk_bytes - 2 * num_parameters(found.case.gpt)) / 1e9  # backward reads the weights
-    clipped = rows["on disk", "max(bytes / disk rates, in memory, backward + update's)"]
+    clipped = rows["on disk", "what clipping allows: backward, then the update"]
     assert clipped["theirs"] == max(1.0, 0.5 + beside_forward_s) and clipped["ok"] is None
     beyond = rows.get(("waits for the update, on disk", "what the update's bytes take beyond a forward"))
     assert beyond["theirs"] == pytest.approx(beside_forward_s - 0.3) if beside_forward_s > 0.3 else beyond is None
