@@ -109,12 +109,13 @@ class OffloadedModel:
 
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
+        self.session.note_backward()
+        self._updates.read_ahead()
         if not self._has_new_grads:
             self._has_new_grads = True
             if not self._commits.completes:
                 # Nobody is going to say more about the last step.
                 self._commits.launch_due()
-        self.session.note_backward()
         if self._in_backward is not None:
             self._in_backward.arriving(param, in_forward=bool(self.session.forwards))
         self.grads.arrive(param, grad)

@@ -7,7 +7,7 @@ units come is `timeline`'s. A lane takes what it is given in the order of the pr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from zero_offload.plan.hardware import Lane, Machine
@@ -47,8 +47,16 @@ class _Piece(NamedTuple):
 class Updates:
     """The update pass of one step in virtual time, worked off as far as somebody asks: `UpdatePipeline._run`."""
 
-    def __init__(self, costs: Sequence[UnitCosts], lanes: Lanes, committed_s: Mapping[int, float]) -> None:
-        """`committed_s`: when the commit before has written a unit's states, where they rest in memory."""
+    def __init__(
+        self,
+        costs: Sequence[UnitCosts],
+        lanes: Lanes,
+        committed_s: Mapping[int, float],
+        ahead_s: Iterable[float] = (),
+    ) -> None:
+        """`committed_s`: when the commit before has written a unit's states, where they rest in memory; `ahead_s`: when
+        states of the first pieces on drives are there that were read ahead."""
+        self._ahead_s = deque(ahead_s)
         self._costs = costs
         self._lanes = lanes
         self._committed_s = committed_s
@@ -108,9 +116,23 @@ class Updates:
                 self.now = max(self.now, self._writes.popleft())
             else:
                 self._staged += 1
-        read_s = self._lanes[Lane.READ].run(self.now, update.read_s / update.pieces)
+        is_ahead = update.states_read_s > 0 and bool(self._ahead_s)
+        ahead_s = self._ahead_s.popleft() if is_ahead else 0.0
+        seconds = update.read_s - update.states_read_s * is_ahead
+        read_s = self._lanes[Lane.READ].run(self.now, seconds / update.pieces)
         down_s = self._lanes[Lane.DOWNLOAD].run(self.now, update.download_s / update.pieces)
-        self._reading.append((piece, max(read_s, down_s)))
+        self._reading.append((piece, max(ahead_s, read_s, down_s)))
+
+
+def read_ahead(order: Iterable[int], costs: Sequence[UnitCosts], lanes: Lanes, now_s: float) -> list[float]:
+    """When the states are there with which an update in this order begins: `UpdateStaging.read_ahead`."""
+    ends: list[float] = []
+    for update in (costs[unit].update for unit in order):
+        if update.is_staged and not update.states_read_s:
+            break
+        for _ in range(min(update.pieces * update.is_staged, CHUNKS_IN_FLIGHT - len(ends))):
+            ends.append(lanes[Lane.READ].run(now_s, update.states_read_s / update.pieces))
+    return ends
 
 
 class GradsOut:

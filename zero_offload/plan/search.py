@@ -36,7 +36,7 @@ SIMULATIONS_MAX = 16
 CANDIDATES_MAX = 1024
 """Looked at: some need buffers that were not reserved, and do not fit after all."""
 TRAILS = 0.05
-"""A bound may be above a step by as much: what of an update is written beside backward."""
+"""A bound may be above a step by as much: what of an update is read or written beside backward."""
 CORES_USUAL = 8
 
 UnitTiers = dict[StateKind, Tier]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from zero_offload.plan.hardware import Lane
 from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts
 from zero_offload.plan.memory import UNITS_IN_FLIGHT
-from zero_offload.plan.passes import GradsOut, Lanes, Updates
+from zero_offload.plan.passes import GradsOut, Lanes, Updates, read_ahead
 from zero_offload.plan.trace import AccessTrace
 from zero_offload.telemetry.spans import Cause
 
@@ -63,6 +63,8 @@ class Run:
         self._policy = policy
         order = [unit for units in policy.uses for unit in units]
         self._trace = AccessTrace((*order, *(unit for units in reversed(policy.uses) for unit in units)))
+        self._order = tuple(dict.fromkeys(self._trace.uses))
+        """Units by their first use."""
         self._position = 0
         self._attached: dict[int, None] = {}
         self._free_bytes = policy.room_bytes
@@ -76,6 +78,8 @@ class Run:
         self._landed_s: deque[float] = deque()
         """Ends of uploads that hold a landing region."""
         self._updates = Updates(costs, lanes, {})
+        self._ahead_s: list[float] | None = None
+        """What the next update begins with is there; None before a backward has asked for it."""
         self._commits: deque[int] = deque()
         self._committed_s: dict[int, float] = {}
         self._grads_out = GradsOut(costs, lanes)
@@ -136,6 +140,9 @@ class Run:
             self.now = self._lanes[Lane.COMPUTE].run(self.now, cost.backward_s)
             resting_s = self._grads_out.add(unit, self.now, adds=adds)
             self._commit_some(len(self._trace.uses) - self._position + 1)
+            if self._ahead_s is None and self._policy.delivers_all:
+                begin_s = max(self.now, self._updates.end())
+                self._ahead_s = read_ahead(self._order, self._costs, self._lanes, begin_s)
             if is_last and self._policy.in_backward and cost.update.pieces:
                 self._grads_out.hold(self._queue_update(unit, resting_s))
 
@@ -249,11 +256,11 @@ class Run:
         for cost in self._costs:
             late_s = self._lanes[Lane.NETWORK].run(late_s, cost.late_reduce_s)
         self._wait(late_s, Cause.GRADS)
-        order = list(dict.fromkeys(self._trace.uses))
-        updated = [unit for unit in order if _is_updated(self._costs[unit])]
+        updated = [unit for unit in self._order if _is_updated(self._costs[unit])]
         if not self._policy.in_backward:
             self._updates.end()
-            self._updates = Updates(self._costs, self._lanes, dict(self._committed_s))
+            self._updates = Updates(self._costs, self._lanes, dict(self._committed_s), self._ahead_s or ())
+            self._ahead_s = None
             for unit in updated:
                 if self._costs[unit].update.pieces:
                     self._updates.queue(unit, self.now)
@@ -262,7 +269,7 @@ class Run:
         if not self._policy.overlaps:
             self._wait(self._updates.end(), Cause.UPDATE)
         self._update_on_device(updated)
-        self._commits = deque(unit for unit in order if self._costs[unit].commit_s > 0)
+        self._commits = deque(unit for unit in self._order if self._costs[unit].commit_s > 0)
 
     def _update_on_device(self, order: Sequence[int]) -> None:
         """Launched on the stream of compute; gradients come up first."""

@@ -24,7 +24,7 @@ class DiskArrays:
 
     def __init__(self, swap: SwapFile | None, counters: Counters) -> None:
         self._swap = swap
-        self._counters = counters
+        self.counters = counters
 
     def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
         """Room for blocks of these sizes, in bytes."""
@@ -48,22 +48,32 @@ class DiskArrays:
         if self._swap is not None:
             self._swap.add_memory(region)
 
-    def launch_read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
+    def launch_read(
+        self,
+        extent: Extent,
+        rows: slice,
+        address: int,
+        urgency: Urgency = Urgency.NORMAL,
+        *,
+        counts: bool = True,
+    ) -> Transfer:
+        """Without `counts` whoever uses what was read counts it."""
         assert self._swap is not None
         nbytes = int(extent.blocks[rows]["nbytes"].sum())
-        self._counters.read(Tier.NVME, nbytes)
+        if counts:
+            self.counters.read(Tier.NVME, nbytes)
         transfer = self._swap.read(extent, rows, address, urgency)
-        if self._counters.spans.on:
-            transfer.tell(partial(self._counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))
+        if self.counters.spans.on:
+            transfer.tell(partial(self.counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))
         return transfer
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         assert self._swap is not None
         nbytes = int(extent.blocks[rows]["nbytes"].sum())
-        self._counters.written(Tier.NVME, nbytes)
+        self.counters.written(Tier.NVME, nbytes)
         transfer = self._swap.write(extent, rows, address)
-        if self._counters.spans.on:
-            transfer.tell(partial(self._counters.spans.put, Lane.WRITE, extent.name, nbytes=nbytes))
+        if self.counters.spans.on:
+            transfer.tell(partial(self.counters.spans.put, Lane.WRITE, extent.name, nbytes=nbytes))
         return transfer
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:
