@@ -22,6 +22,8 @@ EXPECTED = [
     "the last backward was left",
     "a gradient is NaN or infinite",
     "is not made a generation",
+    "a resume goes on from the generation committed last",
+    "replaces the fp32 master of",
     "zo.commit keeps nothing",
 ]
 """Warnings that scripts ask for."""

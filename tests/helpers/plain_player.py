@@ -45,9 +45,15 @@ class Keeper:
     """What is known of the last step, until a generation has it."""
     is_aside: bool = False
     """Whether states were replaced since: the step becomes a generation only if the script says so."""
+    is_loaded: bool = False
+    """Whether all of them were, by a checkpoint."""
     due: bool = False
     completes: bool = False
     checkpoints: dict[int, State] = field(default_factory=dict)
+
+    def drop(self) -> None:
+        """The states are no step's any more."""
+        self.latest, self.is_aside, self.is_loaded = None, False, False
 
 
 class Plain(Player):
@@ -63,12 +69,15 @@ class Plain(Player):
         with torch.random.fork_rng():
             self.model = build(partial(ScriptedLM, self._dim))
         self._masters: dict[str, MasterParam] = {}
+        news = self._news = set[str]()
+        """Parameters that have had gradients since the last call of `step`."""
         for name, param in self.model.named_parameters():
             if param.requires_grad:
                 master = self._masters[name] = KINDS[self._dtype](param)
                 # Weak: a hook that holds its own parameter keeps it for ever, and there are thousands of scripts.
                 take_grad = weakref.WeakMethod(master.take_grad)
                 param.register_post_accumulate_grad_hook(lambda _, take_grad=take_grad: take_grad()())
+                param.register_post_accumulate_grad_hook(lambda _, name=name: news.add(name))
             else:
                 param.data = param.data.to(self._dtype)
         self._num_steps, self._factor, self._lr, self._broken = 0, 1.0, FIRST_LR, False
@@ -107,11 +116,13 @@ class Plain(Player):
             keeper = self._keeper
             keeper.latest, keeper.is_aside = {"lr": self._lr, "num_steps": self._num_steps}, False
             keeper.due = keeper.due or self._num_steps % keeper.commit_every == 0
+        self._news.clear()
         self._drop()
         return []
 
     def _update(self) -> None:
         if all(grad.isfinite().all() for grad in self._grads().values()):
+            self._keeper.drop()
             for master in self._masters.values():
                 master.update(self._lr, self._factor)
 
@@ -119,7 +130,6 @@ class Plain(Player):
         self._commit_due()
         self._update()
         self._drop()
-        self._keeper.latest, self._keeper.is_aside = None, False
 
     def zero_grad(self) -> list[Any]:
         self._drop()
@@ -173,15 +183,21 @@ class Plain(Player):
             self._commit_latest()
 
     def _commit_latest(self) -> None:
-        latest, self._keeper.latest, self._keeper.due = self._keeper.latest, None, False
+        latest, self._keeper.due = self._keeper.latest, False
+        self._keeper.drop()
         if latest is not None and self._keeper.keeps:
             self._keeper.generation = self._state(**latest)
 
     def commit(self, extra: int) -> list[Any]:
-        self._keeper.completes = True
-        if self._keeper.latest is not None:
-            self._keeper.latest |= {"lr": self._lr, "rng": torch.get_rng_state(), "extra": extra}
-            self._keeper.is_aside = False
+        keeper = self._keeper
+        keeper.completes = True
+        is_further = keeper.latest is None
+        if is_further and self._news and not keeper.is_aside:
+            return []  # on the way to the next step
+        keeper.latest = {"lr": self._lr, "num_steps": self._num_steps, "rng": torch.get_rng_state(), "extra": extra}
+        keeper.is_aside = False
+        if is_further:
+            keeper.due = keeper.due or keeper.is_loaded or self._num_steps % keeper.commit_every == 0
         self._commit_due()
         return []
 
@@ -192,7 +208,7 @@ class Plain(Player):
         if keeper.latest is not None and (keeper.is_aside or (keeper.completes and "rng" not in keeper.latest)):
             keeper.latest = None
         self._commit_latest()
-        keeper.completes = keeper.is_aside = False
+        keeper.completes = False
         self._live.clear()
         self._clipped = False
         self._start()
@@ -207,7 +223,8 @@ class Plain(Player):
         if slot not in self._keeper.checkpoints:
             return []
         found = self._restore(self._keeper.checkpoints[slot])
-        self._keeper.latest, self._keeper.is_aside, self._keeper.due = None, False, False
+        self._keeper.latest, self._keeper.due = None, False
+        self._keeper.is_aside = self._keeper.is_loaded = True
         return found
 
     def restart(self, dtype: str | None) -> list[Any]:
@@ -232,7 +249,7 @@ class Plain(Player):
 
     def read(self, kind: str, part: str) -> list[Any]:
         if kind == "grads":
-            return digests({name: grad for name, grad in self._grads().items() if name in self._in(part)})
+            return digests({name: g * self._factor for name, g in self._grads().items() if name in self._in(part)})
         values = {name: p if kind == "params" else self._value(name, p) for name, p in self._in(part).items()}
         return digests(values)
 
@@ -241,6 +258,7 @@ class Plain(Player):
         for name, param in self._in(part).items():
             values = param.detach() if kind == "params" else self._value(name, param)
             self._set(name, param, values * factor)
+        self._keeper.is_aside = self._keeper.is_aside or self._keeper.latest is None
         return []
 
     def read_states(self) -> list[Any]:
@@ -257,7 +275,7 @@ class Plain(Player):
             if master.num_updates:
                 master.exp_avg *= factor
                 master.num_updates += 1
-        self._keeper.is_aside = self._keeper.latest is not None
+        self._keeper.is_aside = True
         return []
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,7 @@ from tests.parity.test_schedules import (
     check_same,
     legal,
 )
+from zero_offload import pretrained
 from zero_offload.types import STAGES
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
@@ -82,11 +84,18 @@ def pool() -> Iterator[RankPool]:
 
 def play_late(rank: int, world_size: int, *job: Any) -> list[list[Any]]:
     """A job of ranks."""
-    before, offload_module.compute_device = offload_module.compute_device, LateDevice
-    try:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(offload_module, "compute_device", LateDevice)
+        patches.setattr(pretrained, "_cut", brought_down)
         return play_on_ranks(rank, world_size, *job)
-    finally:
-        offload_module.compute_device = before
+
+
+_cut = pretrained._cut
+
+
+def brought_down(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Copies, as a GPU's are: what numpy has seen of a device's memory could not be resized any more."""
+    return _cut(flat.clone())
 
 
 def check_ranks(script: Any, choices: dict[str, Any], dim: int, pool: RankPool) -> None:

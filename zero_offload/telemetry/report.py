@@ -255,10 +255,10 @@ def _draw_memory(axes: Axes, run: Run) -> None:
     before = f"process before the model, {format_bytes(baseline)}"
     axes.axhline(baseline / MIB, color=_GREY, ls=":", lw=1.2, label=before)
     axes.axhline(planned / MIB, color="black", ls="--", lw=1.2, label=f"that and the plan, {format_bytes(planned)}")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.4 * axes.get_ylim()[1])  # the legend lies above all lines
     axes.set_title("Memory against the plan")
     axes.set_ylabel("MiB")
-    axes.legend(edgecolor="none", framealpha=0.85, fontsize=8)
+    axes.legend(edgecolor="none", framealpha=0.85, fontsize=8, loc="upper left", ncols=2)
 
 
 def _planned_rss_bytes(run: Run) -> int:
