@@ -101,7 +101,7 @@ class Updates:
         self.commits.drop()
         self._run(sections)
         if not in_backward:
-            self._may_read_ahead = overlaps(parts, sections) and parts.config.overlap != UpdateOverlap.BACKWARD
+            self._may_read_ahead |= overlaps(parts, sections) and parts.config.overlap != UpdateOverlap.BACKWARD
             parts.residency.refresh_kept()
             for unit in (parts.units[index] for index in units):
                 if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.late_device import LateDevice
+from tests.helpers.models import WIDE
 from tests.helpers.offloaded_player import play_on_ranks
 from tests.helpers.ranks import RankPool
 from tests.parity.test_schedules import (
@@ -36,6 +37,8 @@ from zero_offload.types import STAGES
 offload_module: Any = importlib.import_module("zero_offload.offload")
 
 FEW, MANY = 15, 1000
+ROOM_OF_WIDE = "16MiB"
+"""For three units in flight and the sums of one, or `offload` would refuse."""
 FEW_ON_RANKS, MANY_ON_RANKS = 5, 200
 TIERS_LATE = st.sampled_from(["device", "device", {"device": 0.5, "cpu": 0.25, "nvme": 0.25}, "cpu", "nvme"])
 LATE = PLACEMENTS | {"grads": TIERS_LATE, "optimizer": TIERS_LATE}
@@ -51,10 +54,12 @@ OF_ONE_LATE = OF_ONE | {"choices": st.fixed_dictionaries(LATE).map(with_room)}
 ON_RANKS_LATE = ON_RANKS | {"choices": st.fixed_dictionaries({"stage": st.sampled_from(STAGES), **LATE}).map(with_room)}
 
 
-def check_late(**drawn: Any) -> None:
+def check_late(choices: dict[str, Any], dim: int, **drawn: Any) -> None:
+    if dim == WIDE and choices["device_memory"] is not None:
+        choices = choices | {"device_memory": ROOM_OF_WIDE}
     before, offload_module.compute_device = offload_module.compute_device, LateDevice
     try:
-        check(**drawn)
+        check(choices=choices, dim=dim, **drawn)
     finally:
         offload_module.compute_device = before
 

@@ -265,9 +265,11 @@ def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, upd
     rate = machine.host_bytes_beside if update_beside else machine.host_bytes
     lost_s = (reads + writes) * machine.drive_lost_s
     is_staged = on_disk or reads > 0 or on_gpu
+    # In memory nothing is read ahead or written behind.
+    pieces = max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1
     return UpdateCosts(
-        # In memory nothing is read ahead or written behind.
-        pieces=max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1,
+        pieces=pieces,
+        chunks_per_piece=math.ceil(numel / CHUNK_NUMEL) / pieces,
         read_s=_per(reads, machine.read_bytes),
         states_read_s=_per(state_reads, machine.read_bytes),
         download_s=_per(grad_bytes * on_gpu, machine.download_bytes),

@@ -44,6 +44,17 @@ class _Piece(NamedTuple):
     is_last: bool
 
 
+class Ahead(NamedTuple):
+    """States of a piece, or of the first chunks of it, that are read before there is an update."""
+
+    end_s: float
+    seconds: float
+    """That it took."""
+
+
+NOTHING_AHEAD = Ahead(0.0, 0.0)
+
+
 class Updates:
     """The update pass of one step in virtual time, worked off as far as somebody asks: `UpdatePipeline._run`."""
 
@@ -52,11 +63,11 @@ class Updates:
         costs: Sequence[UnitCosts],
         lanes: Lanes,
         committed_s: Mapping[int, float],
-        ahead_s: Iterable[float] = (),
+        ahead: Iterable[Ahead] = (),
     ) -> None:
-        """`committed_s`: when the commit before has written a unit's states, where they rest in memory; `ahead_s`: when
-        states of the first pieces on drives are there that were read ahead."""
-        self._ahead_s = deque(ahead_s)
+        """`committed_s`: when the commit before has written a unit's states, where they rest in memory; `ahead`: of the
+        first pieces on drives."""
+        self._ahead = deque(ahead)
         self._costs = costs
         self._lanes = lanes
         self._committed_s = committed_s
@@ -116,23 +127,27 @@ class Updates:
                 self.now = max(self.now, self._writes.popleft())
             else:
                 self._staged += 1
-        is_ahead = update.states_read_s > 0 and bool(self._ahead_s)
-        ahead_s = self._ahead_s.popleft() if is_ahead else 0.0
-        seconds = update.read_s - update.states_read_s * is_ahead
-        read_s = self._lanes[Lane.READ].run(self.now, seconds / update.pieces)
+        ahead = self._ahead.popleft() if update.states_read_s and self._ahead else NOTHING_AHEAD
+        read_s = self._lanes[Lane.READ].run(self.now, update.read_s / update.pieces - ahead.seconds)
         down_s = self._lanes[Lane.DOWNLOAD].run(self.now, update.download_s / update.pieces)
-        self._reading.append((piece, max(ahead_s, read_s, down_s)))
+        self._reading.append((piece, max(ahead.end_s, read_s, down_s)))
 
 
-def read_ahead(order: Iterable[int], costs: Sequence[UnitCosts], lanes: Lanes, now_s: float) -> list[float]:
-    """When the states are there with which an update in this order begins: `UpdateStaging.read_ahead`."""
-    ends: list[float] = []
+def read_ahead(order: Iterable[int], costs: Sequence[UnitCosts], lanes: Lanes, now_s: float) -> list[Ahead]:
+    """The states with which an update in this order begins, as far as staging goes: `UpdateStaging.read_ahead`."""
+    found: list[Ahead] = []
+    left = float(CHUNKS_IN_FLIGHT)
     for update in (costs[unit].update for unit in order):
         if update.is_staged and not update.states_read_s:
             break
-        for _ in range(min(update.pieces * update.is_staged, CHUNKS_IN_FLIGHT - len(ends))):
-            ends.append(lanes[Lane.READ].run(now_s, update.states_read_s / update.pieces))
-    return ends
+        for _ in range(update.pieces * update.is_staged):
+            if left <= 0:
+                return found
+            part = min(1.0, left / update.chunks_per_piece)
+            left -= part * update.chunks_per_piece
+            seconds = part * update.states_read_s / update.pieces
+            found.append(Ahead(lanes[Lane.READ].run(now_s, seconds), seconds))
+    return found
 
 
 class GradsOut:

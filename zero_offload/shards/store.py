@@ -199,7 +199,8 @@ class ShardStore:
         """
         opened = OpenChunks(shard, rows, *shard.layout.elements(rows), {})
         opened.reads = launch_states(self.disk, shard, rows, staging) if ahead is None else ahead
-        self.counters.read(Tier.NVME, bytes_on_disk(shard, rows))
+        if opened.reads:
+            self.counters.read(Tier.NVME, bytes_on_disk(shard, rows))
         for component in shard.components:
             if component in shard.memory:
                 array = shard.memory[component][array_range(shard.layout, component, opened.begin, opened.end)]

@@ -1,11 +1,11 @@
 """The memory through which chunks of an update pass, and states that are read into it before there is an update.
 
 Owns `CHUNKS_IN_FLIGHT` regions. Between two updates they would lie idle: while backward computes, what the next update
-begins with is read into them, supposing that it begins as the last one did. No more memory is taken for that: as many
-bytes of states that rest in memory gain as much, and are never moved. What was read is given up where an update begins
-otherwise, or states are replaced; it stays where a step is skipped. The calls: `read_ahead` while nothing is under way;
-in an update `fit`, and for each chunk `take`, `free` where it has brought none, and back to `free`; `drop` before
-states are replaced.
+begins with is read into them, where the last two began alike. No more memory is taken for that: as many bytes of states
+that rest in memory gain about as much, and are never moved. What was read is given up where an update begins otherwise,
+or states are replaced; it stays where a step is skipped. The calls: `read_ahead` while nothing is under way; in an
+update `fit`, and for each chunk `take`, `free` where it has brought none, and back to `free`; `drop` before states are
+replaced.
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class ChunkAhead:
     """None while they are launched: whether they are is not known where a Ctrl-C strikes."""
 
 
+Beginning = dict[tuple[int, range], Shard]
+"""Chunks in the order in which an update comes to them: by the section's number, and which they are."""
+
+
 class UpdateStaging:
     """One store's. An update calls it, and the control thread between two of them; `drop` may come at any time."""
 
@@ -42,10 +46,12 @@ class UpdateStaging:
         self._nbytes = 0
         """Of each region: what the largest chunk of any update so far needed."""
         self.free: list[Region] = []
-        self._begins_with: list[tuple[Shard, range]] = []
-        """The chunks that have come first since states were read ahead."""
-        self._is_over, self._notes = False, True
-        """Whether the next chunk is the first one after that, and whether further ones are among them."""
+        self._first: Beginning = {}
+        """The chunks that have come first since states were last to be read ahead."""
+        self._first_before: Beginning = {}
+        """Those of the time before."""
+        self._is_noted = False
+        """Whether what comes now is none of them."""
         self._ahead: deque[ChunkAhead] = deque()
         self._lock = threading.Lock()
         self._lost: list[Region] = []
@@ -53,23 +59,25 @@ class UpdateStaging:
 
     def fit(self, nbytes: int) -> None:
         """Have regions of so many bytes, if any. No chunk is under way."""
-        if nbytes > self._nbytes:
-            self.drop()
-            self.free.clear()
-            self._nbytes = nbytes
-        if self._nbytes:
-            for _ in range(CHUNKS_IN_FLIGHT - len(self.free) - len(self._ahead)):
+        with self._lock:
+            if nbytes > self._nbytes:
+                self._drop()
+                self.free.clear()
+                self._nbytes = nbytes
+            for _ in range((CHUNKS_IN_FLIGHT - len(self.free) - len(self._ahead)) * (self._nbytes > 0)):
                 self.free.append(self._arena.allocate(self._nbytes))
                 self._disk.add_memory(self.free[-1])
 
     def read_ahead(self) -> None:
-        """Launch the reads of what the next update begins with. No update is under way."""
+        """Launch the reads of what the next update begins with, if the last two began alike. None is under way."""
         with self._lock:
-            self._is_over = True
-            if self._ahead:
-                return  # that step was skipped
-            for shard, rows in self._begins_with:
-                if not (self.free and shard.on_disk):
+            first, is_usual = self._first, list(self._first) == list(self._first_before)
+            self._first, self._first_before, self._is_noted = {}, first, False
+            if self._ahead or not is_usual:
+                return  # some is left where an optimizer was not stepped
+            for (_, rows), shard in first.items():
+                # States may have been added since.
+                if not self.free or not 0 < bytes_on_disk(shard, rows) <= self._nbytes:
                     return
                 shard.settle()
                 self._ahead.append(ChunkAhead(shard, rows, self.free.pop()))
@@ -86,17 +94,15 @@ class UpdateStaging:
             return None
 
     def _note(self, shard: Shard, rows: range) -> None:
-        if self._is_over:
-            self._is_over, self._notes = False, True
-            self._begins_with.clear()
-        # What another optimizer comes to again has been updated in between.
-        again = any(known is shard and at == rows for known, at in self._begins_with)
-        self._notes = self._notes and not again and len(self._begins_with) < CHUNKS_IN_FLIGHT
-        if self._notes:
-            self._begins_with.append((shard, rows))
+        key = shard.layout.index, rows
+        # What comes again, by another optimizer, has been updated in between.
+        self._is_noted = self._is_noted or key in self._first or len(self._first) == CHUNKS_IN_FLIGHT
+        if not self._is_noted:
+            self._first[key] = shard
 
     def drop(self) -> None:
-        """States are about to be replaced, or regions: return when nothing is read ahead. Raises StorageError."""
+        """States are about to be replaced: return when nothing is read ahead. Raises StorageError or IntegrityError
+        where that has failed."""
         with self._lock:
             self._drop()
 

@@ -164,7 +164,15 @@ def test_backward_reads_the_states_that_the_update_begins_with() -> None:
 def test_as_much_is_read_ahead_as_there_is_staging() -> None:
     small, large = replace(IDLE, update=replace(STATES, pieces=3)), replace(IDLE, update=replace(STATES, pieces=8))
     costs, drive = [replace(IDLE, update=ALONE), small, large, large], lanes()
-    assert read_ahead((0, 1, 2, 3), costs, drive, 1.0) == pytest.approx([1 + 2 / 3, 1 + 4 / 3, 3.0, 3.25])
+    found = read_ahead((0, 1, 2, 3), costs, drive, 1.0)
+    assert [each.end_s for each in found] == pytest.approx([1 + 2 / 3, 1 + 4 / 3, 3.0, 3.25])
+    # Of pieces of three chunks a whole one and a third.
+    cut = replace(IDLE, update=replace(STATES, chunks_per_piece=3.0))
+    found = read_ahead((0, 1), [cut, cut], lanes(), 0.0)
+    assert [each.seconds for each in found] == pytest.approx([0.5, 0.5 / 3])
+    update = Updates([cut], lanes(), {}, found)
+    update.queue(0, 1.0)
+    assert update.until(0) == pytest.approx(1.0 + 2.0 - sum(each.seconds for each in found))
     # Gradients that need staging before those states do not leave it to them.
     assert read_ahead((0, 1), [replace(IDLE, update=READ), small], drive, 1.0) == []
 
