@@ -213,13 +213,14 @@ def load_states(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def new_rule(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """A further state of the first units, when others have it already: no chunk is larger than before."""
+    """A further state of the blocks, then of the first unit, whose chunks are smaller: no larger staging is needed, and
+    what it has where that state is read is another chunk's."""
     if step in (2, 4):
-        optimizer.param_groups[step == 2]["amsgrad"] = True
+        optimizer.param_groups[step == 4]["amsgrad"] = True
 
 
 def two_groups(model: nn.Module) -> zo.AdamW:
-    """The first one has the first units."""
+    """Of blocks, and of the unit that is used first."""
     named = list(model.named_parameters())
     blocks = [[param for name, param in named if name.startswith("blocks") == first] for first in (True, False)]
     return zo.AdamW([{"params": params} for params in blocks], lr=1e-2)
