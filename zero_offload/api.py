@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_offload.backward_updates import check_holds_grads
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
+from zero_offload.host import host_tensor
 from zero_offload.inputs import check_model, number, params_of
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
@@ -138,7 +139,7 @@ def clip_grad_norm_(
     norm = owner.grads.clip_norm(params, max_norm, if_finite=error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")
-    return torch.tensor(norm)
+    return host_tensor(norm, torch.float32)
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float, foreach: bool | None = None) -> None:

@@ -309,7 +309,7 @@ def _cudart() -> Any:
 def _forget_failure() -> None:
     """CUDA keeps a failed call's error, and the next kernel launch of whoever comes would report it as its own."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, dtype=torch.uint8, device="cuda")
 
 
 def compute_device() -> Device:

@@ -21,6 +21,7 @@ from zero_offload.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.deferred.recorder import DeferredTensor
 from zero_offload.device import Device
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.host import host_empty, host_tensor, host_zeros
 from zero_offload.memory.heap import HeapTrimmer, trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.tensor_parallel import local_part
@@ -111,7 +112,7 @@ def _move_out(
         if recipe_of(param) is not None:
             continue  # the deferred parameter is still in its place
         if values is None:
-            old = torch.tensor(torch.nan).to(dtype).expand(piece.spec.shape)
+            old = host_tensor(torch.nan, torch.float32).to(dtype).expand(piece.spec.shape)
         else:
             old = values[piece.begin : piece.end].view(piece.spec.shape).to(dtype, copy=True)
         move_to(param, old)
@@ -142,7 +143,7 @@ class _Values:
 
     def __init__(self) -> None:
         self._param: nn.Parameter | None = None
-        self._made = torch.empty(0)
+        self._made = host_empty(0, torch.float32)
         self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
 
     def read(self, param: nn.Parameter, begin: int, end: int) -> torch.Tensor:
@@ -150,9 +151,9 @@ class _Values:
         if recipe is None:
             return local_part(param).detach().reshape(-1)[begin:end]
         if recipe.is_skipped:
-            return torch.zeros(1, dtype=param.dtype).expand(end - begin)
+            return host_zeros(1, param.dtype).expand(end - begin)
         if self._param is not param:
-            freed, self._made = self._made.nbytes, torch.empty(0)  # before the next one takes memory
+            freed, self._made = self._made.nbytes, host_empty(0, torch.float32)  # before the next one takes memory
             self._trimmer.freed(freed)
             self._param, self._made = param, recipe.make().reshape(-1)
         return self._made[begin:end]

@@ -15,6 +15,7 @@ from torch import nn
 
 from zero_offload.commits import Commits
 from zero_offload.errors import CapacityError
+from zero_offload.host import host_tensor
 from zero_offload.param_access import ParamAccess, Place, States
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.shards.shard import Component, Shard, unplanned_bytes
@@ -99,7 +100,10 @@ class OptimizerStates:
         steps = {param: self.param_steps[self._access.name_of(param)] for param in wanted}
         stepped = {param: names for param, names in wanted.items() if steps[param]}
         found = self._access.read_states(stepped) if stepped else {}
-        return {param: {"step": torch.tensor(float(steps[param])), **states} for param, states in found.items()}
+        return {
+            param: {"step": host_tensor(float(steps[param]), torch.float32), **states}
+            for param, states in found.items()
+        }
 
     def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
         place = self._access.place(param)

@@ -23,6 +23,7 @@ from zero_offload.checkpoint.values import (
     read_state,
 )
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.host import host_zeros
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
 from zero_offload.runtime.residency import Residency, replaced
@@ -279,7 +280,7 @@ class ParamAccess:
         it to the master, as `read_states` returns it, or nothing: then the master stays as it is."""
         call = "taking states by optimizer.load_state_dict(), or from steps before zo.offload,"
         _need_whole(self._places.values(), call, "zo.load_checkpoint(model, optimizer, path)")
-        place, zeros = self.place(param), torch.zeros(1)
+        place, zeros = self.place(param), host_zeros(1, torch.float32)
         piece, shard = place.piece, place.section.shard
         self._board.wait(place.unit.index)
         master = completed(self._store, shard, beside, (piece.begin, piece.end)) if beside else None

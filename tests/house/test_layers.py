@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "abi",
         "errors",
         "types",
+        "host",
         "problems",
         "config",
         "precision",

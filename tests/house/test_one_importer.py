@@ -26,6 +26,18 @@ OWNERS: dict[str, frozenset[str]] = {
 def dotted_names(source: str) -> Iterator[str]:
     """Every imported or used dotted name, with import aliases resolved."""
     tree = ast.parse(source)
+    aliases = aliases_of(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Attribute) and (path := path_of(node)):
+            yield resolved(path, aliases)
+
+
+def aliases_of(tree: ast.AST) -> dict[str, str]:
+    """What each imported name stands for."""
     aliases: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -33,21 +45,21 @@ def dotted_names(source: str) -> Iterator[str]:
                 aliases[alias.asname or alias.name.split(".")[0]] = (
                     alias.name if alias.asname else alias.name.split(".")[0]
                 )
-                yield alias.name
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 aliases[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                yield f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (path := _path_of(node)):
-            head, _, rest = path.partition(".")
-            yield f"{aliases.get(head, head)}.{rest}"
+    return aliases
 
 
-def _path_of(node: ast.expr) -> str | None:
+def resolved(path: str, aliases: dict[str, str]) -> str:
+    head, dot, rest = path.partition(".")
+    return f"{aliases.get(head, head)}{dot}{rest}"
+
+
+def path_of(node: ast.expr) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute) and (base := _path_of(node.value)):
+    if isinstance(node, ast.Attribute) and (base := path_of(node.value)):
         return f"{base}.{node.attr}"
     return None
 

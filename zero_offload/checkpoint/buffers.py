@@ -18,6 +18,7 @@ from torch import nn
 
 from zero_offload.checkpoint.format import dtype_of
 from zero_offload.errors import CheckpointError
+from zero_offload.host import host_empty
 
 Saved = Mapping[str, Mapping[str, Any]]
 _LEVEL = 1
@@ -56,7 +57,7 @@ def decoded(saved: Mapping[str, Any]) -> torch.Tensor:
     except zlib.error as error:
         raise ValueError(error) from error
     if not memory:
-        return torch.empty(saved["shape"], dtype=dtype_of(saved["dtype"]))
+        return host_empty(saved["shape"], dtype_of(saved["dtype"]))
     return torch.frombuffer(memory, dtype=dtype_of(saved["dtype"])).reshape(saved["shape"])
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from zero_offload.host import host_tensor
+
 _PAIRS, _FLOAT, _TENSOR = "__pairs__", "__float__", "__tensor__"
 _WRAPS = frozenset({_PAIRS, _FLOAT, _TENSOR})
 
@@ -54,7 +56,7 @@ def from_json(value: Any) -> Any:
         return float(value[_FLOAT])
     if value.keys() == {_TENSOR}:
         dtype, number = value[_TENSOR]
-        return torch.tensor(from_json(number), dtype=getattr(torch, dtype), device="cpu")
+        return host_tensor(from_json(number), getattr(torch, dtype))
     if value.keys() == {_PAIRS}:
         return {from_json(key): from_json(each) for key, each in value[_PAIRS]}
     return {key: from_json(each) for key, each in value.items()}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from zero_offload.errors import CheckpointError, IntegrityError, StorageError
+from zero_offload.host import host_empty
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -76,7 +77,7 @@ class StoredTensor:
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Elements [begin, end) in row-major order: (end - begin,) of the file's dtype, host. Raises StorageError."""
         assert self.dtype is not None
-        out = torch.empty(end - begin, dtype=self.dtype)
+        out = host_empty(end - begin, self.dtype)
         if end > begin:
             _read_fully(self, out.view(torch.uint8).numpy().data, begin * self.dtype.itemsize)
         return out

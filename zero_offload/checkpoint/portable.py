@@ -32,6 +32,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation, open_in_turn
 from zero_offload.errors import CapacityError, CheckpointError, ConfigError, StorageError
+from zero_offload.host import host_empty
 from zero_offload.kernels.master import join_master, split_master
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout, ShardLayout
@@ -126,7 +127,7 @@ def _cloned(source: Shard, target: Shard) -> bool:
 
 def _recut_master(half: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype) -> dict[Component, torch.Tensor]:
     """The same master with a residual of another dtype."""
-    master, other = torch.empty(half.numel()), torch.empty(half.numel(), dtype=dtype)
+    master, other = host_empty(half.numel(), torch.float32), host_empty(half.numel(), dtype)
     join_master(half, residual, master)
     split_master(master, half, other)
     return {Component.VALUE: half, Component.RESIDUAL: other}
@@ -179,7 +180,7 @@ class SavedCheckpoint:
 
         def read(component: Component, begin: int, end: int) -> torch.Tensor:
             dtype = torch.float32 if is_state(component) else component_dtype(saved, component)
-            out = torch.empty(end - begin, dtype=dtype)
+            out = host_empty(end - begin, dtype)
             self._saved.read(self._first_rank, layout.index, component, offset + begin, out)
             return out
 

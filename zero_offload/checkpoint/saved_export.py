@@ -16,6 +16,7 @@ from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.errors import ConfigError
+from zero_offload.host import host_empty
 from zero_offload.kernels.master import join_master
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.shard import Component, component_dtype, master_components
@@ -71,7 +72,7 @@ def _values(
     """Elements of a section, in the dtype asked for or a wider one."""
 
     def read(component: Component) -> torch.Tensor:
-        out = torch.empty(span[1] - span[0], dtype=component_dtype(section, component))
+        out = host_empty(span[1] - span[0], component_dtype(section, component))
         saved.read(0, section.index, component, span[0], out)
         return out
 
@@ -83,6 +84,6 @@ def _values(
     value = read(Component.VALUE)
     if Component.RESIDUAL not in components:
         return value
-    master = torch.empty(value.numel())
+    master = host_empty(value.numel(), torch.float32)
     join_master(value, read(Component.RESIDUAL), master)
     return master

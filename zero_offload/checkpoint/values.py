@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from zero_offload.host import host_empty, host_zeros
 from zero_offload.kernels.master import convert, join_master, split_master
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.shards.codec import decode, encode
@@ -25,7 +26,7 @@ ReadElements = Callable[[int, int], torch.Tensor]
 def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
     """(shard_numel,) fp32 master of a trainable shard, or the value of a frozen one; a copy."""
     layout = shard.layout
-    out = torch.empty(layout.shard_numel, dtype=torch.float32 if layout.trainable else layout.dtype)
+    out = host_empty(layout.shard_numel, torch.float32 if layout.trainable else layout.dtype)
     for row, (begin, end) in enumerate(layout.chunks()):
         out[begin:end] = read_master_chunk(store, shard, row)
     return out
@@ -39,7 +40,7 @@ def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor
     value = store.read_chunk(shard, Component.VALUE, row)
     if Component.RESIDUAL not in components:
         return value
-    half, master = value.clone(), torch.empty(value.numel())
+    half, master = value.clone(), host_empty(value.numel(), torch.float32)
     join_master(half, store.read_chunk(shard, Component.RESIDUAL, row), master)
     return master
 
@@ -53,7 +54,7 @@ def master_part(store: ShardStore, shard: Shard) -> dict[str, torch.Tensor]:
     master = read_master(store, shard)
     if dtype == torch.float16:
         return {Component.MASTER.value: master}
-    residual = torch.empty(master.numel(), dtype=torch.int16)
+    residual = host_empty(master.numel(), torch.int16)
     split_master(master, torch.empty_like(residual, dtype=torch.bfloat16), residual)
     return {Component.RESIDUAL.value: residual}
 
@@ -69,7 +70,7 @@ def completed(
     if dtype != torch.bfloat16 or residual is None:
         return None
     half = store.read_component(shard, Component.VALUE)[slice(*span)].contiguous()
-    master, again = torch.empty(half.numel()), torch.empty_like(half)
+    master, again = host_empty(half.numel(), torch.float32), torch.empty_like(half)
     residual = residual.detach().reshape(-1).contiguous()
     join_master(half, residual, master)
     # A residual of another value may turn a 0 into a NaN: it completes only what it gives back.
@@ -80,7 +81,7 @@ def completed(
 def read_state(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:
     """(shard_numel,) fp32 of an optimizer's state; a copy."""
     layout = shard.layout
-    out = torch.empty(layout.shard_numel)
+    out = host_empty(layout.shard_numel, torch.float32)
     for row, (begin, end) in enumerate(layout.chunks()):
         out[begin:end] = decode(layout, component, store.read_chunk(shard, component, row), end - begin)
     return out
@@ -110,7 +111,7 @@ class ComponentSource:
         if component in self._shard.states:
             if (states := self._states.get(component)) is not None:
                 return encode(layout, component, states[begin:end])
-            zero = torch.zeros(1, dtype=component_dtype(layout, component))
+            zero = host_zeros(1, component_dtype(layout, component))
             return zero.expand(array_numel(layout, component, numel))
         if not layout.has_master_apart:
             return self._filled(begin, end, layout.dtype)
@@ -131,9 +132,10 @@ class ComponentSource:
 
     def _buffer(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """(numel,), host; master, value and residual each have a dtype of their own."""
-        if self._buffers.get(dtype, torch.empty(0)).numel() < numel:
-            self._buffers[dtype] = torch.empty(numel, dtype=dtype)
-        return self._buffers[dtype][:numel]
+        buffer = self._buffers.get(dtype)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[dtype] = host_empty(numel, dtype)
+        return buffer[:numel]
 
 
 def fill_from_readers(shard: Shard, shard_index: int, readers: Mapping[ParamSlice, ReadElements]) -> FillMaster:

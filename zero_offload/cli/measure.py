@@ -25,6 +25,7 @@ import torch
 from zero_offload.abi import Rule
 from zero_offload.cli.bench import private_directory
 from zero_offload.config import OffloadConfig
+from zero_offload.host import host_empty
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
@@ -174,7 +175,7 @@ def _block_flops(dtype_name: str) -> float:
     gpt = GPTConfig(num_layers=1, width=_WIDTH, num_heads=4, seq_max=_SEQUENCE)
     model = GPT(gpt).to(getattr(torch, dtype_name))
     rotation = model.rotation
-    inputs = torch.randn(1, _SEQUENCE, _WIDTH).to(getattr(torch, dtype_name)).requires_grad_()
+    inputs = host_empty((1, _SEQUENCE, _WIDTH), getattr(torch, dtype_name)).normal_().requires_grad_()
     block = model.blocks[0]
     seconds = _median_s(lambda: block(inputs, rotation).sum().backward())
     numel = sum(param.numel() for param in block.parameters())
@@ -224,7 +225,8 @@ def drive_rates(directory: Path) -> Table:
 
 def _products() -> Callable[[], None]:
     """Products of matrices on all cores, as a block makes them, for some tenths of a second."""
-    inputs, weight = torch.randn(_SEQUENCE, 4 * _WIDTH), torch.randn(16 * _WIDTH, 4 * _WIDTH)
+    shapes = (_SEQUENCE, 4 * _WIDTH), (16 * _WIDTH, 4 * _WIDTH)
+    inputs, weight = (host_empty(shape, torch.float32).normal_() for shape in shapes)
     once_s = _median_s(lambda: inputs @ weight.T)
     count = max(round(_LOST_S / once_s), 1)
 

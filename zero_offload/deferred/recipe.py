@@ -32,7 +32,7 @@ def blank(nbytes: int) -> torch.UntypedStorage:
     A large one has pages of its own, which go back when it is freed: the C library's heap would keep them.
     """
     if nbytes < MIB:
-        return torch.UntypedStorage(nbytes)
+        return torch.UntypedStorage(nbytes, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
 
 
@@ -100,7 +100,7 @@ class Node:
                     storages[leaf.key] = blank(leaf.nbytes)
                 return leaf.on(storages[leaf.key])
             if isinstance(leaf, OwnGenerator):
-                generator = torch.Generator()
+                generator = torch.Generator("cpu")
                 generator.set_state(self.generator_state)  # type: ignore[arg-type]
                 return generator
             return leaf

@@ -34,6 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_offload.deferred.call import Call
 from zero_offload.deferred.tracer import Tracer
 from zero_offload.errors import ConfigError
+from zero_offload.host import host_empty, host_tensor
 from zero_offload.shards.registry import keep_recipe
 
 VALUES = ("init", "skip")
@@ -306,9 +307,9 @@ class _Answers(TorchFunctionMode):
         """Arguments that give a face what a tensor on the CPU gets of values from Python, devices and other tensors."""
         name, (face, *rest) = name_of(func), args
         if name in ("new_tensor", "new"):
-            face = torch.empty(0, dtype=face.dtype)
+            face = host_empty(0, face.dtype)
         elif name == "__setitem__" and not isinstance(rest[1], Tensor):
-            rest[1] = torch.tensor(rest[1], dtype=face.dtype)
+            rest[1] = host_tensor(rest[1], face.dtype)
         elif name == "to":
             rest, kwargs = tree_map(_as_face, rest), tree_map(_as_face, kwargs)
         elif name == "data" and func.__name__ == "__set__" and not self._tracer.is_face(rest[0]):

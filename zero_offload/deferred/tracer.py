@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_offload.deferred.call import Call, has_storage
 from zero_offload.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
 from zero_offload.errors import ConfigError
+from zero_offload.host import host_zeros
 from zero_offload.memory.heap import HeapTrimmer
 from zero_offload.types import MIB
 
@@ -214,7 +215,7 @@ class Tracer:
     @staticmethod
     def _made(slot: Slot) -> torch.UntypedStorage:
         if slot.unknown:
-            return torch.zeros(slot.nbytes, dtype=torch.uint8).untyped_storage()
+            return host_zeros(slot.nbytes, torch.uint8).untyped_storage()
         return replay(slot.value, slot.nbytes)
 
     def _make_room(self, used: set[Slot]) -> None:

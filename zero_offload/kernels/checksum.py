@@ -7,6 +7,7 @@ import functools
 import torch
 
 from zero_offload.errors import ConfigError
+from zero_offload.host import host_zeros
 from zero_offload.kernels.choice import kernels
 
 
@@ -30,7 +31,7 @@ def reseeded(crc: int, seed: int, new_seed: int, nbytes: int) -> int:
 @functools.lru_cache(maxsize=256)
 def _images(nbytes: int) -> tuple[int, ...]:
     """What each bit of a seed adds to the checksum of `nbytes` bytes."""
-    zeros = torch.zeros(nbytes, dtype=torch.uint8)
+    zeros = host_zeros(nbytes, torch.uint8)
     base = crc32c_of_tensor(zeros)
     return tuple(base ^ crc32c_of_tensor(zeros, seed=1 << bit) for bit in range(32))
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zero_offload.host import host_empty
 from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.grads import GradSum
 
@@ -93,6 +94,6 @@ def _add_row_by_row(squares: Tensor) -> Tensor:
 @functools.cache
 def _scans_in_order(device: torch.device) -> bool:
     """Whether a scan over rows, which torch may do in any order, adds one after the other there; tried once."""
-    draw = torch.Generator().manual_seed(0)
-    squares = torch.rand(3, CHUNK // LANES, LANES, dtype=torch.float64, generator=draw).to(device)
+    draw = torch.Generator("cpu").manual_seed(0)
+    squares = host_empty((3, CHUNK // LANES, LANES), torch.float64).uniform_(generator=draw).to(device)
     return torch.equal(squares.cumsum(1)[:, -1], _add_row_by_row(squares))

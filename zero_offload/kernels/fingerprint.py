@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zero_offload.host import host_empty, host_tensor
 from zero_offload.kernels.checksum import crc32c_of_tensor
 
 ROW = 4096
@@ -27,7 +28,7 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """(len(tensors),) int64, where the tensors are: contiguous, of any dtype, all on one device."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return device_fingerprints(tensors)
-    return torch.tensor([crc32c_of_tensor(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
+    return host_tensor([crc32c_of_tensor(tensor) for tensor in tensors], torch.int64)
 
 
 def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:
@@ -63,6 +64,6 @@ def _row_sums(piece: Tensor, weights: Tensor) -> Iterator[Tensor]:
 def _weights(device: torch.device) -> tuple[Tensor, ...]:
     """(ROW,) int64 for each level: odd, so that no bit is lost; at random, so that no pattern of changes adds up to
     nothing; of each level others, so that an element and its mirror image are not weighed alike."""
-    draw = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(1 << 63), (1 << 63) - 1, (_LEVELS, ROW), generator=draw, device="cpu") | 1
+    draw = torch.Generator("cpu").manual_seed(0)
+    drawn = host_empty((_LEVELS, ROW), torch.int64).random_(-(1 << 63), (1 << 63) - 1, generator=draw) | 1
     return drawn.to(device).unbind()

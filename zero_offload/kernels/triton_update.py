@@ -75,7 +75,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
 
 def try_on(device: torch.device) -> None:
     """Update a few elements there; raises what Triton does where it has no compiler or does not know the device."""
-    value = torch.zeros(BLOCK, device=device)
+    value = torch.zeros(BLOCK, dtype=torch.float32, device=device)
     segment = Segment(0, BLOCK, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, grad_scale=1.0, step=1)
     update_on_device(Rule.SGD, UpdateTensors(value, None, (), torch.zeros_like(value)), segment)
 

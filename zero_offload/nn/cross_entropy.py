@@ -165,7 +165,7 @@ def _logits_grad(logits: Tensor, targets: Tensor, grad_losses: Tensor, label_smo
     log_probs = F.log_softmax(logits, -1)
     # torch's own kernel ends it, so that one chunk gives torch's bits; what that needs goes where the logits were.
     grad_log_probs = logits.copy_((grad_losses * (-label_smoothing / logits.shape[1])).unsqueeze(1))
-    tokens = torch.arange(len(targets), device=targets.device)
+    tokens = torch.arange(len(targets), dtype=torch.int64, device=targets.device)
     grad_log_probs[tokens, targets] -= (1 - label_smoothing) * grad_losses
     return torch._log_softmax_backward_data(grad_log_probs, log_probs, -1, log_probs.dtype)
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim.adagrad import adagrad as torch_adagrad
 
 from zero_offload.abi import Rule
+from zero_offload.host import host_zeros
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, negatives
+from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives
 
 
 class Adagrad(FusedOptimizer):
@@ -45,13 +46,12 @@ class Adagrad(FusedOptimizer):
         return Hyper(Rule.ADAGRAD, lr, decay, initial, eps, weight_decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
-        state["step"] = state.get("step", torch.tensor(0.0, device="cpu")) + 1
-        return int(state["step"])
+        return count_step(state)
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         assert param.grad is not None
         if is_new:
-            state["step"] = torch.tensor(0.0, device="cpu")
+            state["step"] = host_zeros((), torch.float32)
             state["sum"] += group["initial_accumulator_value"]
         torch_adagrad(
             [param],

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
@@ -14,7 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays
+from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, not_decays, steps_of
 
 _RULES = {
     (False, False): Rule.ADAM,
@@ -41,12 +40,11 @@ class _AdamBase(FusedOptimizer):
         return Hyper(rule, lr, beta1, beta2, eps, decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
-        state["step"] = state.get("step", torch.tensor(0.0, device="cpu")) + 1
-        return int(state["step"])
+        return count_step(state)
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         assert param.grad is not None
-        state.setdefault("step", torch.tensor(0.0, device="cpu"))
+        state["step"] = steps_of(state)
         beta1, beta2 = group["betas"]
         update = torch_adamw if self._is_decoupled(group) else torch_adam
         update(

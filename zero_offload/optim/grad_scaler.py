@@ -83,7 +83,7 @@ class GradScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return outputs * torch.full((), self._scale, device=outputs.device)
+            return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
         if not isinstance(outputs, Iterable):
             raise ConfigError(f"GradScaler.scale takes tensors, not {type(outputs).__name__}")
         scaled = map(self.scale, outputs)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.host import host_tensor
 from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.device_update import UpdateTensors, update_on_device
 from zero_offload.kernels.dtypes import address_of, kind_of
@@ -301,6 +302,22 @@ def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
     for states, owner, params, names in taken:
         states.add(params, names)
         owner.train_with(optimizer)
+
+
+def steps_of(state: State) -> Tensor:
+    """How many steps a state counts, as torch counts them: () fp32, on the host.
+
+    A dtype of fewer bits stops counting: bf16 has no number after 256 that is one more. A state dict may bring such.
+    """
+    step = state.get("step", 0.0)
+    is_fp32 = isinstance(step, Tensor) and step.dtype == torch.float32 and step.device.type == "cpu"
+    return step if is_fp32 else host_tensor(float(step), torch.float32)
+
+
+def count_step(state: State) -> int:
+    """Count one more; returns its number."""
+    state["step"] = steps_of(state) + 1
+    return int(state["step"])
 
 
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:

@@ -150,7 +150,7 @@ class GPT(nn.Module):
         self.head = _linear(config.width, config.vocab_size)
         if config.head is Head.TIED:
             self.head.weight = self.embedding.weight
-        self.register_buffer("rotation", _rotation_table(config), persistent=False)
+        self.register_buffer("rotation", _rotation_table(config, self.embedding.weight.device), persistent=False)
         _draw_weights(self, seed)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -173,11 +173,11 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 @torch.no_grad()
 def generate(model: GPT, prompt: bytes, num_bytes: int, temperature: float = 0.8, seed: int = 0) -> bytes:
     """Continue `prompt` by sampling `num_bytes` bytes; the same seed gives the same text."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     text = bytearray(prompt)
     device = model.rotation.device
     for _ in range(num_bytes):
-        window = torch.tensor([list(text[-model.config.seq_max :])], device=device)
+        window = torch.tensor([list(text[-model.config.seq_max :])], dtype=torch.int64, device=device)
         scores = model(window)[0, -1].float().cpu() / max(temperature, 1e-3)
         text.append(int(torch.multinomial(scores.softmax(0), 1, generator=generator)))
     return bytes(text)
@@ -185,7 +185,9 @@ def generate(model: GPT, prompt: bytes, num_bytes: int, temperature: float = 0.8
 
 def _linear(num_in: int, num_out: int) -> Linear:
     # The weights are drawn once, in `_draw_weights`; the library's own draw would double the start-up time.
-    made: Linear = nn.utils.skip_init(Linear, num_in, num_out, bias=False)
+    # `skip_init` knows no default device.
+    device = torch.get_default_device()
+    made: Linear = nn.utils.skip_init(Linear, num_in, num_out, bias=False, device=device)
     return made
 
 
@@ -201,11 +203,12 @@ def _draw_weights(model: GPT, seed: int) -> None:
         nn.init.normal_(weight, std=residual_std if ends_branch else _WEIGHT_STD, generator=generator)
 
 
-def _rotation_table(config: GPTConfig) -> Tensor:
+def _rotation_table(config: GPTConfig, device: torch.device) -> Tensor:
     """(2, seq_max, head width) fp32: cosines and sines of every position."""
     head_width = config.width // config.num_heads
-    frequency = _ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float32) / head_width)
-    angle = torch.outer(torch.arange(config.seq_max, dtype=torch.float32), frequency).repeat(1, 2)
+    frequency = _ROPE_BASE ** (-torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width)
+    positions = torch.arange(config.seq_max, dtype=torch.float32, device=device)
+    angle = torch.outer(positions, frequency).repeat(1, 2)
     return torch.stack((angle.cos(), angle.sin()))
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zero_offload.host import host_tensor
 from zero_offload.runtime.ranks.watch import RankWatch
 
 
@@ -45,7 +46,7 @@ class Ranks:
                 dist.barrier()
 
     def _sum(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64)  # (), CPU: goes over gloo on every machine
+        total = host_tensor(value, torch.float64)  # (): goes over gloo on every machine
         with self.watch.waiting("a sum of the training loop over all ranks"):
             dist.all_reduce(total)
         return total.item()

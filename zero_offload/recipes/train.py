@@ -31,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zero_offload as zo
 from zero_offload.api import need_runtime
 from zero_offload.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
+from zero_offload.host import host_empty
 from zero_offload.plan.memory import Budget, Placement, estimate_memory
 from zero_offload.plan.unit_bytes import UnitNumel, measure_units
 from zero_offload.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
@@ -276,7 +277,7 @@ def _train_step(job: _Job, step: int) -> Row:
 
 def _micro_batches(job: _Job, step: int) -> list[float]:
     """Forward and backward of this step's micro-batches; their losses."""
-    losses = [torch.empty(0)] * job.config.accumulate
+    losses = [host_empty(0, torch.float32)] * job.config.accumulate
 
     def loss_of(model: torch.nn.Module, micro: int) -> torch.Tensor:
         batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)

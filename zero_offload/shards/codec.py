@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from zero_offload.abi import StateFormat
+from zero_offload.host import host_empty, host_zeros
 from zero_offload.kernels.states import decode_states, encode_states, num_scales, state_dtype
 from zero_offload.kernels.update import SIGNED
 from zero_offload.plan.layout import SectionLayout
@@ -16,7 +17,7 @@ def encode(layout: SectionLayout, component: Component, values: torch.Tensor) ->
     if layout.state_format is StateFormat.FP32:
         return values
     numel = array_numel(layout, component, values.numel())
-    array = torch.zeros(numel, dtype=component_dtype(layout, component))
+    array = host_zeros(numel, component_dtype(layout, component))
     codes, scales = _parts(layout, component, array, values.numel())
     encode_states(layout.state_format, values.contiguous(), codes, scales, signed=component.value in SIGNED)
     return array
@@ -26,7 +27,7 @@ def decode(layout: SectionLayout, component: Component, array: torch.Tensor, num
     """(numel,) fp32, host, that a chunk's array stands for; of fp32 states the array itself."""
     if layout.state_format is StateFormat.FP32:
         return array
-    values = torch.empty(numel)
+    values = host_empty(numel, torch.float32)
     codes, scales = _parts(layout, component, array, numel)
     decode_states(layout.state_format, codes, scales, values, signed=component.value in SIGNED)
     return values

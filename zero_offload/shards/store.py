@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from zero_offload.device import Device, HostDevice
+from zero_offload.errors import ZeroOffloadError
+from zero_offload.host import host_empty
 from zero_offload.memory.arena import Arena
 from zero_offload.memory.pool import LazyRegion
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
@@ -34,6 +36,7 @@ from zero_offload.shards.shard import (
     Shard,
     ShardPlacement,
     array_bytes,
+    array_numel,
     array_range,
     component_dtype,
     is_on_device,
@@ -253,7 +256,7 @@ class ShardStore:
         if component in shard.memory:
             return _on_host(shard, shard.memory[component])
         layout, dtype = shard.layout, component_dtype(shard.layout, component)
-        out = torch.empty(shard_bytes(layout, [component]) // dtype.itemsize, dtype=dtype)
+        out = host_empty(shard_bytes(layout, [component]) // dtype.itemsize, dtype)
         for row, (begin, end) in enumerate(layout.chunks()):
             out[array_range(layout, component, begin, end)] = self.read_chunk(shard, component, row)
         return out
@@ -261,6 +264,8 @@ class ShardStore:
     def write_components(self, shard: Shard, source: ChunkSource) -> None:
         """Replace every component of a shard, after a commit under way; what rests on disk goes to a slot that no
         generation needs.
+
+        Raises ZeroOffloadError where the source gives an array of another dtype, size or device than the component's.
         """
         self.snapshots.wait_for_slots()
         self.update_staging.drop()
@@ -273,6 +278,7 @@ class ShardStore:
             used = 0
             for component in shard.components:
                 values = source(component, begin, end)
+                _check_array(shard, component, values, end - begin)
                 if component in shard.memory:
                     target = shard.array(component, row)
                     chunk.memory_bytes += target.nbytes
@@ -311,6 +317,17 @@ class ShardStore:
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:
     return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, device))
+
+
+def _check_array(shard: Shard, component: Component, values: torch.Tensor, numel: int) -> None:
+    """Raise for what is not a component's array of `numel` elements: bytes on a drive say no dtype."""
+    dtype, size = component_dtype(shard.layout, component), array_numel(shard.layout, component, numel)
+    if (values.dtype, values.numel(), values.device.type) != (dtype, size, "cpu"):
+        raise ZeroOffloadError(
+            f"unit {shard.layout.unit}: {component.value} is {size} elements of {dtype} on cpu, and was to be replaced "
+            f"by {values.numel()} of {values.dtype} on {values.device}; nothing was written there. This is an error of "
+            "zero_offload: please report it with this message"
+        )
 
 
 def _slice(rows: range) -> slice:

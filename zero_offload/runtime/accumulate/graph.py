@@ -34,6 +34,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.host import host_empty
 from zero_offload.runtime.inputs import tensors_in
 from zero_offload.runtime.saved.tensors import TensorStore
 from zero_offload.runtime.units.unit import Unit
@@ -112,7 +113,7 @@ class MicroGraph:
         """Of what was given to modules, which they may outlive."""
         self._waiting: dict[Edge, Tensor] = {}
         self._stored: dict[Edge, Any] = {}
-        self._anchor = torch.empty(0, device="cpu", requires_grad=True)
+        self._anchor = host_empty(0, torch.float32).requires_grad_()
 
     # Forward
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from zero_offload.device import Device
 from zero_offload.errors import ConfigError
+from zero_offload.host import host_empty
 from zero_offload.runtime.accumulate.graph import MicroGraph, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
@@ -56,7 +57,7 @@ class MicroBatches:
         self._session = pieces.session
         self._graphs = [MicroGraph(number, pieces.activations) for number in range(len(losses))]
         self._stacks: list[list[Scope]] = [[] for _ in losses]
-        self._losses: list[Tensor] = [torch.empty(0) for _ in losses]
+        self._losses: list[Tensor] = [host_empty(0, torch.float32) for _ in losses]
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
         self._relay: Relay | None = Relay(works, Surroundings(pieces.device), self._begin_station, self._begin_turn)
         """Until all forwards are over."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from zero_offload.device import Device, Handoff
+from zero_offload.host import host_empty
 from zero_offload.kernels.device_grads import CHUNK, launch_sum, total
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import SpanPool
@@ -58,7 +59,7 @@ class _Placed(NamedTuple):
 
     def land(self, grads: SectionGrads) -> None:
         self.there.take_on_host()
-        chunks = torch.empty(0, dtype=torch.float64) if self.sums is None else self.sums.take_on_host()
+        chunks = host_empty(0, torch.float64) if self.sums is None else self.sums.take_on_host()
         for index, part in zip(self.num_chunks, chunks.split(list(self.num_chunks.values())), strict=True):
             grads.sums[index] = total(part)
 

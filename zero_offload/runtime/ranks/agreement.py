@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.errors import ZeroOffloadError
+from zero_offload.host import host_empty, host_tensor
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
 from zero_offload.types import Branches
 
@@ -74,8 +75,8 @@ class Agreement:
     def _tell(self, intent: int, value: int) -> list[tuple[int, ...]]:
         if self._channel is not None:
             return self._channel.tell((intent, value))
-        mine = torch.tensor([intent, value])  # int64, CPU
-        every = torch.empty(self._num_ranks * 2, dtype=torch.int64)
+        mine = host_tensor([intent, value], torch.int64)
+        every = host_empty(self._num_ranks * 2, torch.int64)
         all_gather(every, mine, group=self._group)
         return [tuple(pair) for pair in every.view(-1, 2).tolist()]
 

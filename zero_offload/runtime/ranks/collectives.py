@@ -19,6 +19,7 @@ import torch.distributed as dist
 from zero_offload import errors
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import RankError, ZeroOffloadError
+from zero_offload.host import host_tensor
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
@@ -204,7 +205,7 @@ class CommitGroup:
 
     def smallest(self, numbers: Sequence[int]) -> list[int]:
         """The smallest of each number over the ranks: what all can rely on."""
-        values = torch.tensor(numbers, dtype=torch.int64)
+        values = host_tensor(numbers, torch.int64)
         if self._group is not None:
             with self._watch.waiting("zo.offload, which all ranks call"):
                 dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group)

@@ -1,0 +1,28 @@
+"""New tensors in host memory, of a dtype that the caller names.
+
+torch's factories follow `torch.set_default_dtype`, `torch.set_default_device` and `with torch.device(...)`, which are
+the user's. What this library makes may not, so it makes host tensors here; `tests/house/test_defaults.py` keeps it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def host_empty(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As torch.empty, on the CPU."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def host_zeros(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As torch.zeros, on the CPU."""
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def host_tensor(data: Any, dtype: torch.dtype) -> Tensor:
+    """As torch.tensor, on the CPU."""
+    return torch.tensor(data, dtype=dtype, device="cpu")
