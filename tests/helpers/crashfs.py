@@ -169,6 +169,9 @@ class CrashFS(FileSystem):
         self._ino(fd)
         return os.statvfs_result((4096, 4096, GIB, GIB, GIB, 0, 0, 0, 0, 255))
 
+    def place_of(self, fd: int) -> str:
+        return ""
+
     def listdir(self, fd: int) -> list[str]:
         self.before_call()
         return list(self._names(self._ino(fd)))

@@ -25,7 +25,6 @@ from zero_offload.checkpoint.format import (
 )
 from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
 from zero_offload.storage.directory import RunDirectory, hold_directory, sync_path
-from zero_offload.storage.lock import LOCK_NAME
 from zero_offload.storage.manifest import read_manifest, write_manifest
 from zero_offload.types import Durability, HardwareProfile
 
@@ -61,12 +60,6 @@ def _announced(home: RunDirectory, what: str = "files") -> list[str]:
     """The files, or the directories, of the run whose manifests are in `home`."""
     run = read_manifest(home, RUN_NAME) or {}
     return [name for name in run.get(what, []) if isinstance(name, str)]
-
-
-def hold_existing(path: Path) -> RunDirectory:
-    """Open and lock a directory of an earlier run."""
-    # A copy of a run may lack the lock's file: nobody runs there.
-    return hold_directory(path) if (path / LOCK_NAME).is_file() else RunDirectory.look(path)
 
 
 def _is_home(directory: RunDirectory) -> bool:
@@ -157,7 +150,7 @@ class FileList:
         """
         names = self._names_to_delete()
         with contextlib.ExitStack() as held:
-            others = [held.enter_context(hold_existing(path)) for path in self.other_paths(None)]
+            others = [held.enter_context(hold_directory(path)) for path in self.other_paths(None)]
             # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
             # files goes last: names that nobody knows any more would keep the next run from making its own.
             self._home.remove(GENERATION_NAMES)

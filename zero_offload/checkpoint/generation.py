@@ -328,6 +328,8 @@ class GenerationKeeper:
                 self._swap.sync()
             name = rank_manifest_name(self._ranks.rank, number)
             digest = write_manifest(self._home, name, self._rank_payload(snapshot.slots, record), self._durability)
+            # Last: what has lost its name until now would make a generation that no start finds.
+            self._swap.check_in_place()
         words = exchange.gather_digests(f"{digest}{wish:04x}{record.step:016x}")
         parts = slice(len(digest)), slice(len(digest), -16), slice(-16, None)
         digests, wishes, steps = ([word[part] for word in words] for part in parts)

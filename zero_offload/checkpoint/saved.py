@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from zero_offload.checkpoint.file_list import hold_existing
 from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
 from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, reading, state_format_of, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
@@ -29,7 +28,7 @@ from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.shards.codec import decode
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Component, block_sizes, component_dtype, is_state, master_components
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.directory import RunDirectory, hold_directory
 from zero_offload.storage.engine import FileEngine
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.lock import LOCK_NAME
@@ -50,7 +49,7 @@ def take_directories(
     paths: Sequence[Path], ranks: Ranks, cleanup: contextlib.ExitStack, *, locks: bool
 ) -> list[RunDirectory]:
     """Open existing directories to read. With `locks`, no run may have them meanwhile: LockError. Collective."""
-    first, then = (hold_existing, _join) if locks else (RunDirectory.look, RunDirectory.look)
+    first, then = (hold_directory, _join) if locks else (RunDirectory.look, RunDirectory.look)
     return open_in_turn(paths, ranks, cleanup, first, then)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -22,9 +21,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from zero_offload.errors import CapacityError, ConfigError, StorageError
+from zero_offload.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.storage.failures import remedy_of
-from zero_offload.storage.lock import LOCK_NAME, hold_lock, join_lock, take_lock
+from zero_offload.storage.lock import LOCK_NAME, hold_lock, join_lock, take_lock, unlock
 from zero_offload.storage.system import REAL, FileSystem, check_ours, naming_errors
 from zero_offload.types import format_bytes
 
@@ -255,13 +254,42 @@ class RunDirectory:
 
     def close(self) -> None:
         """Release the lock; the directory and its files stay."""
-        if self._lock_fd >= 0 and self.stays_locked:
-            _STUCK_LOCKS.append(self._lock_fd)
-            self._lock_fd = -1
-        elif self._lock_fd >= 0:
-            # Explicitly: a descriptor that leaked into another process would keep the lock alive.
-            self.system.flock(self._lock_fd, fcntl.LOCK_UN)
+        if self.stays_locked:
+            _STUCK_LOCKS.extend(fd for fd in (self._lock_fd, self._dir_fd) if fd >= 0)
+            self._lock_fd = self._dir_fd = -1
+        unlock(self.system, self._dir_fd, self._lock_fd)
         self._close_descriptors()
+
+    def check_in_place(self, *files: DataFile) -> None:
+        """Raise unless the names of this directory, its lock and these files still lead to what is open here.
+
+        A file that was deleted, or replaced by a copy, still takes every write, and the next start does not find them.
+        Raises StorageError, or LockError for the lock: with another one a second run could come in.
+        """
+        path, system = self.path, self.system
+        if _differ(system.fstat(self.dir_fd), system, path):
+            raise StorageError(
+                f"{path} was renamed, replaced or unmounted while this run was using it: it is not the directory that "
+                f"the run has open{self._now_at()}. Nothing more is committed; what was committed is in the open one. "
+                "Put it back, then start again"
+            )
+        if self._lock_fd >= 0 and (fate := _differ(system.fstat(self._lock_fd), system, LOCK_NAME, self.dir_fd)):
+            raise LockError(
+                f"{path / LOCK_NAME} was {fate} while this run was using {path}: a second run could come in. Nothing "
+                "more is committed, and the last commit stays. See that no other run is there, then start again; a "
+                f"{LOCK_NAME} that a dead run has left is free, and need not be deleted"
+            )
+        for file in files:
+            if fate := _differ(system.fstat(file.fd), system, file.path.name, self.dir_fd):
+                raise StorageError(
+                    f"{file.path} was {fate} while this run was using it, so what the run writes would be lost with "
+                    "its end. Nothing more is committed. Generations here lack that file: put it back if it was moved, "
+                    "load a checkpoint, or start over with existing='discard'"
+                )
+
+    def _now_at(self) -> str:
+        place = self.system.place_of(self.dir_fd)
+        return f", which is {place}" if place and place != str(self.path) else ""
 
     def close_and_remove(self) -> bool:
         """Close; delete the directory too when nothing but the lock is left in it."""
@@ -278,6 +306,15 @@ class RunDirectory:
             if fd >= 0:
                 self.system.close(fd)
         self._lock_fd = self._dir_fd = -1
+
+
+def _differ(opened: os.stat_result, system: FileSystem, name: str | Path, dir_fd: int | None = None) -> str:
+    """What has become of the name of something that is open; empty while it leads there."""
+    try:
+        named = system.lstat(name, dir_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return "deleted"
+    return "" if (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino) else "replaced"
 
 
 def sync_path(directory: RunDirectory) -> None:

@@ -189,6 +189,11 @@ class SwapFile:
         """Tell the engine of memory that lasts as long as this file is open."""
         self._engine.add_memory(region)
 
+    def check_in_place(self) -> None:
+        """Raise StorageError or LockError unless the names of the files and directories lead to what is open."""
+        for directory, file in zip(self._directories, self._files, strict=True):
+            directory.check_in_place(file)
+
     def sync(self) -> None:
         """Make every completed write survive power loss. An error is final: a retry would lie."""
         for file in self._files:

@@ -42,6 +42,13 @@ class FileSystem:
     def fstatvfs(self, fd: int) -> os.statvfs_result:
         return os.fstatvfs(fd)
 
+    def place_of(self, fd: int) -> str:
+        """The path that an open directory has now; empty where the system does not tell."""
+        try:
+            return os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            return ""
+
     def listdir(self, fd: int) -> list[str]:
         return os.listdir(fd)
 
