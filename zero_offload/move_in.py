@@ -64,11 +64,17 @@ def lacks_values(model: nn.Module) -> bool:
     return any(recipe is not None and recipe.is_skipped for recipe in recipes)
 
 
+def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            undo.callback(setattr, module, name, buffer)
+            setattr(module, name, buffer.to(device.torch_device))
+
+
 def move_in(
     model: nn.Module,
     units: Sequence[Unit],
     store: ShardStore,
-    device: Device,
     values_of: int | None,
     undo: contextlib.ExitStack,
 ) -> None:
@@ -77,9 +83,6 @@ def move_in(
     The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
     every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
     """
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device.torch_device))
     params = dict(model.named_parameters())
     views = WeakIdKeyDictionary()
     for unit in units:
@@ -116,6 +119,17 @@ def _move_out(
         else:
             old = values[piece.begin : piece.end].view(piece.spec.shape).to(dtype, copy=True)
         move_to(param, old)
+    if (
+        values is not None
+        and not section.layout.trainable
+        and any(dtype.itemsize > section.layout.dtype.itemsize for *_, dtype in moved)
+    ):
+        warnings.warn(
+            f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} frozen parameters) had moved to the tiers "
+            f"before zo.offload failed: they are rounded to {str(section.layout.dtype).removeprefix('torch.')} now. "
+            "Build the model again for their exact values",
+            stacklevel=2,
+        )
     if values is None:
         warnings.warn(
             f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "

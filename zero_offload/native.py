@@ -33,6 +33,7 @@ from zero_offload.abi import (
     StateFormat,
 )
 from zero_offload.errors import CapacityError, ConfigError, StorageError, ZeroOffloadError
+from zero_offload.threads import NO_THREAD
 
 LIBRARY_PATH = Path(__file__).resolve().with_name("_native.so")
 
@@ -246,7 +247,11 @@ def io_open(config: IoConfig) -> int:
     """Start an engine; the result is its handle for the other `io_` calls."""
     handle = C.c_void_p()
     struct = abi.IoConfigStruct(size=C.sizeof(abi.IoConfigStruct), **vars(config))
-    _check(lib().zo_io_open(C.byref(struct), C.byref(handle)))
+    try:
+        _check(lib().zo_io_open(C.byref(struct), C.byref(handle)))
+    except CapacityError as error:
+        num_threads = config.num_lanes * config.threads_per_lane
+        raise CapacityError(f"cannot start the file engine's {num_threads} threads: {error}. {NO_THREAD}") from error
     assert handle.value is not None
     return handle.value
 

@@ -31,8 +31,9 @@ from zero_offload.memory.heap import trim_heap
 from zero_offload.memory.pages import num_frames
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
-from zero_offload.move_in import check_not_offloaded, lacks_values, move_in, param_problem
+from zero_offload.move_in import check_not_offloaded, lacks_values, move_buffers, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.optim.worker import Worker
 from zero_offload.parts import Parts
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import resolve
@@ -55,11 +56,11 @@ from zero_offload.runtime.ranks.group import RankGroup, mesh_problems
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
-from zero_offload.runtime.units.guard import guard
+from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.same_model import check_same_model
 from zero_offload.shards.grad_ring import GradRing
-from zero_offload.shards.registry import register
+from zero_offload.shards.registry import register, unregister
 from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -99,7 +100,7 @@ def offload(
     unit_bytes = _unit_bytes(layout, spec, config, collectives.partition)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, collectives.partition, hardware)
     placement = place(unit_bytes, config, hardware, collectives.partition, outlook)
-    cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()
+    cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()  # run at the model's end; run after an error
     try:
         build = Build(config, layout, placement, collectives, device, cleanup, undo)
         ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
@@ -107,28 +108,30 @@ def offload(
         check_same_model(model, ranks, exchange, values=files.found is None)
         with exchange.together():
             parts = _build(model, build, ranks, files)
+        owner = OffloadedModel(parts, estimate_memory(unit_bytes, placement, config, collectives.partition))
+        undo.callback(setattr, owner.session, "closed", True)  # a traceback may keep it until the interpreter exits
+        for unit in parts.units:
+            undo.callback(unguard, unit.params)
+            for param in unit.params:
+                undo.callback(unregister, param)
+                register(param, owner)
+            unit.seal()
+            guard(unit.params)
+        points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
+        install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, undo)
+        install_walk_hooks(model, owner.begin_walk, owner.end_walk, undo)
         files.settle(ranks)
+        if files.found is not None:
+            owner.adopt_generation(files.found)
+        else:
+            owner.session.lacks_weights = skips_values
+        trim_heap()  # the parameters' old storages are free
+        weakref.finalize(owner, cleanup.close)
     except BaseException:
-        undo.close()
-        cleanup.close()
+        with cleanup:
+            undo.close()
         raise
     undo.pop_all()
-    owner = OffloadedModel(parts, estimate_memory(unit_bytes, placement, config, collectives.partition))
-    # From here on the files live as long as the model.
-    weakref.finalize(owner, cleanup.close)
-    for unit in parts.units:
-        for param in unit.params:
-            register(param, owner)
-        unit.seal()
-        guard(unit.params)
-    points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
-    install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready)
-    install_walk_hooks(model, owner.begin_walk, owner.end_walk)
-    trim_heap()  # the parameters' old storages are free, and of no use to anyone
-    if parts.keeper is not None and parts.keeper.found is not None:
-        owner.adopt_generation(parts.keeper.found)
-    else:
-        owner.session.lacks_weights = skips_values
     return model
 
 
@@ -237,10 +240,6 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
     units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
-    files.fill(store, collectives.shard_index)
-    values_of = None if files.found is not None else collectives.shard_index
-    move_in(model, units, store, device, values_of, build.undo)
-    store.staging.drop()
     collectives.counters = store.counters
     device.record_to(store.counters.spans)
     board = UpdateBoard(len(units), store.counters)
@@ -252,8 +251,16 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         if files.scratch is not None:
             files.scratch.on_error = board.fail
     carrier = _make_carrier(build, store)
+    move_buffers(model, device, build.undo)
     activations = open_activations(config, device, store, files.scratch, model.buffers())
     residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget)
+    update_worker = _start_worker(board, "zero_offload-update", build)
+    commit_worker = None if files.keeper is None else _start_worker(board, "zero_offload-commit", build)
+    # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
+    files.fill(store, collectives.shard_index)
+    values_of = None if files.found is not None else collectives.shard_index
+    move_in(model, units, store, values_of, build.undo)
+    store.staging.drop()
     return Parts(
         config=config,
         layout=layout,
@@ -262,6 +269,8 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         device=device,
         store=store,
         board=board,
+        update_worker=update_worker,
+        commit_worker=commit_worker,
         units=units,
         residency=residency,
         keeper=files.keeper,
@@ -269,6 +278,12 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         activations=activations,
         close_files=build.cleanup.close,
     )
+
+
+def _start_worker(board: UpdateBoard, name: str, build: Build) -> Worker:
+    worker = Worker(board, name)
+    build.undo.callback(worker.shutdown)
+    return worker
 
 
 def _ring_bytes(build: Build) -> int:

@@ -32,7 +32,6 @@ from zero_offload.commits import Commits
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.memory.heap import HeapRoom
-from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
 from zero_offload.parts import Parts
@@ -78,18 +77,16 @@ class OffloadedModel:
         self._scaler: LossScaler | None = None
         self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
         self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
-        self.worker = Worker(parts.board)
-        committer = None if parts.keeper is None else Worker(parts.board, "zero_offload-commit")
         parts.board.tell(_weakly(parts.store.snapshots.fail))
         self._commits = Commits(
             parts.keeper,
             parts.store.snapshots,
-            (self.worker, committer),
+            (parts.update_worker, parts.commit_worker),
             self._first_uses,
             parts.config.commit_every,
         )
         self._states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index, plan)
-        self._updates = Updates(parts, self.grads.ledger, self.worker, self._states, self._commits, weakref.ref(self))
+        self._updates = Updates(parts, self.grads.ledger, self._states, self._commits, weakref.ref(self))
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
             self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
+from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
@@ -29,6 +30,9 @@ class Parts:
     device: Device
     store: ShardStore
     board: UpdateBoard
+    update_worker: Worker
+    commit_worker: Worker | None
+    """None where there are no generations."""
     units: tuple[Unit, ...]
     residency: Residency
     keeper: GenerationKeeper | None

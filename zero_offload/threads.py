@@ -12,7 +12,20 @@ import contextlib
 import threading
 from collections.abc import Callable
 
+from zero_offload.errors import CapacityError
+
 LOOK_S = 0.1
+NO_THREAD = "Raise the limit on threads: see 'ulimit -u', and pids.max of the container or cgroup"
+"""What to type where the system starts no thread."""
+
+
+def start(thread: threading.Thread) -> None:
+    """Raises CapacityError where the system starts no more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        count = threading.active_count()
+        raise CapacityError(f"cannot start thread {thread.name} beside {count} others: {error}. {NO_THREAD}") from error
 
 
 class Bell:

@@ -18,7 +18,6 @@ from zero_offload.commits import Commits
 from zero_offload.kernels.update import STATES
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
-from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.parts import Parts
 from zero_offload.probe import kernel_threads
@@ -36,7 +35,6 @@ class Updates:
         self,
         parts: Parts,
         ledger: GradLedger,
-        worker: Worker,
         states: OptimizerStates,
         commits: Commits,
         model: weakref.ref[object],
@@ -45,7 +43,7 @@ class Updates:
         self._model = model
         self._parts = parts
         self._ledger = ledger
-        self._worker = worker
+        self._worker = parts.update_worker
         self.states = states
         self.commits = commits
         self._pipeline = UpdatePipeline(parts.store, parts.board)

@@ -361,7 +361,7 @@ def test_reads_wait_for_the_update_before(nvme: Path, takes: Takes, monkeypatch:
     optimizer = adamw(model)
     for step in range(4):
         if step == 3:
-            monkeypatch.setattr(type(runtime_of(model).worker), "busy", True)
+            monkeypatch.setattr(type(runtime_of(model).parts.update_worker), "busy", True)
         backward(model, step)
         if step == 3:
             monkeypatch.undo()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zero_offload.shards.update_board import UpdateBoard
-from zero_offload.threads import LOOK_S, Bell, through_interrupts
+from zero_offload.threads import LOOK_S, Bell, start, through_interrupts
 
 
 @dataclass
@@ -105,7 +105,7 @@ class Worker:
         self._unfinished: list[_Outcome] = []
         self._end = _Outcome()
         self._thread = threading.Thread(target=self._end.of, args=(partial(_work, self._jobs),), name=name)
-        self._thread.start()
+        start(self._thread)
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], None]) -> None:

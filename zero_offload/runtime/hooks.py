@@ -6,6 +6,7 @@ when backward has its gradient. Post-forward hooks run after an exception too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
-from torch.utils.hooks import RemovableHandle
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
@@ -35,27 +35,26 @@ def install_hooks(
     session: Session,
     casts: Mapping[str, Cast],
     grad_ready: GradReady,
-) -> list[RemovableHandle]:
-    """Hook `root`, the modules named in `points` and `casts`, every trainable parameter; the handles undo it."""
-    handles: list[RemovableHandle] = []
+    undo: contextlib.ExitStack,
+) -> None:
+    """Hook `root`, the modules named in `points` and `casts`, and every trainable parameter."""
     # First, so that outputs, which may be parameters, are cast while their unit is here.
     for name, cast in casts.items():
-        handles += _install_cast(root.get_submodule(name), cast)
+        _install_cast(root.get_submodule(name), cast, undo)
     for name in dict.fromkeys(("", *points)):
         units = tuple(points.get(name, ()))
         module = root.get_submodule(name)
         before = _Hook(_untraced(_before), session, units)
         after = _Hook(_untraced(_after), session)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(after, always_call=True))
+        undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
+        undo.callback(module.register_forward_hook(after, always_call=True).remove)
     for param in root.parameters():
         if param.requires_grad:
             # A weak reference: the cycle parameter -> hook -> runtime -> parameter passes through C++, where the
             # garbage collector cannot follow, and would keep a dropped model for ever.
             register: Any = param.register_post_accumulate_grad_hook
-            handles.append(register(_WeakCall(grad_ready)))
-    return handles
+            undo.callback(register(_WeakCall(grad_ready)).remove)
 
 
 class _Hook(functools.partial[Any]):
@@ -95,12 +94,18 @@ BeginWalk = Callable[[FrameType], None]
 """Gets the call that walks."""
 
 
-def install_walk_hooks(root: nn.Module, begin_walk: BeginWalk, end_walk: Callable[[], None]) -> None:
+def install_walk_hooks(
+    root: nn.Module, begin_walk: BeginWalk, end_walk: Callable[[], None], undo: contextlib.ExitStack
+) -> None:
     """Let `root.state_dict()` and `root.load_state_dict()` go over parameters that are away."""
-    root.register_state_dict_pre_hook(lambda *_: begin_walk(_call_of("state_dict")))
-    root.register_state_dict_post_hook(lambda *_: end_walk())
-    root.register_load_state_dict_pre_hook(functools.partial(_before_load, begin_walk))
-    root.register_load_state_dict_post_hook(lambda *_: end_walk())
+    handles: list[Any] = [
+        root.register_state_dict_pre_hook(lambda *_: begin_walk(_call_of("state_dict"))),
+        root.register_state_dict_post_hook(lambda *_: end_walk()),
+        root.register_load_state_dict_pre_hook(functools.partial(_before_load, begin_walk)),
+        root.register_load_state_dict_post_hook(lambda *_: end_walk()),
+    ]
+    for handle in handles:
+        undo.callback(handle.remove)
 
 
 def _before_load(
@@ -141,14 +146,12 @@ class _WeakCall:
                 method(param, grad)
 
 
-def _install_cast(module: nn.Module, cast: Cast) -> list[RemovableHandle]:
-    handles = []
+def _install_cast(module: nn.Module, cast: Cast, undo: contextlib.ExitStack) -> None:
     if cast.inputs is not None:
         before = functools.partial(_cast_inputs, cast.inputs)
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        undo.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
     if cast.outputs is not None:
-        handles.append(module.register_forward_hook(functools.partial(_cast_output, cast.outputs)))
-    return handles
+        undo.callback(module.register_forward_hook(functools.partial(_cast_output, cast.outputs)).remove)
 
 
 def _cast_inputs(

@@ -152,6 +152,10 @@ def register(param: nn.Parameter, owner: Owner) -> None:
     _owners[param] = weakref.ref(owner)
 
 
+def unregister(param: nn.Parameter) -> None:
+    _owners.pop(param, None)
+
+
 def recipe_of(param: nn.Parameter) -> Recipe | None:
     """How the values of `param` are made, where `deferred_init` has left that to `offload`."""
     found = _owners.get(param)

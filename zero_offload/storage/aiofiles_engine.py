@@ -39,7 +39,7 @@ from zero_offload.storage.failures import (
     unknown_ticket_error,
 )
 from zero_offload.storage.stall import StallWatch
-from zero_offload.threads import LOOK_S, Bell
+from zero_offload.threads import LOOK_S, Bell, start
 from zero_offload.types import SECTOR
 
 _Vector = Callable[..., Awaitable[int]]
@@ -103,8 +103,12 @@ class _Threads(Executor):
         self._threads = [
             threading.Thread(target=self._run, name=f"zero_offload-io_{i}", daemon=True) for i in range(num_threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                start(thread)
+        except BaseException:
+            self.shutdown(wait=False)
+            raise
 
     def submit(self, fn: Callable[_Args, _Result], /, *args: _Args.args, **kwargs: _Args.kwargs) -> Future[_Result]:
         future: Future[_Result] = Future()
@@ -152,7 +156,12 @@ class AiofilesEngine:
         self._loop = asyncio.new_event_loop()
         self._queues: list[asyncio.PriorityQueue[_Job]] = [asyncio.PriorityQueue() for _ in range(num_drives)]
         self._thread = threading.Thread(target=self._run, name="zero_offload-io-loop", daemon=True)
-        self._thread.start()
+        try:
+            start(self._thread)
+        except BaseException:
+            self._executor.shutdown(wait=False)
+            self._loop.close()
+            raise
         # The end of the process does not wait for daemons, but frees the memory that they read and write.
         atexit.register(self._end_transfers)
 

@@ -19,7 +19,7 @@ import torch
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.saved.recompute import Generators, generators, set_generators
-from zero_offload.threads import LOOK_S, Bell
+from zero_offload.threads import LOOK_S, Bell, start
 
 Station = tuple[int, ...]
 """What a forward needs to go on: indices of units."""
@@ -124,7 +124,7 @@ class Relay:
         context = contextvars.copy_context()
         name = f"{_NAME}-{runner.number}"
         runner.thread = threading.Thread(target=context.run, args=(self._forward, runner), name=name, daemon=True)
-        runner.thread.start()
+        start(runner.thread)
 
     def _forward(self, runner: Runner) -> None:
         try:
