@@ -20,6 +20,7 @@ from zero_offload.host import host_tensor
 from zero_offload.inputs import check_model, number, params_of
 from zero_offload.offload import plan_memory
 from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.optim.ordinary import squares_of
 from zero_offload.plan.costs import TOKENS_UNKNOWN
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.model_spec import UnitChoice
@@ -27,9 +28,11 @@ from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
-from zero_offload.shards.registry import Owner, owner_of
+from zero_offload.shards.registry import check_adopted, owner_of
 from zero_offload.telemetry.stats import Stats
 
+CLIP_EPS = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 _AFTER_CLOSE = ("zo.stats", "zo.close")
 """What a closed model still answers."""
 
@@ -114,19 +117,18 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip the gradients of `model`, a part of it, or parameters by their 2-norm; returns the norm, fp32 scalar.
 
-    As torch.nn.utils.clip_grad_norm_. Offloaded gradients are not touched: the next `step` multiplies them by the clip
-    factor in its one pass; their `norm_type` is 2, and there is no loop for `foreach` to choose. What is not offloaded
-    goes to torch's function. Raises ConfigError for a mixture and another norm, and NonFiniteError if asked to.
+    As torch.nn.utils.clip_grad_norm_, with one norm over all that is given: parameters of offloaded models, and
+    ordinary ones beside them, whose gradients count once if they are the same on every rank. Offloaded gradients are
+    not touched: the next `step` multiplies them by the clip factor in its one pass. With them `norm_type` is 2, and
+    `foreach` changes nothing. Ordinary parameters alone go to torch's function. With several ranks every rank calls.
+    Raises ConfigError for another norm, for a parameter that an offloaded model has got since zo.offload, and for
+    ordinary gradients that differ between ranks; NonFiniteError if asked to.
     """
-    params, max_norm = params_of("zo.clip_grad_norm_", model), number("max_norm", max_norm)
-    owners = {id(owner): owner for owner in map(owner_of, params)}
-    if len(owners) > 1:
-        raise ConfigError(
-            "zo.clip_grad_norm_ takes parameters of one offloaded model, or ordinary ones: of these "
-            f"{sum(owner_of(param) is None for param in params)} of {len(params)} are ordinary. Clip them apart"
-        )
-    owner = next(iter(owners.values()), None)
-    if not isinstance(owner, OffloadedModel):
+    call = "zo.clip_grad_norm_"
+    params, max_norm = params_of(call, model), number("max_norm", max_norm)
+    check_adopted(call, params)
+    owners, ordinary = _by_owner(params)
+    if not owners:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
     if not max_norm > 0:
         raise ConfigError(f"max_norm={max_norm} is not positive")
@@ -134,12 +136,37 @@ def clip_grad_norm_(
         raise ConfigError(
             f"norm_type={norm_type}: gradients of an offloaded model have their 2-norm; leave it out, or 2"
         )
-    check_holds_grads(owner.parts.config, "zo.clip_grad_norm_")
-    owner.session.settle()
-    norm = owner.grads.clip_norm(params, max_norm, if_finite=error_if_nonfinite)
+    for owner, _ in owners:
+        check_holds_grads(owner.parts.config, call)
+        owner.session.settle()
+    grads = [param.grad for param in ordinary if param.grad is not None]
+    squares = squares_of(grads)
+    if ordinary:
+        owners[0][0].check_ordinary(call, lambda: squares)
+    norm = math.sqrt(math.fsum([squares, *(owner.grads.squares(members) for owner, members in owners)]))
     if error_if_nonfinite and not math.isfinite(norm):
         raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")
+    factor = min(1.0, max_norm / (norm + CLIP_EPS))
+    for owner, members in owners:
+        owner.grads.ledger.multiply(factor, members)
+    for grad in grads if factor != 1.0 else ():
+        grad.detach().mul_(factor)
     return host_tensor(norm, torch.float32)
+
+
+def _by_owner(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[tuple[OffloadedModel, list[nn.Parameter]]], list[nn.Parameter]]:
+    """Offloaded models, each with those of `params` that are its own; and the ordinary ones. Each parameter once."""
+    owners: dict[int, tuple[OffloadedModel, list[nn.Parameter]]] = {}
+    ordinary = []
+    for param in {id(param): param for param in params}.values():
+        owner = owner_of(param)
+        if isinstance(owner, OffloadedModel):
+            owners.setdefault(id(owner), (owner, []))[1].append(param)
+        else:
+            ordinary.append(param)
+    return list(owners.values()), ordinary
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float, foreach: bool | None = None) -> None:
@@ -152,17 +179,14 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     params, clip_value = params_of("zo.clip_grad_value_", model), number("clip_value", clip_value)
     if not clip_value >= 0:
         raise ConfigError(f"clip_value={clip_value} is negative; gradients are clipped to [-clip_value, clip_value]")
-    by_owner: dict[int, tuple[Owner | None, list[nn.Parameter]]] = {}
-    for param in params:
-        owner = owner_of(param)
-        by_owner.setdefault(id(owner), (owner, []))[1].append(param)
-    for owner, members in by_owner.values():
-        if isinstance(owner, OffloadedModel):
-            check_holds_grads(owner.parts.config, "zo.clip_grad_value_")
-            owner.session.settle()
-            owner.grads.clip_value(members, clip_value)
-        elif held := [param for param in members if param.grad is not None]:
-            torch.nn.utils.clip_grad_value_(held, clip_value, foreach)
+    check_adopted("zo.clip_grad_value_", params)
+    owners, ordinary = _by_owner(params)
+    for owner, members in owners:
+        check_holds_grads(owner.parts.config, "zo.clip_grad_value_")
+        owner.session.settle()
+        owner.grads.clip_value(members, clip_value)
+    if held := [param for param in ordinary if param.grad is not None]:
+        torch.nn.utils.clip_grad_value_(held, clip_value, foreach)
 
 
 @contextmanager

@@ -108,7 +108,7 @@ def offload(
         check_same_model(model, ranks, exchange, values=files.found is None)
         with exchange.together():
             parts = _build(model, build, ranks, files)
-        owner = OffloadedModel(parts, estimate_memory(unit_bytes, placement, config, collectives.partition))
+        owner = OffloadedModel(model, parts, estimate_memory(unit_bytes, placement, config, collectives.partition))
         undo.callback(setattr, owner.session, "closed", True)  # a traceback may keep it until the interpreter exits
         for unit in parts.units:
             undo.callback(unguard, unit.params)

@@ -10,6 +10,7 @@ inside of backward (`backward_updates.py`), `update` closes the step.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import warnings
@@ -29,7 +30,7 @@ from zero_offload.backward_updates import BackwardUpdates, check_holds_grads
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.memory.heap import HeapRoom
 from zero_offload.optimizer_states import OptimizerStates
@@ -41,13 +42,16 @@ from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.session import Session
-from zero_offload.shards.registry import LossScaler, Trainer
+from zero_offload.shards.registry import LossScaler, Trainer, not_adopted, owner_of
 from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 from zero_offload.types import Durability
 from zero_offload.updates import Updates, failing, overlaps
+
+SAME = 1e-6
+"""Sums of squares of the same gradients may differ by so much of them, between machines."""
 
 Capture = Callable[[], dict[str, Any]]
 """What a generation has of the program: `StepRecord.rng` and `.buffers`."""
@@ -56,9 +60,11 @@ Capture = Callable[[], dict[str, Any]]
 class OffloadedModel:
     """Ties one model's pieces together; implements `shards.registry.Owner`."""
 
-    def __init__(self, parts: Parts, plan: MemoryPlan) -> None:
+    def __init__(self, model: nn.Module, parts: Parts, plan: MemoryPlan) -> None:
         """`plan` is what budgets were compared with."""
         self.parts = parts
+        # Weak: its hooks hold this object.
+        self._roots = [weakref.ref(model)]
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
@@ -127,6 +133,34 @@ class OffloadedModel:
         self.session.settle()
         self.grads.reduce_waiting()
         return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
+
+    # Parameters beside the offloaded ones
+
+    def added_since(self) -> dict[nn.Parameter, str]:
+        found: dict[nn.Parameter, str] = {}
+        for root in filter(None, (reference() for reference in self._roots)) if not self.session.closed else ():
+            for name, param in root.named_parameters():
+                if param.requires_grad and owner_of(param) is None:
+                    found.setdefault(param, name)
+        return found
+
+    def check_adopted(self, call: str) -> None:
+        """Raise if the model has trained parameters that are not offloaded: they would be lost."""
+        if added := self.added_since():
+            raise not_adopted(call, list(added.values()))
+
+    def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
+        if self.parts.ranks.world_size == 1:
+            return
+        total = squares()
+        least, most = self.parts.collectives.extremes(total if math.isfinite(total) else math.inf)
+        if least != most and (math.isinf(most) or most - least > SAME * most):
+            raise ConfigError(
+                f"{call}: the gradients of parameters that are not offloaded differ between ranks: their norm is "
+                f"{math.sqrt(least):.6g} on one and {math.sqrt(most):.6g} on another. Nothing reduces them: put their "
+                "modules into the model and call zo.offload(model) again, which adopts them, or wrap them in "
+                "DistributedDataParallel. What ranks train each for itself needs an optimizer and a clip of its own"
+            )
 
     # The step
 
@@ -225,6 +259,7 @@ class OffloadedModel:
     def commit(self, capture: Capture, extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self.session.check_usable()
+        self.check_adopted("zo.commit")
         check_closed(self.grads.ledger, "zo.commit")
         config = self.parts.config
         if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
@@ -243,6 +278,7 @@ class OffloadedModel:
     def save(self, path: Path, capture: Capture, extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
         self.session.check_usable()
+        self.check_adopted("zo.save_checkpoint")
         check_closed(self.grads.ledger, "zo.save_checkpoint")
         self.drain()
         record = self._record(capture, extra)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.groups import group_records
-from zero_offload.shards.registry import Owner, owner_of
+from zero_offload.shards.registry import Owner, check_adopted, owner_of
 
 INIT_SCALE = 2.0**16
 
@@ -101,6 +101,7 @@ class GradScaler:
         if progress is not None:
             done = "stepped" if progress.stepped else "unscaled"
             raise ZeroOffloadError(f"the optimizer was {done} already; call scaler.update() before its next unscale_()")
+        check_adopted("GradScaler.unscale_", _params(optimizer))
         overflowed, owners = self._unscale_ordinary(optimizer), _owners(optimizer)
         # The second round tells the first ones what the last one found.
         for owner in owners + owners[:-1]:

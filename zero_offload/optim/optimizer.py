@@ -33,8 +33,9 @@ from zero_offload.optim.loading import (
     restore_exact,
     write_offloaded,
 )
+from zero_offload.optim.ordinary import squares_of
 from zero_offload.probe import kernel_threads
-from zero_offload.shards.registry import Owner, owner_of
+from zero_offload.shards.registry import Owner, check_adopted, owner_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -124,8 +125,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         groups = group_records(self) if hypers else []
         owners = list(_by_owner(hypers).values())
+        check_adopted(f"{type(self).__name__}.step", (param for param, _, _ in ordinary))
         for owner, params in owners:
             owner.access.check_frozen(params)
+        if owners and len(hypers) < sum(len(group["params"]) for group in self.param_groups):
+            grads = [param.grad for param, _, _ in ordinary if param.grad is not None]
+            # What ranks have trained apart would be wrong on all of them, and nobody would see it.
+            owners[0][0].check_ordinary(f"{type(self).__name__}.step", lambda: squares_of(grads))
         for of_ordinary in ordinary:
             self._update_ordinary(*of_ordinary)
         self._hand_over(hypers)
@@ -294,6 +300,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Have states kept for parameters of these groups, which are checked: what an earlier optimizer made goes."""
+    check_adopted(type(optimizer).__name__, (param for group in groups for param in group["params"]))
     taken = [
         (owner.states, owner, params, optimizer._hyper(group).states)
         for group in groups

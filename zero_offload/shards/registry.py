@@ -7,10 +7,12 @@ behind it is made one layer up. Nothing is ever hung on a parameter or a module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -122,6 +124,13 @@ class Owner(Protocol):
         `overflowed` says so of gradients that are not this owner's. Generations carry the scaler's state from now on.
         """
 
+    def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
+        """Raise where gradients that are used beside this model's differ over ranks; `squares` adds up theirs.
+        Collective."""
+
+    def added_since(self) -> dict[nn.Parameter, str]:
+        """Trained parameters that its modules have got since `zo.offload`, with their names."""
+
 
 class Recipe(Protocol):
     """How the values of a parameter on meta are made."""
@@ -143,9 +152,33 @@ _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def owner_of(param: nn.Parameter) -> Owner | None:
     """The runtime that offloads `param`, or None."""
-    reference = _owners.get(param)
-    owner: Owner | None = reference() if isinstance(reference, weakref.ref) else None
+    return _owner(_owners.get(param))
+
+
+def _owner(found: object) -> Owner | None:
+    owner: Owner | None = found() if isinstance(found, weakref.ref) else None
     return owner
+
+
+def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
+    """Raise ConfigError if some of these are trained parameters that an offloaded model has got since `zo.offload`."""
+    ordinary = {id(param) for param in params if param.requires_grad and owner_of(param) is None}
+    if not ordinary:
+        return
+    owners = {id(each): each for each in (_owner(found) for found in _owners.values()) if each is not None}
+    for owner in owners.values():
+        added = owner.added_since()
+        if names := [name for param, name in added.items() if id(param) in ordinary]:
+            raise not_adopted(call, names)
+
+
+def not_adopted(call: str, names: Sequence[str]) -> ConfigError:
+    """Of these parameters of an offloaded model."""
+    some = ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+    return ConfigError(
+        f"{call}: {len(names)} trained parameters were added to the model after zo.offload ({some}). No rank reduces "
+        "their gradients, and no generation keeps them. Call zo.offload(model) again, which adopts them, and then this"
+    )
 
 
 def register(param: nn.Parameter, owner: Owner) -> None:

@@ -28,8 +28,6 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.types import Tier
 
-CLIP_EPS = 1e-6
-"""As torch.nn.utils.clip_grad_norm_ adds it to the norm."""
 REDUCED = -1
 """In place of a parameter's index: a whole shard's gradients after a reduction."""
 
@@ -137,6 +135,11 @@ class GradLedger:
 
     def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
+        total, finite = self.squares(params)
+        return math.sqrt(total), finite
+
+    def squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
+        """The same, but the sum of squares."""
         total, bad = 0.0, 0.0
         _complete_sums(self.sections)
         for grads, indices in self._chosen(params):
@@ -145,7 +148,7 @@ class GradLedger:
             total += squares / grads.layout.num_copies
             bad += sum(not grads.sums[index].finite for index in indices)
         total, bad = self._collectives.sum_over_shards([total, bad])
-        return math.sqrt(total), bad == 0
+        return total, bad == 0
 
     def finite(self, units: Sequence[Sequence[SectionGrads]], params: Container[nn.Parameter]) -> list[bool]:
         """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
@@ -177,15 +180,6 @@ class GradLedger:
             self.loss_scale = loss_scale
             self.overflowed |= bad
         return bad or self.overflowed
-
-    def clip_norm(self, max_norm: float, params: Collection[nn.Parameter], *, if_finite: bool) -> float:
-        """Multiply as torch.nn.utils.clip_grad_norm_ would, with `if_finite` only then; returns the norm before.
-        Collective."""
-        norm = self.norm(params)[0]
-        if if_finite and not math.isfinite(norm):
-            return norm
-        self.multiply(min(1.0, max_norm / (norm + CLIP_EPS)), params)
-        return norm
 
     def multiply(self, factor: float, params: Collection[nn.Parameter]) -> None:
         """Let the gradients held of `params` count `factor` times."""

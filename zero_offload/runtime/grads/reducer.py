@@ -179,10 +179,10 @@ class GradReducer:
         self._reductions.finish()
         self.keeper.drain()
 
-    def clip_norm(self, params: Collection[nn.Parameter], max_norm: float, *, if_finite: bool) -> float:
-        """Let the next update multiply as torch.nn.utils.clip_grad_norm_ would; returns the norm. Collective."""
+    def squares(self, params: Collection[nn.Parameter]) -> float:
+        """The sum of squares of these gradients, as the next update would use them. Collective."""
         self.reduce_waiting()
-        return self.ledger.clip_norm(max_norm, params, if_finite=if_finite)
+        return self.ledger.squares(params)[0]
 
     def clip_value(self, params: Collection[nn.Parameter], clip_value: float) -> None:
         """Clip elements where they rest, as torch.nn.utils.clip_grad_value_ would. Collective."""

@@ -182,6 +182,18 @@ class Collectives:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return [bool(flag) for flag in found.tolist()]
 
+    def extremes(self, value: float) -> tuple[float, float]:
+        """The smallest and the largest of the ranks' numbers, whatever part of the model they hold."""
+        groups = [self._group.everyone] * (self.world_size > 1) + self._rows()
+        if not groups:
+            return value, value
+        self.agreement.same("a comparison of gradients that are not offloaded")
+        found = torch.tensor([-value, value], dtype=torch.float64, device=self._device)
+        with self._watch.waiting("a comparison of gradients that are not offloaded"):
+            for group in groups:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return -float(found[0]), float(found[1])
+
 
 class CommitGroup:
     """Agreements of ranks about files, on a process group of their own."""
