@@ -316,13 +316,20 @@ class OffloadedModel:
 
     # State dicts
 
-    def begin_walk(self, call: FrameType) -> None:
-        """Before state_dict and load_state_dict."""
-        self.access.begin_walk(call)
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        self.access.begin_walk(module, call)
 
-    def end_walk(self) -> None:
+    def end_walk(self, module: nn.Module) -> None:
         """Write what load_state_dict has copied in."""
-        self.access.end_walk(self._states.values_replaced)
+        self.access.end_walk(module, self._states.values_replaced)
+
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """As load_state_dict does, but what stays as it was keeps its fp32 master. Inside of a walk, at its end."""
+        walk = nn.Module()
+        self.begin_walk(walk, sys._getframe())
+        with torch.no_grad():
+            param.copy_(self.access.with_masters(param, values))
+        self.access.end_walk(walk, lambda names: self._states.values_replaced(()))
 
     def note_written(self, *, whole: bool) -> None:
         """Parameters are changed from outside; not `whole`: what broke off in between is nothing to resume from."""

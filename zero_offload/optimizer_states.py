@@ -8,7 +8,7 @@ optimizers keep.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -117,12 +117,13 @@ class OptimizerStates:
         if beside:
             self._completed[place.name] = step
 
-    def values_replaced(self) -> None:
-        """A model's state dict is loaded. Masters that an optimizer's has completed, and no step has used, go."""
+    def values_replaced(self, names: Collection[str]) -> None:
+        """A model's state dict is loaded: these parameters'. Masters that an optimizer's has completed, and no step has
+        used, go."""
         self._commits.drain()  # a commit under way must not see half of it
         self._commits.set_aside()
-        lost = [name for name, step in self._completed.items() if self.param_steps[name] == step]
-        self._completed.clear()
+        completed = {name: self._completed.pop(name) for name in names if name in self._completed}
+        lost = [name for name, step in completed.items() if self.param_steps[name] == step]
         if lost:
             warnings.warn(
                 f"model.load_state_dict replaces the fp32 master of {lost[0]}, which optimizer.load_state_dict has "

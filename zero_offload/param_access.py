@@ -7,7 +7,7 @@ then these calls raise, naming the one that gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 
@@ -29,6 +29,7 @@ from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
 from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.session import Session
+from zero_offload.runtime.units.state_copy import state_copy
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
@@ -74,6 +75,7 @@ class ParamAccess:
             id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params
         }
         self._walk: FrameType | None = None
+        self._walks_over: nn.Module | None = None
         self._last: tuple[Section, torch.Tensor] | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
@@ -127,22 +129,27 @@ class ParamAccess:
     def is_gathered(self, param: nn.Parameter) -> bool:
         return self.place(param).unit.gathered_uses > 0
 
-    def begin_walk(self, call: FrameType) -> None:
-        """Until `end_walk`, `detach` gives copies and `copy_` writes: what state_dict and load_state_dict do. `call`
-        may be left by an exception, and `end_walk` not come."""
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        """Until `end_walk` of the module, `detach` gives copies and `copy_` writes: what state_dict and
+        load_state_dict do. Those of modules inside of it belong to the same walk. `call` may be left by an exception,
+        and `end_walk` not come."""
+        if self.walking:
+            return
         self._session.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
         self._session.settle()
         _need_whole(self._places.values(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
-        self._walk, self._last = call, None
+        self._walk, self._walks_over, self._last = call, module, None
         self._writes.clear()
         self._copies.clear()
 
-    def end_walk(self, before_writing: Callable[[], None]) -> None:
-        """Write what was copied in, section by section; if anything was."""
-        self._walk, self._last = None, None
+    def end_walk(self, module: nn.Module, before_writing: Callable[[Collection[str]], None]) -> None:
+        """Write what was copied in, section by section; if anything was. `before_writing` gets the names."""
+        if self._walks_over is not module:
+            return
+        self._walk, self._walks_over, self._last = None, None, None
         if self._writes:
-            before_writing()
+            before_writing({piece.spec.name for values in self._writes.values() for piece in values})
         self._copies.clear()
         sections = {id(place.section): place for place in self._places.values()}
         try:
@@ -159,19 +166,31 @@ class ParamAccess:
         return self._walk is not None and runs(self._walk)
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
-        """The parameter's value, a copy, host; one for all of its names. In a walk no update comes between."""
+        """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between."""
         if id(param) not in self._copies:
             place = self.place(param)
             self._board.wait(place.unit.index)
             if self._last is None or self._last[0] is not place.section:
                 self._last = (place.section, self._store.read_component(place.section.shard, Component.VALUE))
-            self._copies[id(param)] = _part(self._last[1], place.piece)
+            with torch.inference_mode(False):  # whose tensors count no changes
+                values = _part(self._last[1], place.piece)
+            self._copies[id(param)] = state_copy(param, place.name, values)
         return self._copies[id(param)].detach()
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""
         place = self.place(param)
         self._writes.setdefault(id(place.section), {})[place.piece] = values
+
+    def with_masters(self, param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """The parameter's new values; where they are what they were, its fp32 master."""
+        place = self.place(param)
+        shard = place.section.shard
+        if not shard.layout.trainable or shard.layout.dtype == torch.float32:
+            return values
+        self._board.wait(place.unit.index)
+        old = _part(self._store.read_component(shard, Component.VALUE), place.piece)
+        return torch.where(old == values, _part(read_master(self._store, shard), place.piece), values.float())
 
     def write_section(
         self,

@@ -25,6 +25,7 @@ from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.shards.registry import Owner, owner_of
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
 
@@ -90,33 +91,56 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
     module.register_forward_hook(recompute.exit, always_call=True)
 
 
-BeginWalk = Callable[[FrameType], None]
-"""Gets the call that walks."""
-
-
-def install_walk_hooks(
-    root: nn.Module, begin_walk: BeginWalk, end_walk: Callable[[], None], undo: contextlib.ExitStack
-) -> None:
-    """Let `root.state_dict()` and `root.load_state_dict()` go over parameters that are away."""
-    handles: list[Any] = [
-        root.register_state_dict_pre_hook(lambda *_: begin_walk(_call_of("state_dict"))),
-        root.register_state_dict_post_hook(lambda *_: end_walk()),
-        root.register_load_state_dict_pre_hook(functools.partial(_before_load, begin_walk)),
-        root.register_load_state_dict_post_hook(lambda *_: end_walk()),
-    ]
+def install_walk_hooks(root: nn.Module, owner: Owner, undo: contextlib.ExitStack) -> None:
+    """Let `state_dict()` and `load_state_dict()` of the model, and of each part of it, go over parameters that are
+    away. The model holds `owner`, which parameters know weakly."""
+    handles: list[Any] = [root.register_state_dict_pre_hook(_Hook(_hold, owner))]
+    for module in root.modules():
+        handles += (
+            module.register_state_dict_pre_hook(_before_state_dict),
+            module.register_state_dict_post_hook(_after_state_dict),
+            module.register_load_state_dict_pre_hook(_before_load),
+            module.register_load_state_dict_post_hook(_after_load),
+        )
     for handle in handles:
         undo.callback(handle.remove)
 
 
-def _before_load(
-    begin_walk: BeginWalk, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any
-) -> None:
+def _hold(owner: Owner, *_: Any) -> None:
+    pass
+
+
+# They know nothing but the module: a copy of one, made in `zo.gathered`, has ordinary parameters, and these hooks too.
+
+
+def _owner_of(module: nn.Module) -> Owner | None:
+    return next((owner for owner in map(owner_of, module.parameters()) if owner is not None), None)
+
+
+def _before_state_dict(module: nn.Module, *_: Any) -> None:
+    if (owner := _owner_of(module)) is not None:
+        owner.begin_walk(module, _call_of("state_dict"))
+
+
+def _after_state_dict(module: nn.Module, *_: Any) -> None:
+    if (owner := _owner_of(module)) is not None:
+        owner.end_walk(module)
+
+
+def _before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
+    if (owner := _owner_of(module)) is None:
+        return
     if metadata.get("assign_to_params_buffers"):
         raise ZeroOffloadError(
             "load_state_dict(assign=True) would put ordinary parameters in the place of offloaded ones; "
             "leave assign out"
         )
-    begin_walk(_call_of("load_state_dict"))
+    owner.begin_walk(module, _call_of("load_state_dict"))
+
+
+def _after_load(module: nn.Module, *_: Any) -> None:
+    if (owner := _owner_of(module)) is not None:
+        owner.end_walk(module)
 
 
 def _call_of(name: str) -> FrameType:

@@ -15,6 +15,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_offload.errors import ConfigError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import torch
     from torch import nn
 
@@ -108,6 +110,15 @@ class Owner(Protocol):
 
     @property
     def states(self) -> OptimizerStates: ...
+
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
+
+    def end_walk(self, module: nn.Module) -> None:
+        """After it."""
+
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace a parameter's values, as `load_state_dict` does."""
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """Launch one step over the parameters that have gradients; `groups` goes into generations.

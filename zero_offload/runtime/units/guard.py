@@ -246,6 +246,11 @@ def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     lent: list[tuple[Tensor, str]] = []
     for owned in by_owner.values():
         owner = owner_of(owned[0])
+        if owner is None and isinstance(owned[0], AtRest):
+            raise ZeroOffloadError(
+                f"{getattr(func, '__name__', func)} needs the data of a parameter whose offloaded model is gone. Keep "
+                "the model as long as you use its parameters"
+            )
         changed = [param for param in owned if id(param) in changed_ids]
         if owner is not None and owner.access.touch(owned, func, changed):
             lent += [(_part_of(param), owner.access.name_of(param)) for param in owned]

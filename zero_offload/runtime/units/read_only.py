@@ -8,14 +8,16 @@ refuse writes too; addresses (`data_ptr()`, DLPack) are for who knows what he do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
+
+T = TypeVar("T")
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _CHANGING = frozenset(("__set__", "__setitem__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)))
@@ -70,17 +72,18 @@ class ReadOnly(Tensor):
 
 def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
     """What an operation has made of `sources` (with names); where it shares memory with them it is for reading only."""
-    storages = {source.untyped_storage()._cdata: (source.untyped_storage(), name) for source, name in sources}
+    return wrap_views(result, sources, _read_only)
+
+
+def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[[Tensor, T], Tensor]) -> Any:
+    """`result` with `view` in the place of each tensor that shares memory with one of `sources`."""
+    storages = {source.untyped_storage()._cdata: (source.untyped_storage(), tag) for source, tag in sources}
 
     def wrap(tensor: Tensor) -> Tensor:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return tensor
         found = storages.get(tensor.untyped_storage()._cdata)
-        if found is None:
-            return tensor
-        view = tensor.as_subclass(ReadOnly)
-        view.of = found[1]
-        return view
+        return tensor if found is None else view(tensor, found[1])
 
     if isinstance(result, Tensor | tuple):
         return tree_map_only(Tensor, wrap, result)
@@ -93,6 +96,12 @@ def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
         if any(0 <= address - each.data_ptr() < each.nbytes() for each, _ in storages.values()):
             result.setflags(write=False)
     return result
+
+
+def _read_only(tensor: Tensor, name: str) -> Tensor:
+    view = tensor.as_subclass(ReadOnly)
+    view.of = name
+    return view
 
 
 def _plain(view: ReadOnly) -> Tensor:

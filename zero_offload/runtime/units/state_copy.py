@@ -1,0 +1,135 @@
+"""The tensors of `model.state_dict()`: copies of parameters, whose changes reach the parameter.
+
+A plain model's state dict shares memory with its parameters, and programs write to it: torch.distributed.checkpoint
+loads into it. A parameter that rests elsewhere has no memory to share, so a copy remembers its parameter. Each
+operation that changes the copy, or a view of it, writes the copy to the parameter as load_state_dict would. A copy is
+not refreshed: once the parameter has other values, changing it raises. Not seen are writes to an address
+(`data_ptr()`, DLPack); NumPy's arrays refuse writes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
+
+from zero_offload.errors import ZeroOffloadError
+from zero_offload.runtime.units.read_only import wrap_views
+from zero_offload.shards.registry import owner_of
+
+_SET_DATA: Any = cast(Any, Tensor.data).__set__
+
+
+class _Source:
+    """A parameter, and the copy of it that all views share."""
+
+    def __init__(self, param: nn.Parameter, name: str, values: Tensor) -> None:
+        """`values` has the parameter's shape; host."""
+        self._param: Any = TensorWeakRef(param)
+        self.name = name
+        self._values = values
+        self._version = _version(param)
+
+    def write(self) -> None:
+        """The copy has changed: write it to the parameter."""
+        param: nn.Parameter | None = self._param()
+        owner = None if param is None else owner_of(param)
+        if param is None or owner is None:
+            return  # the model is gone
+        if _version(param) != self._version:
+            raise ZeroOffloadError(
+                f"a tensor of model.state_dict() was changed, but parameter {self.name} has had a step or other values "
+                "since that state dict was made. The parameter stays as it is. Call model.state_dict() again and "
+                "change what it returns; call model.load_state_dict(...) to load other values; or change a copy "
+                "(.clone())"
+            )
+        owner.write_param(param, self._values)
+        self._version = _version(param)
+
+
+class StateCopy(Tensor):
+    """A copy of a parameter, or a view of one, that hands changes on."""
+
+    source: _Source
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        copies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StateCopy)]
+        if func == _SET_DATA and args[0] is copies[0]:
+            copies[0].set_()
+        before = [_version(each) for each in copies]
+        if all(kind is cls for kind in types):
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+        else:
+            # Others among the arguments, such as parameters at rest, are asked too: they meet plain tensors.
+            plain = {id(each): _plain(each) for each in copies}
+            originals = {id(plain[id(each)]): each for each in copies}
+            args, kwargs = tree_map_only(StateCopy, lambda each: plain[id(each)], (args, kwargs))
+            result = func(*args, **kwargs)
+            result = tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+        changed = [each for each, version in zip(copies, before, strict=True) if _version(each) != version]
+        for source in {id(each.source): each.source for each in changed}.values():
+            source.write()
+        with torch._C.DisableTorchFunctionSubclass():
+            return wrap_views(result, [(each, each.source) for each in copies], _view)
+
+    def set_(self, *_: Any, **__: Any) -> NoReturn:
+        """Other memory is not the parameter's, in a plain model's state dict neither: nothing would change."""
+        raise ZeroOffloadError(
+            f"a tensor of model.state_dict(), of parameter {self.source.name}, cannot be given other memory: the "
+            "parameter would keep its values. Write into it (.copy_(values)), or call model.load_state_dict(...)"
+        )
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, _: bool) -> None:
+        """`nn.Parameter(tensor)` marks a tensor of another class. It is a parameter of another model: plain."""
+        del self.source
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+
+def state_copy(param: nn.Parameter, name: str, values: Tensor) -> Tensor:
+    """`values`, a copy of the parameter, for a state dict."""
+    return _view(values, _Source(param, name, values))
+
+
+def _view(tensor: Tensor, source: _Source) -> Tensor:
+    view = tensor.as_subclass(StateCopy)
+    view.source = source
+    return view
+
+
+def _plain(state_copy: Tensor) -> Tensor:
+    """The same memory and version, without the class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return state_copy.detach().as_subclass(Tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor._version
