@@ -26,6 +26,9 @@ from tests.helpers.disk import (
 )
 from tests.helpers.models import TinyLM, build
 from tests.helpers.trainer import Run, Spec
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.manifest import read_manifest, write_manifest
+from zero_offload.types import Durability
 
 STEPS = 6
 
@@ -262,7 +265,15 @@ def test_a_start_that_was_killed_before_its_first_commit(nvme: Path) -> None:
     for path in (generation_file(nvme), nvme / "rank0-1.json"):
         path.unlink()
     (nvme / f"{path.name}.tmp").write_text("{")
+    _forget_generations(nvme)
     assert assert_finishes(nvme, STEPS, existing="refuse") == 0
+
+
+def _forget_generations(nvme: Path) -> None:
+    """`run.json` as it is before the first commit."""
+    with RunDirectory.open(nvme) as directory:
+        payload = read_manifest(directory, "run.json") or {}
+        write_manifest(directory, "run.json", payload | {"generations": []}, Durability.PROCESS)
 
 
 # The same generation elsewhere

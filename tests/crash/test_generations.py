@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,83 @@ def test_damage_in_both(nvme: Path) -> None:
     assert "--generation" not in str(caught.value)
     with pytest.raises(zo.CheckpointError, match="no generation 3; there is: none"):
         open_model(nvme, generation=3)
+
+
+def _as_it_is(nvme: Path) -> None:
+    """`run.json` lists the generations."""
+
+
+def _without_run_json(nvme: Path) -> None:
+    (nvme / "run.json").unlink()
+
+
+def _of_an_earlier_version(nvme: Path) -> None:
+    """Neither `run.json` nor the ranks' manifests tell of generations; those of the ranks stay."""
+    with RunDirectory.open(nvme) as directory:
+        payload = manifest.read_manifest(directory, "run.json") or {}
+        del payload["generations"]
+        manifest.write_manifest(directory, "run.json", payload, Durability.PROCESS)
+
+
+RECORDS = [_as_it_is, _without_run_json, _of_an_earlier_version]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_all_generations_missing_is_no_fresh_start(num_steps: int, record: Callable[[Path], None], nvme: Path) -> None:
+    write_run(nvme, num_steps)
+    lost = sorted(path.name for path in nvme.glob("generation-*.json"))
+    for name in lost:
+        (nvme / name).unlink()
+    record(nvme)
+    before = _contents(nvme)
+    for existing in ("resume", "refuse"):
+        with pytest.raises(zo.IntegrityError, match=f"{' and '.join(lost)} in {nvme}.*existing='discard'"):
+            open_model(nvme, existing=existing)
+    with pytest.raises(zo.IntegrityError, match=lost[0]):
+        zo.load_checkpoint(*open_model(nvme.with_name("other")), nvme)
+    assert _contents(nvme) == before
+    if record is not _without_run_json:  # which lists what may be deleted
+        assert assert_finishes(nvme, 4, existing="discard") == 0
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize("num_steps", [2, 3])
+def test_the_newest_missing_is_no_step_back(num_steps: int, record: Callable[[Path], None], nvme: Path) -> None:
+    model, optimizer = open_model(nvme, commit_every=3)
+    train(model, optimizer, 0, 3 * num_steps)
+    zo.close(model)
+    lost = generation_file(nvme)
+    lost.unlink()
+    record(nvme)
+    way_on = f"{lost.name} in {nvme} is missing.*generation {num_steps - 1} .*generation={num_steps - 1}"
+    with pytest.raises(zo.IntegrityError, match=way_on):
+        open_model(nvme, commit_every=3)
+    model, optimizer = open_model(nvme, commit_every=3, generation=num_steps - 1)
+    assert zo.resume(model, optimizer).step == 3 * (num_steps - 1)  # type: ignore[union-attr]
+    zo.close(model)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_older_missing_holds_nobody_up(record: Callable[[Path], None], nvme: Path) -> None:
+    write_run(nvme, 3)
+    generation_file(nvme, 2).unlink()
+    record(nvme)
+    assert assert_finishes(nvme, 5) == 3
+
+
+def test_manifests_that_are_deleted_during_a_run(nvme: Path) -> None:
+    """The next commit makes what is missing, and says so."""
+    model, optimizer = open_model(nvme)
+    train(model, optimizer, 0, 2)
+    drain(model)
+    for name in ("run.json", "generation-0.json", "generation-1.json", "rank0-0.json", "rank0-1.json"):
+        (nvme / name).unlink()
+    with pytest.warns(UserWarning, match="others deleted run.json, generation-0.json while"):
+        train(model, optimizer, 2, 3)
+        drain(model)
+    zo.close(model)
+    assert assert_finishes(nvme, 5) == 3
 
 
 def test_after_a_commit_of_its_own_a_run_names_no_older_one(nvme: Path) -> None:

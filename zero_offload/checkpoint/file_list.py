@@ -1,14 +1,16 @@
-"""`run.json`: which files a run may make, written before it makes them, so that deleting goes by that list only.
+"""`run.json`: which files a run may make, written before it makes them, so that deleting goes by that list only; and
+which generations' manifests it has made, written after that, so that a resume knows when one is missing.
 
 Owns that manifest and every deletion of a run's files. Never decides which generation is kept, and never deletes in a
 directory that the run has not recorded as its own. The calls: `check_kind` and `check_strangers` before anything is
-changed; `announce` before files are made; `remove_all` for a run that is discarded; `remove_manifests`, then
-`keep_only`, for what an earlier cut of the run, or a start that broke off, has left.
+changed; `announce` before files are made; `note_committed` after a commit; `remove_all` for a run that is discarded;
+`remove_manifests`, then `keep_only`, for what an earlier cut of the run, or a start that broke off, has left.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 from zero_offload.checkpoint.format import (
     CHECKPOINT_KIND,
+    COMMITTED,
     GENERATION_NAMES,
     RUN_NAME,
     SWAP_NAME,
@@ -74,16 +77,63 @@ class FileList:
         self._directories = tuple(directories)
         self._home = directories[0]
         self._durability = durability
+        self._said: dict[str, Any] = {}
+        """What `run.json` was last seen to say."""
 
     def announce(self, run_id: str, names: Collection[str], others: Sequence[RunDirectory] = (), **facts: Any) -> None:
         """Write down which files there may be, and in which directories; `facts` are said of the run as a whole."""
-        payload = {
+        self._said = {
             "run_id": run_id,
             "files": sorted({*names, *ALWAYS}),
             "directories": [str(each.path) for each in (*self._directories, *others)],
-        }
+            COMMITTED: self._committed,
+        } | facts
         self.flush_paths()
-        write_manifest(self._home, RUN_NAME, payload | facts, self._durability)
+        self._write()
+
+    def _write(self) -> None:
+        write_manifest(self._home, RUN_NAME, self._said, self._durability)
+
+    @property
+    def _committed(self) -> list[str]:
+        return list(self._said.get(COMMITTED, []))
+
+    def note_committed(self) -> None:
+        """Record the generations that there are, once a commit is complete; warn of what others have deleted meanwhile.
+
+        Each name is made once, so later commits write nothing here. A checkpoint has one generation: without it, it is
+        none.
+        """
+        if self._said.get("kind") == CHECKPOINT_KIND:
+            return
+        present = self._home.names()
+        if gone := [name for name in (RUN_NAME, *self._committed) if name not in present]:
+            warnings.warn(
+                f"{self._home.path}: others deleted {', '.join(gone)} while this run was using the directory. The "
+                "generation that was committed just now is whole; leave the files of a run alone",
+                stacklevel=2,
+            )
+        self.note_present(RUN_NAME in gone)
+
+    def note_present(self, anew: bool = False) -> None:
+        """Record the generations that there are.
+
+        A name goes in after its manifest was made and out before that is deleted: others deleted what is in and not
+        there.
+        """
+        present = self._home.names()
+        committed = [name for name in GENERATION_NAMES if name in present]
+        if anew or committed != self._committed:
+            self._say(committed)
+
+    def _say(self, committed: Sequence[str]) -> None:
+        self._said[COMMITTED] = list(committed)
+        self._write()
+
+    def load(self) -> None:
+        """See what `run.json` says of an earlier run; nothing where it is damaged or missing."""
+        with contextlib.suppress(IntegrityError):
+            self._said = read_manifest(self._home, RUN_NAME) or {}
 
     def announced(self, what: str = "files") -> list[str]:
         """What `run.json` says now; nothing where it is damaged: a generation needs no list to be gone on from."""
@@ -153,10 +203,18 @@ class FileList:
             others = [held.enter_context(hold_directory(path)) for path in self.other_paths(None)]
             # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
             # files goes last: names that nobody knows any more would keep the next run from making its own.
+            self.load()
+            self._forget(GENERATION_NAMES)
             self._home.remove(GENERATION_NAMES)
             self.flush_names()
             self._remove([name for name in names if name != RUN_NAME], [*others, *self._recorded(())])
             self._home.remove([RUN_NAME])
+            self._said = {}
+
+    def _forget(self, names: Collection[str]) -> None:
+        """These manifests are about to be deleted: a crash before that is over must not look like a loss."""
+        if not set(self._committed).isdisjoint(names):
+            self._say([name for name in self._committed if name not in names])
 
     def _names_to_delete(self) -> list[str]:
         try:
@@ -180,6 +238,7 @@ class FileList:
     def remove_manifests(self, names: Sequence[str]) -> None:
         """Delete generations' manifests, for good, before anything that they name is touched."""
         if names:
+            self._forget(names)
             self._home.remove(names)
             if self._durability is Durability.COMMIT:
                 self._home.sync()

@@ -22,6 +22,8 @@ from zero_offload.plan.layout import ShardLayout
 from zero_offload.precision import STATE_FORMATS
 
 RUN_NAME = "run.json"
+COMMITTED = "generations"
+"""In `run.json`: names of the generations' manifests that were made and not deleted by a run."""
 FORMAT = 4
 """Of a generation's files: the slots of an array lie behind each other, which earlier ones do not: they are cut anew.
 """

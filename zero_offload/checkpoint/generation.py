@@ -143,6 +143,7 @@ class GenerationKeeper:
         Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
         """
         self.files.check_kind()
+        self.files.load()
         if existing is Existing.DISCARD:
             return self.files.check_strangers()  # else whatever it holds, damaged or not
         self._history = History.read(self._home)
@@ -235,6 +236,7 @@ class GenerationKeeper:
         if others or set(self.files.announced()) != {*self._names, *ALWAYS}:
             self.files.keep_only(self._names, others, generations.values())
             self.files.announce(self.run_id, self._names)
+        self.files.note_present()
 
     @property
     def _names(self) -> list[str]:
@@ -342,6 +344,7 @@ class GenerationKeeper:
             if self._ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
                 write_manifest(self._home, generation_name(number), payload, self._durability)
+                self.files.note_committed()
         self._number = number
         self.agreed_wish = max(int(each, 16) for each in wishes)
         self._store.mark_committed(snapshot.slots)
@@ -354,7 +357,13 @@ class GenerationKeeper:
             if not shard.layout.trainable and len(shard.slots) > 1:
                 entry["spare"] = _records(shard.slots[1 - slot])
             sections.append(entry)
-        return {"run_id": self.run_id, "step": record.step, "rng": record.rng, "sections": sections}
+        return {
+            "run_id": self.run_id,
+            "number": self._number + 1,
+            "step": record.step,
+            "rng": record.rng,
+            "sections": sections,
+        }
 
     def _global_payload(self, number: int, digests: Sequence[str], record: StepRecord) -> dict[str, Any]:
         return {

@@ -12,11 +12,14 @@ from typing import Any
 
 from zero_offload.checkpoint.format import GENERATION_NAMES
 from zero_offload.checkpoint.generation import Ranks
+from zero_offload.checkpoint.history import History
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError
 from zero_offload.recipes.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
+from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.manifest import MAGIC
 
 RUN_HELP = "run directory of `train`, NVMe directory, or checkpoint"
 
@@ -60,4 +63,10 @@ def alone() -> Ranks:
 
 
 def _has_generation(path: Path) -> bool:
-    return any((path / name).is_file() for name in GENERATION_NAMES)
+    """Whether one is here, or was: what is missing is told by those who look for it."""
+    if any((path / name).is_file() for name in GENERATION_NAMES):
+        return True
+    if read_object(path / RUN_FILE).get("magic") != MAGIC:
+        return False
+    with RunDirectory.look(path) as directory:
+        return not History.read(directory).is_empty

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.errors import ConfigError, IntegrityError, StorageError, ZeroOffloadError
 from zero_offload.storage.directory import DataFile, RunDirectory
 from zero_offload.storage.engine import FileEngine, Lasting, Ticket, Urgency
 from zero_offload.storage.extents import Extent, ExtentMap
@@ -155,10 +155,15 @@ class SwapFile:
         self._open(files)
 
     def open_existing(self) -> None:
-        """Open the files of an earlier run. Raises IntegrityError when one is shorter than the plan."""
+        """Open the files of an earlier run. Raises StorageError when one is missing, IntegrityError: when too short."""
         with contextlib.ExitStack() as undo:
             files = []
             for directory in self._directories:
+                if self._name not in directory.names():
+                    raise StorageError(
+                        f"{directory.path / self._name} is missing, which has the states that the generation names. "
+                        "Restore the file, load a checkpoint, or start over with existing='discard'"
+                    )
                 files.append(directory.open_file(self._name))
                 undo.callback(files[-1].close)
             self._check_sizes(files)
