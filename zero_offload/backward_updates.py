@@ -1,5 +1,10 @@
 """overlap="backward": units are updated in the backward that makes their gradients, one by one, while it goes on.
 
+It is there for host memory: gradients of five units instead of all. A transformer of 319M parameters in bf16 (128
+tokens, no clipping, two cores) peaks at 4.17 instead of 4.77 GB with all states in memory, and at 1.19 instead of 1.71
+with the optimizer on NVMe; steps are as long as with overlap="forward". grads="nvme" saves as much, needs a drive, and
+made the first of these steps 20% longer.
+
 Owns which units a backward is done with, and the hyperparameters that it began with. Launches through `Updates`; moves
 no bytes. The calls: `trainers.add` for each optimizer; in backward `arriving` before each gradient is taken,
 `before_use` and `advance` at each sign of where backward is, and `end`; then `close` by each optimizer's step.

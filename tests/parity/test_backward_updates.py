@@ -28,6 +28,7 @@ from tests.helpers.reference import Recipe, Trajectory, param_groups, read_maste
 from zero_offload.api import runtime_of
 from zero_offload.backward_updates import BackwardUpdates
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.optim import pipeline
 from zero_offload.plan.memory import GRAD_RING_UNITS
 from zero_offload.types import MIB, STAGES, Tier
 
@@ -141,6 +142,58 @@ def test_the_bits_are_those_of_a_step_after_backward(row: Row, nvme: Path, launc
 @pytest.mark.parametrize("row", all_rows(MATRIX), ids=label)
 def test_every_placement(row: Row, nvme: Path) -> None:
     check(row, nvme)
+
+
+def ones(**options: Any) -> Tensor:
+    return torch.ones(2, WIDE, **options)
+
+
+def ask_for_the_gradient_of_an_input(block: nn.Module) -> None:
+    x = ones(requires_grad=True)
+    torch.autograd.grad(block(x).sum(), x)
+
+
+def run_a_frozen_block(block: nn.Module) -> None:
+    block.requires_grad_(False)
+    block(ones(requires_grad=True)).sum().backward()
+    block.requires_grad_(True)
+
+
+def break_off(block: nn.Module) -> None:
+    """Before anything is updated."""
+    with pytest.raises(ArithmeticError), zo.no_sync(block):
+        block(Fuse.apply(ones(requires_grad=True), ArithmeticError)).sum().backward()
+
+
+def do_nothing(block: nn.Module) -> None:
+    """Blocks that take turns are enough."""
+
+
+@pytest.mark.parametrize("between", [do_nothing, ask_for_the_gradient_of_an_input, run_a_frozen_block, break_off])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.filterwarnings("ignore:the last backward was left by an exception")
+def test_gradients_stay_until_the_update_has_read_them(
+    between: Callable[[nn.Module], None], tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backwards that do not use a unit come and go while its update is pending, and want memory for gradients."""
+    update = pipeline.fused_update
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)
+        update(*arguments)
+
+    def run(**settings: Any) -> nn.Module:
+        model, optimizer = offloaded(partial(TinyLM, WIDE), **settings)
+        for step in range(6):
+            model.blocks[step % 3](ones() * (step + 1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            between(model.blocks[(step + 2) % 3])
+        return model
+
+    expected = run(overlap="none")
+    monkeypatch.setattr(pipeline, "fused_update", slowly)
+    assert_same_values(run(params=tier, optimizer=tier, nvme=nvme, durability="scratch"), expected)
 
 
 # Several ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import Failure, RankPool, read_params
 from tests.helpers.reference import clip_factor, global_norm
 from zero_offload.api import runtime_of
+from zero_offload.optim.pipeline import UpdatePipeline
 
 offload_module: Any = importlib.import_module("zero_offload.offload")
 
@@ -305,6 +307,44 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor, which: int) -> Tensor:
         return self.both[which](x)  # type: ignore[no-any-return]
+
+
+def train_beside_a_slow_update(
+    rank: int, world_size: int, stage: int, branches: str, overlap: str
+) -> dict[str, Tensor]:
+    """Each rank has an expert of its own, the last rank a slow update of the other ones'."""
+    update = UpdatePipeline._compute
+
+    def slowly(self: UpdatePipeline, task: Any, delivery: Any) -> None:
+        time.sleep(0.1 * (rank == world_size - 1 and task.section.name == "experts.0"))
+        update(self, task, delivery)
+
+    config = zo.OffloadConfig(stage=stage, precision="fp32", branches=branches, overlap=overlap, durability="scratch")
+    model = zo.offload(build(Routed), config)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(rank))
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(UpdatePipeline, "_compute", slowly)
+            for step in range(3):
+                with zo.no_sync(model):
+                    (model.experts[rank](x) * (step + 1)).square().mean().backward()
+                model.head(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return read_params(model)
+    finally:
+        zo.close(model)
+
+
+@pytest.mark.parametrize(("stage", "branches"), [(0, "same"), (0, "any"), (1, "any"), (3, "any")])
+def test_what_other_ranks_send_waits_for_the_update_of_the_step_before(
+    stage: int, branches: str, pool: RankPool
+) -> None:
+    """Gradients of a unit that this rank does not use arrive while its update still reads the last ones."""
+    expected = pool.succeed(train_beside_a_slow_update, stage, branches, "none")[0]
+    for found in pool.succeed(train_beside_a_slow_update, stage, branches, "forward"):
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def use_parts_of_a_unit(rank: int, world_size: int, stage: int, branches: str) -> list[bool]:

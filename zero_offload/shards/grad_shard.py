@@ -134,8 +134,9 @@ class GradShard:
         self._span = None
 
     def leave_ring(self) -> None:
-        """Give back what was leased; gradients that are still held move to memory of their own."""
-        if self._span is None or self._array is None:
+        """Give back what was leased, unless an update reads it; gradients that are still held move to memory of their
+        own. The ring asks again for what an update has used."""
+        if self._lent or self._span is None or self._array is None:
             return
         own = None
         if self.held and self._pages is not None:

@@ -260,6 +260,8 @@ class GradReducer:
 
     def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
+        # The gradients may be another rank's alone: then this rank has not waited for the last step's update of them.
+        self._board.wait(grads.unit.index)
         self.keeper.keep_reduced(grads, shard)
         self._partials.drop(grads)
         grads.whole = grads.joined is None
