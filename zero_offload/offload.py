@@ -8,7 +8,6 @@ is used by `OffloadedModel`; nothing here runs in a training step.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -118,7 +117,7 @@ def offload(
             unit.seal()
             guard(unit.params)
         points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
-        install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, undo)
+        install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, owner, undo)
         install_walk_hooks(model, owner, undo)
         files.settle(ranks)
         if files.found is not None:
@@ -126,7 +125,7 @@ def offload(
         else:
             owner.session.lacks_weights = skips_values
         trim_heap()  # the parameters' old storages are free
-        weakref.finalize(owner, cleanup.close)
+        owner.close_when_dropped()
     except BaseException:
         with cleanup:
             undo.close()

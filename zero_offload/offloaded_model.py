@@ -13,6 +13,7 @@ import atexit
 import math
 import os
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane, now
 from zero_offload.telemetry.stats import Stats, StatsKeeper
+from zero_offload.threads import THREAD_PREFIX, start
 from zero_offload.types import Durability
 from zero_offload.updates import Updates, failing, overlaps
 
@@ -92,7 +94,7 @@ class OffloadedModel:
             parts.config.commit_every,
         )
         self._states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index, plan)
-        self._updates = Updates(parts, self.grads.ledger, self._states, self._commits, weakref.ref(self))
+        self._updates = Updates(parts, self.grads.ledger, self._states, self._commits)
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
             self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)
@@ -353,37 +355,78 @@ class OffloadedModel:
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
-        if self.session.closed:
-            return
-        self.session.closed = True
-        raised, exchange = sys.exc_info()[1] is not None, self.parts.ranks.exchange
-        whole = together = same = False
+        self.session.check_process()
+        _close(self.session, self._commits, self.parts)
+
+    def close_when_dropped(self) -> None:
+        """From here on files and threads live as long as this object, which the model's hooks and graphs keep."""
+        weakref.finalize(self, _close_dropped, self.session, self._commits, self.parts).atexit = False
+
+
+def _close(session: Session, commits: Commits, parts: Parts) -> None:
+    if session.closed:
+        return
+    session.closed = True
+    raised, exchange = sys.exc_info()[1] is not None, parts.ranks.exchange
+    whole = together = same = False
+    try:
+        commits.forget_unfit()
         try:
-            self._commits.forget_unfit()
-            try:
-                # First of all: a commit under way talks to the other ranks, on the same group.
-                self.drain()
-                whole = True
-            except UpdateInterrupted:
-                pass  # the program has had its KeyboardInterrupt
-            finally:
-                if not whole:
-                    self._commits.drop()
-                # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
-                together = exchange.all_come("zo.close, which all ranks call", surely=whole and not raised)
-                # It may also have struck ranks at different steps.
-                same = together and len(set(exchange.gather_digests(f"{self._commits.pending_step:016x}"))) == 1
-            if same:
-                self._commits.launch_latest()
-            if whole:
-                self.drain()
+            # First of all: a commit under way talks to the other ranks, on the same group.
+            commits.drain()
+            whole = True
+        except UpdateInterrupted:
+            pass  # the program has had its KeyboardInterrupt
         finally:
-            try:
-                self._commits.shutdown()
-            finally:
-                # When one rank returns, none holds the directory's lock: it can be opened again at once.
-                with exchange.together() if together else nullcontext():
-                    self.parts.close_files()
+            if not whole:
+                commits.drop()
+            # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
+            together = exchange.all_come("zo.close, which all ranks call", surely=whole and not raised)
+            # It may also have struck ranks at different steps.
+            same = together and len(set(exchange.gather_digests(f"{commits.pending_step:016x}"))) == 1
+        if same:
+            commits.launch_latest()
+        if whole:
+            commits.drain()
+    finally:
+        try:
+            commits.shutdown()
+        finally:
+            # When one rank returns, none holds the directory's lock: it can be opened again at once.
+            with exchange.together() if together else nullcontext():
+                parts.close_files()
+
+
+def _close_dropped(session: Session, commits: Commits, parts: Parts) -> None:
+    """Close a model that nothing refers to any more; its directory is free when this returns.
+
+    The garbage collector may call this on one of the model's own threads, which cannot wait for itself.
+    """
+    if threading.current_thread().name.startswith(THREAD_PREFIX):
+        start(threading.Thread(target=_finish, args=(session, commits, parts), name="zero-offload-end"))
+    else:
+        _finish(session, commits, parts)
+
+
+def _finish(session: Session, commits: Commits, parts: Parts) -> None:
+    """`_close` where errors have no caller. Several ranks commit nothing more: the others may be elsewhere."""
+    if session.closed or not session.in_own_process:
+        return
+    told = parts.board.told
+    try:
+        if parts.ranks.world_size == 1:
+            _close(session, commits, parts)
+            return
+        session.closed = True
+        try:
+            commits.drop()
+            commits.drain()
+        finally:
+            commits.shutdown()
+            parts.close_files()
+    except ZeroOffloadError as error:
+        if not told:  # else the program has had it, and the user
+            print(f"zero_offload: the last step is not made a generation: {error}", file=sys.stderr)
 
 
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
@@ -409,9 +452,4 @@ def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:
     # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
     if owner.parts.ranks.world_size > 1:
         return
-    told = owner.parts.board.told
-    try:
-        owner.close()
-    except ZeroOffloadError as error:
-        if not told:  # else the program has had it, and the user
-            print(f"zero_offload: the last step is not made a generation: {error}", file=sys.stderr)
+    _finish(owner.session, owner._commits, owner.parts)

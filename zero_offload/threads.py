@@ -15,6 +15,8 @@ from collections.abc import Callable
 from zero_offload.errors import CapacityError
 
 LOOK_S = 0.1
+THREAD_PREFIX = "zero_offload"
+"""Of the names of threads that a model's work needs."""
 NO_THREAD = "Raise the limit on threads: see 'ulimit -u', and pids.max of the container or cgroup"
 """What to type where the system starts no thread."""
 

@@ -6,7 +6,6 @@ Owns the passes over states and the number of their threads. Decides neither wha
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -37,10 +36,7 @@ class Updates:
         ledger: GradLedger,
         states: OptimizerStates,
         commits: Commits,
-        model: weakref.ref[object],
     ) -> None:
-        """`model` is whose end closes the files."""
-        self._model = model
         self._parts = parts
         self._ledger = ledger
         self._worker = parts.update_worker
@@ -110,7 +106,7 @@ class Updates:
         threads = update_threads(kernel_threads(), beside, parts.device.is_host)
         on_host = [section for section in sections if not section.shard.on_device]
         if beside and on_host:
-            self._worker.submit(partial(_run_for, self._model(), self._pipeline, on_host, threads))
+            self._worker.submit(partial(self._pipeline.run, on_host, threads))
         elif not beside:
             with parts.store.counters.waiting(Cause.UPDATE):
                 self._pipeline.run(on_host, threads)
@@ -119,11 +115,6 @@ class Updates:
             on_device = [section for section in sections if section.shard.on_device]
             with parts.store.counters.waiting(Cause.UPDATE):
                 self._device_pass.run(on_device)
-
-
-def _run_for(model: object, pipeline: UpdatePipeline, sections: Sequence[SectionUpdate], num_threads: int) -> None:
-    """A model that is dropped meanwhile lives until its update is over: this holds it."""
-    pipeline.run(sections, num_threads)
 
 
 def overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:

@@ -35,7 +35,7 @@ from zero_offload.optim.loading import (
 )
 from zero_offload.optim.ordinary import squares_of
 from zero_offload.probe import kernel_threads
-from zero_offload.shards.registry import Owner, check_adopted, owner_of
+from zero_offload.shards.registry import Owner, check_adopted, dropped_error, is_dropped, owner_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -115,6 +115,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if owner_of(param) is not None:
                     hypers[param] = hyper
+                elif is_dropped(param):
+                    raise dropped_error(param)
                 elif param.grad is not None:
                     self._check_ordinary(param, hyper)
                     ordinary.append((param, hyper, group))

@@ -36,16 +36,20 @@ def install_hooks(
     session: Session,
     casts: Mapping[str, Cast],
     grad_ready: GradReady,
+    runtime: object,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Hook `root`, the modules named in `points` and `casts`, and every trainable parameter."""
+    """Hook `root`, the modules named in `points` and `casts`, and every trainable parameter.
+
+    The hooks of modules, and the graphs that forwards make, keep `runtime` alive.
+    """
     # First, so that outputs, which may be parameters, are cast while their unit is here.
     for name, cast in casts.items():
         _install_cast(root.get_submodule(name), cast, undo)
     for name in dict.fromkeys(("", *points)):
         units = tuple(points.get(name, ()))
         module = root.get_submodule(name)
-        before = _Hook(_untraced(_before), session, units)
+        before = _Hook(_untraced(_before), session, units, runtime)
         after = _Hook(_untraced(_after), session)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
@@ -198,11 +202,12 @@ def _cast_floats(dtype: torch.dtype, tree: Any) -> Any:
 def _before(
     session: Session,
     units: tuple[Unit, ...],
+    runtime: object,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    session.enter(units, (args, kwargs))
+    session.enter(units, (args, kwargs), runtime)
 
 
 def _after(session: Session, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

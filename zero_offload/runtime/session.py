@@ -107,17 +107,24 @@ class Session:
         self._saved = SavedTensors(units, activations, always=grads.passing)
 
     def check_alive(self) -> None:
-        """A forked child has neither our pages nor our threads: it must not get as far as touching them. Nor has
-        anybody the files and threads of a model that was closed."""
-        if os.getpid() != self._pid:
-            raise ZeroOffloadError(
-                f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
-                f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
-            )
+        """Raise in a forked child, and for a model that was closed."""
+        self.check_process()
         if self.closed:
             raise ZeroOffloadError(
                 "this model was closed by zo.close; build and offload it again (existing='resume' goes on from the "
                 "last generation)"
+            )
+
+    @property
+    def in_own_process(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
+        if not self.in_own_process:
+            raise ZeroOffloadError(
+                f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
+                f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
             )
 
     def check_usable(self) -> None:
@@ -147,8 +154,8 @@ class Session:
 
     # Forward
 
-    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
-        """A hooked module's forward starts."""
+    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any], runtime: object) -> None:
+        """A hooked module's forward starts. Its graph keeps `runtime`: backward may come after the model is dropped."""
         if in_backward():
             for unit in units:
                 self._recompute(unit)
@@ -177,7 +184,7 @@ class Session:
             except BaseException:
                 self.forwards.clear()
                 raise
-        self.forwards[-1].saving = self._saved.hooks(self._use_in_backward)
+        self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime))
         if self._spans.on and len(self.forwards) == 1 and self.round is None:
             self.forwards[-1].begin_ns = now()  # the whole, with its waits
         for unit in units:
@@ -338,6 +345,9 @@ class Session:
             self._use_in_backward(unit)
         # What is saved in a recomputed forward passes no hook of ours, so nobody asks for it.
         unit.passing = False
+
+    def _use_for_graph(self, runtime: object, unit: Unit) -> None:
+        self._use_in_backward(unit)
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_offload.errors import ConfigError
+from zero_offload.errors import ConfigError, ZeroOffloadError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -189,6 +189,19 @@ def not_adopted(call: str, names: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"{call}: {len(names)} trained parameters were added to the model after zo.offload ({some}). No rank reduces "
         "their gradients, and no generation keeps them. Call zo.offload(model) again, which adopts them, and then this"
+    )
+
+
+def is_dropped(param: nn.Parameter) -> bool:
+    """Whether the model that offloaded `param` is gone, and with it the values."""
+    found = _owners.get(param)
+    return isinstance(found, weakref.ref) and found() is None
+
+
+def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped; its values went "
+        "with the model. Keep a reference to the model while its parameters or its optimizer are used"
     )
 
 

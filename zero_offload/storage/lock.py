@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import json
 import os
 import socket
@@ -94,6 +95,9 @@ def _take(path: Path, system: FileSystem, dir_fd: int, fd: int) -> None:
 
 
 def _take_alone(path: Path, system: FileSystem, dir_fd: int, fd: int) -> None:
+    if _try_lock(system, fd, fcntl.LOCK_EX):
+        return
+    gc.collect()  # a dropped model in a reference cycle holds its lock until then
     if not _try_lock(system, fd, fcntl.LOCK_EX):
         raise LockError(_describe_holder(path, system, dir_fd))
 
@@ -127,7 +131,7 @@ def _describe_holder(path: Path, system: FileSystem, dir_fd: int) -> str:
         if (holder["pid"], holder["host"]) == (os.getpid(), socket.gethostname()):
             return (
                 f"{path} is in use by {who}: that is this one, by a model that has not been closed. Call "
-                "zo.close(model) (a model that was dropped without it lets go when its last step is complete), or "
+                "zo.close(model) (a dropped model lets go with its last reference; results of its forwards count), or "
                 "choose another directory"
             )
     except FileNotFoundError:

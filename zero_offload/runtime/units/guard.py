@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.units.read_only import changed_by, lend, refuse_changes
-from zero_offload.shards.registry import owner_of
+from zero_offload.shards.registry import dropped_error, owner_of
 
 _HARMLESS_PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
@@ -246,11 +246,8 @@ def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     lent: list[tuple[Tensor, str]] = []
     for owned in by_owner.values():
         owner = owner_of(owned[0])
-        if owner is None and isinstance(owned[0], AtRest):
-            raise ZeroOffloadError(
-                f"{getattr(func, '__name__', func)} needs the data of a parameter whose offloaded model is gone. Keep "
-                "the model as long as you use its parameters"
-            )
+        if owner is None and any(isinstance(param, AtRest) for param in owned):
+            raise dropped_error(owned[0])
         changed = [param for param in owned if id(param) in changed_ids]
         if owner is not None and owner.access.touch(owned, func, changed):
             lent += [(_part_of(param), owner.access.name_of(param)) for param in owned]
