@@ -13,7 +13,7 @@ from zero_offload.abi import Rule
 from zero_offload.host import host_zeros
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives
+from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, steps_of
 
 
 class Adagrad(FusedOptimizer):
@@ -50,8 +50,8 @@ class Adagrad(FusedOptimizer):
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         assert param.grad is not None
+        state["step"] = host_zeros((), torch.float32) if is_new else steps_of(state)
         if is_new:
-            state["step"] = host_zeros((), torch.float32)
             state["sum"] += group["initial_accumulator_value"]
         torch_adagrad(
             [param],
