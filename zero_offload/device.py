@@ -10,9 +10,11 @@ Tests put a device with late lanes in the GPU's place (tests/helpers/late_device
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from zero_offload.errors import ConfigError
 from zero_offload.telemetry.spans import SPANS_MAX, Lane, Spans, now
 from zero_offload.types import format_bytes
 
@@ -315,6 +318,97 @@ def _forget_failure() -> None:
 def compute_device() -> Device:
     """The current CUDA device, or the CPU."""
     return CudaDevice() if torch.cuda.is_available() else HostDevice()
+
+
+class DeviceChoice(NamedTuple):
+    """What one rank sees, and which GPU its thread computes on now."""
+
+    host: str
+    """The same text on all ranks of one machine."""
+    gpus: tuple[str, ...]
+    """Each visible GPU, by a text that no other one of the machine has."""
+    current: int
+    local_rank: int | None
+    """LOCAL_RANK, as torchrun sets it."""
+    is_made: bool
+    """True if the program has used CUDA, and so may have chosen even the first GPU."""
+
+    @classmethod
+    def here(cls) -> DeviceChoice:
+        text = os.environ.get("LOCAL_RANK", "")
+        local_rank = int(text) if text.isdecimal() else None
+        if not torch.cuda.is_available():
+            return cls(_host(), (), 0, local_rank, False)
+        is_made = torch.cuda.is_initialized()
+        gpus = tuple(map(_gpu_name, range(torch.cuda.device_count())))
+        return cls(_host(), gpus, torch.cuda.current_device(), local_rank, is_made)
+
+    @property
+    def by_local_rank(self) -> int:
+        """The GPU of LOCAL_RANK, unless the program has chosen one, or sees its own only."""
+        is_free = self.current == 0 and self.local_rank is not None and self.local_rank < len(self.gpus)
+        return self.local_rank if is_free and self.local_rank is not None else self.current
+
+
+def choose_gpus(choices: Sequence[DeviceChoice], names: Sequence[int]) -> list[int]:
+    """Which of its GPUs each rank computes on, by the choices of all ranks, which have these `names`.
+
+    Where those of a machine differ already, the program has chosen. Raises ConfigError for two ranks on one GPU.
+    """
+    crowded = {host for host, _, _ in _shared(choices, [each.current for each in choices])}
+    hosts = [each.host for each in choices]
+    chosen = [
+        each.by_local_rank
+        if each.host in crowded or (hosts.count(each.host) == 1 and not each.is_made)
+        else each.current
+        for each in choices
+    ]
+    for host, gpu, ranks in _shared(choices, chosen):
+        numbers = " and ".join(str(names[rank]) for rank in ranks)
+        raise ConfigError(
+            f"ranks {numbers} on {host.split()[0]} compute on the same GPU ({gpu}), and each needs its own. Start at "
+            "most as many ranks as the machine has GPUs, with torchrun, which sets LOCAL_RANK; or call "
+            "torch.cuda.set_device(...) on each rank before zo.offload"
+        )
+    return chosen
+
+
+def _shared(choices: Sequence[DeviceChoice], chosen: Sequence[int]) -> Iterator[tuple[str, str, list[int]]]:
+    """GPUs that several ranks have: machine, GPU, ranks."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (choice, index) in enumerate(zip(choices, chosen, strict=True)):
+        if choice.gpus:
+            users.setdefault((choice.host, choice.gpus[index]), []).append(rank)
+    return ((*place, ranks) for place, ranks in users.items() if len(ranks) > 1)
+
+
+def use_gpu(choice: DeviceChoice, index: int) -> torch.device | None:
+    """Make this GPU the thread's current one; None where there is no GPU."""
+    if not choice.gpus:
+        return None
+    if index != choice.current:
+        torch.accelerator.set_device_index(index)
+    return torch.device("cuda", index)
+
+
+def on_likely_gpu() -> AbstractContextManager[None]:
+    """Inside, the current GPU is the one that `zo.offload` will take, as far as a rank knows without the others."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return _current(torch.device("cuda", DeviceChoice.here().by_local_rank))
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
+
+
+def _gpu_name(index: int) -> str:
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    name = names[index] if index < len(names) else str(index)
+    # Parts of one GPU (MIG) may have its number.
+    uuid = None if name.startswith("MIG") else getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return name if uuid is None else str(uuid)
 
 
 def describe_device() -> str:

@@ -22,7 +22,7 @@ from torch.utils.dlpack import from_dlpack
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import OffloadConfig
-from zero_offload.device import Device, compute_device
+from zero_offload.device import Device, compute_device, on_likely_gpu
 from zero_offload.errors import ConfigError
 from zero_offload.inputs import check_config, check_model
 from zero_offload.memory.arena import Arena, MovableBuffer
@@ -51,7 +51,7 @@ from zero_offload.probe import probe_hardware
 from zero_offload.run_files import RunFiles
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
-from zero_offload.runtime.ranks.group import RankGroup, mesh_problems
+from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
@@ -78,27 +78,39 @@ def offload(
     what moves together (module names, classes or modules); by default the repeated blocks are found. `mesh` names
     the ranks that train this model, by default all: of one dimension, over which states are divided, or of two,
     (replicate, shard), for hybrid sharding. All of its ranks call this together.
+    Where a launcher has set RANK, WORLD_SIZE above 1 and MASTER_ADDR and no process group exists, this makes it.
+    WORLD_SIZE=1 says that the process trains alone. Each rank has a GPU of its own: that of LOCAL_RANK, or the
+    program's choice.
     With a generation in the directory and existing="resume", parameters and states are the generation's.
 
     Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
     CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
     ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
     """
-    check_model("zo.offload", model)
-    check_config("zo.offload", config)
-    device = compute_device()
-    _check_model(model, mesh, device)
-    skips_values = lacks_values(model)
-    group = RankGroup.of(config, mesh, mesh_of(model.parameters()))
+    join_ranks()
+    callers = Callers.of(mesh)
+    callers.take_gpus()
+    # DTensors: those who hold the other parts are told as well.
+    tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
+    with callers.together_with(tensor_mesh):
+        check_model("zo.offload", model)
+        check_config("zo.offload", config)
+        device = compute_device()
+        _check_model(model, mesh, device)
+        skips_values = lacks_values(model)
+        partition = partition_of(config, mesh)
+        spec = ModelSpec.from_module(model, units)
+        dtypes = resolve(model, config)
+        layout = make_layout(spec, dtypes, partition.optimizer_shards)
+        own_hardware = _hardware(config, device)
+        unit_bytes = _unit_bytes(layout, spec, config, partition)
+    group = RankGroup.of(config, mesh, tensor_mesh, callers)
     collectives = Collectives(group, device.torch_device, config)
-    spec = ModelSpec.from_module(model, units)
-    dtypes = resolve(model, config)
-    layout = make_layout(spec, dtypes, collectives.num_shards)
     exchange = CommitGroup(group)
-    hardware = _agree(_hardware(config, device), exchange)
-    unit_bytes = _unit_bytes(layout, spec, config, collectives.partition)
-    outlook = _outlook(unit_bytes, work_of(model, spec), config, collectives.partition, hardware)
-    placement = place(unit_bytes, config, hardware, collectives.partition, outlook)
+    hardware = _agree(own_hardware, exchange)
+    with exchange.together():
+        outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
+        placement = place(unit_bytes, config, hardware, partition, outlook)
     cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()  # run at the model's end; run after an error
     try:
         build = Build(config, layout, placement, collectives, device, cleanup, undo)
@@ -107,18 +119,18 @@ def offload(
         check_same_model(model, ranks, exchange, values=files.found is None)
         with exchange.together():
             parts = _build(model, build, ranks, files)
-        owner = OffloadedModel(model, parts, estimate_memory(unit_bytes, placement, config, collectives.partition))
-        undo.callback(setattr, owner.session, "closed", True)  # a traceback may keep it until the interpreter exits
-        for unit in parts.units:
-            undo.callback(unguard, unit.params)
-            for param in unit.params:
-                undo.callback(unregister, param)
-                register(param, owner)
-            unit.seal()
-            guard(unit.params)
-        points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
-        install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, owner, undo)
-        install_walk_hooks(model, owner, undo)
+            owner = OffloadedModel(model, parts, estimate_memory(unit_bytes, placement, config, partition))
+            undo.callback(setattr, owner.session, "closed", True)  # a traceback may keep it until the interpreter exits
+            for unit in parts.units:
+                undo.callback(unguard, unit.params)
+                for param in unit.params:
+                    undo.callback(unregister, param)
+                    register(param, owner)
+                unit.seal()
+                guard(unit.params)
+            points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
+            install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, owner, undo)
+            install_walk_hooks(model, owner, undo)
         files.settle(ranks)
         if files.found is not None:
             owner.adopt_generation(files.found)
@@ -176,12 +188,11 @@ def plan_memory(
     """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
     check_model("zo.plan", model)
     check_config("zo.plan", config)
-    device = compute_device()
+    with on_likely_gpu():
+        device = compute_device()
     if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
         raise ConfigError("\n".join(problems))
-    partition = RankGroup.of(config).partition
-    if mesh is not None:  # by its size alone: making its groups would be collective
-        partition = replace(partition, world_size=mesh.size(), num_replicas=mesh.size(0) if mesh.ndim == 2 else 1)
+    partition = partition_of(config, mesh)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
     unit_bytes = _unit_bytes(layout, spec, config, partition)

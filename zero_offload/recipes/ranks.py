@@ -6,7 +6,6 @@ stop?"). Never moves tensors of the model. Calls: `joined_ranks()` as a context,
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zero_offload.host import host_tensor
+from zero_offload.runtime.ranks.group import join_ranks, launched_ranks
 from zero_offload.runtime.ranks.watch import RankWatch
 
 
@@ -58,10 +58,8 @@ def joined_ranks() -> Iterator[Ranks]:
 
     Whatever ends this rank, the others are told.
     """
-    joins = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized()
-    if joins:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.accelerator.is_available() else "gloo")
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    joins = join_ranks()
+    rank, size = launched_ranks()
     ranks = Ranks(rank, size, RankWatch(range(size)))
     try:
         yield ranks

@@ -8,17 +8,15 @@ them only `CommitGroup` communicates, on a process group of its own because comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zero_offload import errors
 from zero_offload.config import OffloadConfig
-from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.host import host_tensor
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
@@ -205,6 +203,8 @@ class CommitGroup:
         ascending = sorted(group.run_members)
         self._order = [ascending.index(member) for member in group.run_members]
         """torch's number of each of our ranks."""
+        self._numbers = [self._order.index(number) for number in range(len(ascending))]
+        """Our number of each of torch's ranks."""
 
     def agree(self, text: str) -> str:
         """Rank 0's text, on every rank."""
@@ -252,36 +252,6 @@ class CommitGroup:
             return False
         return True
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Every rank's block succeeds, or every rank raises: none is left waiting for one that gave up.
-
-        Inside there must be no communication. The first rank's error is raised where nothing went wrong.
-        """
-        failure: Exception | None = None
-        try:
-            yield
-        except Exception as error:
-            if self._group is None:
-                raise
-            failure = error
-        if self._group is None:
-            return
-        found: list[tuple[str, str] | None] = [None] * len(self._order)
-        mine = None if failure is None else (type(failure).__name__, str(failure))
-        try:
-            with self._watch.waiting("a commit or another agreement about files"):
-                dist.all_gather_object(found, mine, group=self._group)
-        except RankError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
-        for rank, number in enumerate(self._order):
-            if (theirs := found[number]) is not None:
-                raise _error_class(theirs[0])(f"rank {rank}: {theirs[1]}")
-
-
-def _error_class(name: str) -> type[ZeroOffloadError]:
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, ZeroOffloadError) else ZeroOffloadError
+    def together(self) -> AbstractContextManager[None]:
+        """As `RankWatch.together`."""
+        return self._watch.together(self._group, self._numbers, "a commit or another agreement about files")

@@ -8,7 +8,10 @@ whole run, whose other columns hold the other parts and see the same data. Commu
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.config import OffloadConfig
+from zero_offload.device import DeviceChoice, choose_gpus, use_gpu
+from zero_offload.errors import ConfigError
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.neighbours import Channel, Neighbourhood
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit
@@ -27,6 +32,113 @@ reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduc
 
 Group = dist.ProcessGroup | None
 """None is every rank of the program."""
+
+
+def launched_ranks() -> tuple[int, int]:
+    """This rank and how many there are: of the process group, else as a launcher's environment says; (0, 1) alone."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    texts = [os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    if not all(texts):
+        return 0, 1
+    try:
+        rank, size = map(int, texts[:2])
+    except ValueError:
+        raise _cannot_join("RANK and WORLD_SIZE are not both whole numbers") from None
+    return (rank, size) if size > 1 else (0, 1)
+
+
+def join_ranks() -> bool:
+    """Make the process group of the ranks that a launcher has started, each on its own GPU, if there is none yet.
+
+    Says whether it did. All ranks call it, and meet. Raises ConfigError.
+    """
+    rank, size = launched_ranks()
+    if size == 1 or (dist.is_available() and dist.is_initialized()):
+        return False
+    try:
+        from torch.distributed.rendezvous import rendezvous
+
+        store, rank, size = next(rendezvous("env://"))
+        mine, problem = None, ""
+        try:
+            mine = DeviceChoice.here()
+        except RuntimeError as error:
+            problem = f"rank {rank}: {error}"
+        store.set(f"zero_offload/gpu/{rank}", json.dumps([problem, mine]))
+        told = [json.loads(store.get(f"zero_offload/gpu/{each}")) for each in range(size)]
+        if problems := [problem for problem, _ in told if problem]:
+            raise RuntimeError("; ".join(problems))
+        choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in told]
+        device = use_gpu(choices[rank], choose_gpus(choices, range(size))[rank])
+        backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        raise _cannot_join(f"{type(error).__name__}: {error}") from error
+    return True
+
+
+def _cannot_join(why: str) -> ConfigError:
+    said = ", ".join(
+        f"{name}={os.environ.get(name, '')}" for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    )
+    return ConfigError(
+        f"the environment says that this process is one of several ranks ({said}), but they cannot meet: {why}. Start "
+        "all of them with torchrun, or call torch.distributed.init_process_group before zo.offload. Where each process "
+        "trains a model of its own, set WORLD_SIZE=1 for it"
+    )
+
+
+@dataclass(frozen=True)
+class Callers:
+    """The ranks that call `zo.offload` together, as far as is known before anything is checked."""
+
+    members: tuple[int, ...]
+    """The program's ranks, ascending."""
+    group: Group
+    """Of its own over gloo, for the control thread; None when this rank is alone."""
+    watch: RankWatch
+
+    @classmethod
+    def of(cls, mesh: object) -> Callers:
+        """Those of `mesh`; all, where it is none. A rank that is not in it is alone with that. Collective."""
+        members: tuple[int, ...] = (0,)
+        if dist.is_available() and dist.is_initialized():
+            members = tuple(range(dist.get_world_size()))
+            if isinstance(mesh, DeviceMesh):
+                members = tuple(sorted(mesh.mesh.flatten().tolist()))
+                members = members if dist.get_rank() in members else (dist.get_rank(),)
+        watch = RankWatch(members)
+        with watch.waiting(CALL):
+            return cls(members, _new_group(members, "gloo") if len(members) > 1 else None, watch)
+
+    def together(self) -> AbstractContextManager[None]:
+        """As `RankWatch.together`."""
+        return self.watch.together(self.group, self.members, CALL)
+
+    @contextmanager
+    def together_with(self, tensor_mesh: DeviceMesh | None) -> Iterator[None]:
+        """The same, and those who hold the other parts of a model divided over `tensor_mesh` are told as well."""
+        row = None if tensor_mesh is None or tensor_mesh.ndim > 1 else tensor_mesh.get_group()
+        members = [] if row is None else dist.get_process_group_ranks(row)
+        with self.watch.together(row, members, CALL), self.together():
+            yield
+
+    def take_gpus(self) -> None:
+        """Give each rank a GPU of its own. Raises ConfigError on all where two have one. Collective."""
+        with self.together():
+            mine = DeviceChoice.here()
+        choices = [mine]
+        if self.group is not None:
+            choices *= len(self.members)
+            with self.watch.waiting(CALL):
+                dist.all_gather_object(choices, mine, group=self.group)
+        place = 0 if self.group is None else dist.get_rank(self.group)
+        with self.together():
+            use_gpu(mine, choose_gpus(choices, self.members)[place])
+
+
+CALL = "zo.offload, which all ranks call"
 
 
 @dataclass(frozen=True)
@@ -47,6 +159,9 @@ class RankGroup:
     """Members of every column; one that holds the whole model is `members`."""
     row: Group = None
     """The ranks that hold the other parts of the model."""
+    agreement_group: Group = None
+    """Over gloo, for agreements of the ranks that hold the same part, from the control thread; None alone."""
+    callers_watch: RankWatch | None = None
 
     @property
     def shard_index(self) -> int:
@@ -54,7 +169,7 @@ class RankGroup:
 
     @cached_property
     def watch(self) -> RankWatch:
-        return RankWatch(self.run_members)
+        return RankWatch(self.run_members) if self.callers_watch is None or self.columns else self.callers_watch
 
     @property
     def run_members(self) -> tuple[int, ...]:
@@ -67,24 +182,27 @@ class RankGroup:
 
     @classmethod
     def of(
-        cls, config: OffloadConfig, mesh: DeviceMesh | None = None, tensor_mesh: DeviceMesh | None = None
+        cls,
+        config: OffloadConfig,
+        mesh: DeviceMesh | None = None,
+        tensor_mesh: DeviceMesh | None = None,
+        callers: Callers | None = None,
     ) -> RankGroup:
         """The group that `mesh`, checked by `mesh_problems`, describes; without one, all ranks.
 
-        `tensor_mesh` is that of the model's DTensors.
+        `tensor_mesh` is that of the model's DTensors. Collective.
         """
+        callers = callers or Callers.of(mesh)
+        made, watch = callers.group, callers.watch
+        partition = partition_of(config, mesh)
         if mesh is None:
-            alone = not (dist.is_available() and dist.is_initialized())
-            world_size, rank = (1, 0) if alone else (dist.get_world_size(), dist.get_rank())
-            return cls(Partition.of(config, world_size), rank, tuple(range(world_size)))
+            rank = 0 if made is None else dist.get_rank()
+            return cls(partition, rank, callers.members, agreement_group=made, callers_watch=watch)
         members = tuple(int(rank) for rank in mesh.mesh.flatten())
         everyone = None if len(members) == dist.get_world_size() else _new_group(members)
+        sharers, twins = (everyone, None) if mesh.ndim == 1 else (mesh.get_group(1), mesh.get_group(0))
         place = members.index(dist.get_rank())
-        if mesh.ndim == 1:
-            group = cls(Partition.of(config, len(members)), place, members, everyone, everyone)
-        else:
-            partition = Partition.of(config, len(members), mesh.size(0))
-            group = cls(partition, place, members, everyone, mesh.get_group(1), mesh.get_group(0))
+        group = cls(partition, place, members, everyone, sharers, twins, agreement_group=made, callers_watch=watch)
         return group if tensor_mesh is None else group._in_columns(tensor_mesh)
 
     def _in_columns(self, tensor_mesh: DeviceMesh) -> RankGroup:
@@ -102,11 +220,6 @@ class RankGroup:
         return _new_group(self.run_members, "gloo") if len(self.run_members) > 1 else None
 
     @cached_property
-    def agreement_group(self) -> Group:
-        """Another over gloo for the ranks that hold the same part, from the control thread. Collective."""
-        return _new_group(self.members, "gloo") if len(self.members) > 1 else None
-
-    @cached_property
     def _neighbourhood(self) -> Neighbourhood:
         assert self.agreement_group is not None
         return Neighbourhood(self.agreement_group, self.members)
@@ -120,6 +233,13 @@ class RankGroup:
         """A channel of its own between the ranks of `group`, if they can reach each other's memory. Collective."""
         ranks = self.members if group is None else tuple(dist.get_process_group_ranks(group))
         return self._neighbourhood.channel(ranks, reads=reads)
+
+
+def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:
+    """By the number of ranks alone: asks no other rank."""
+    if mesh is None:
+        return Partition.of(config, launched_ranks()[1])
+    return Partition.of(config, mesh.size(), mesh.size(0) if mesh.ndim == 2 else 1)
 
 
 def _new_group(members: tuple[int, ...], backend: str | None = None) -> Group:

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zero_offload.errors import RankError
+from zero_offload import errors
+from zero_offload.errors import RankError, ZeroOffloadError
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""
@@ -120,6 +121,31 @@ class RankWatch:
             raise RankError(self._explain(what, waited_s, error)) from error
 
     @contextlib.contextmanager
+    def together(self, group: dist.ProcessGroup | None, members: Sequence[int], what: str) -> Iterator[None]:
+        """Every rank's block succeeds, or every rank raises: none is left waiting for one that gave up.
+
+        Inside there must be no communication. The first rank's error is raised where nothing went wrong. `members` are
+        the ranks' names in the order of `group`, which is None where this rank is alone.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if group is None:
+                raise
+            failure = error
+        if group is None:
+            return
+        found: list[Any] = [None] * len(members)
+        try:
+            with self.waiting(what):
+                dist.all_gather_object(found, told(failure), group=group)
+        except RankError:
+            if failure is None:
+                raise
+        raise_first(failure, zip(members, found, strict=True))
+
+    @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
         """Inside this rank waits for the others to close the model as well."""
         self._say("ended", "closed the model")
@@ -165,6 +191,28 @@ class RankWatch:
             f"{found}. Rank {self.rank} had waited {waited_s:.1f} s in {what} ({_first_line(error)}). Start all ranks "
             "again when the cause is gone; existing='resume' goes on from the last commit"
         )
+
+
+Told = tuple[str, str] | None
+"""An error, as other ranks learn of it: its class and its text."""
+
+
+def told(failure: Exception | None) -> Told:
+    return None if failure is None else (type(failure).__name__, str(failure))
+
+
+def raise_first(mine: Exception | None, every: Iterable[tuple[int, Told]]) -> None:
+    """Raise this rank's own error, or else that of the first rank that has one."""
+    if mine is not None:
+        raise mine
+    for rank, theirs in sorted(every, key=lambda each: each[0]):
+        if theirs is not None:
+            raise _error_class(theirs[0])(f"rank {rank}: {theirs[1]}")
+
+
+def _error_class(name: str) -> type[ZeroOffloadError]:
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, ZeroOffloadError) else ZeroOffloadError
 
 
 def _listen(store: Any, witnesses: Sequence[Witness]) -> None:
