@@ -26,6 +26,7 @@ from zero_offload.memory.heap import HeapTrimmer, trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.grads.dtensors import move_to
+from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import owner_of, recipe_of
 from zero_offload.shards.store import ShardStore
@@ -39,6 +40,18 @@ def check_not_offloaded(model: nn.Module) -> None:
         raise ConfigError(
             f"{those} offloaded already; call zo.offload once per model, and after zo.close build the model again"
         )
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise if torch divides or copies the model, or a part of it, over ranks or devices itself."""
+    for name, module in model.named_modules():
+        wrappers = (wrapper_of(kind.__module__) for kind in type(module).__mro__)
+        if (what := next(filter(None, wrappers), None)) is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped by torch's {what}, and zo.offload divides and reduces parameters "
+                "over the ranks itself (stage=). Call zo.offload(model, config) on the plain model, as it was before "
+                "it was wrapped, and leave the wrapper out"
+            )
 
 
 def param_problem(param: nn.Parameter) -> str | None:

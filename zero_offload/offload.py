@@ -30,7 +30,14 @@ from zero_offload.memory.heap import trim_heap
 from zero_offload.memory.pages import num_frames
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
-from zero_offload.move_in import check_not_offloaded, lacks_values, move_buffers, move_in, param_problem
+from zero_offload.move_in import (
+    check_not_offloaded,
+    check_not_wrapped,
+    lacks_values,
+    move_buffers,
+    move_in,
+    param_problem,
+)
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.worker import Worker
 from zero_offload.parts import Parts
@@ -168,6 +175,7 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
 def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
     tensor_mesh = mesh_of(model.parameters())
     check_not_offloaded(model)
+    check_not_wrapped(model)
     problems = list(mesh_problems(mesh, device.torch_device.type, tensor_mesh))
     for name, param in model.named_parameters():
         if tensor_mesh is not None and is_dtensor(param):

@@ -23,7 +23,7 @@ from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.saved.boundary import Group
 from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
-from zero_offload.runtime.units.guard import refuse_copy
+from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import Owner, owner_of
 
@@ -207,6 +207,9 @@ def _before(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    if type(module).__module__.startswith("torch.distributed.") and (what := wrapper_of(type(module).__module__)):
+        # It wraps without looking at a parameter.
+        raise cannot_wrap(what, f"an offloaded {type(module).__bases__[-1].__name__}")
     session.enter(units, (args, kwargs), runtime)
 
 

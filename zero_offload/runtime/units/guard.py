@@ -9,7 +9,9 @@ The hooks switch the class to plain `nn.Parameter` for the time a unit is in use
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -172,6 +174,44 @@ def _copy_of(param: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(param.clone(), requires_grad=param.requires_grad)
 
 
+_WRAPPERS = {
+    "torch.nn.parallel": "DistributedDataParallel or DataParallel",
+    "torch.distributed.fsdp": "fully_shard or FullyShardedDataParallel",
+    "torch.distributed._composable": "replicate",
+    "torch.distributed.tensor.parallel": "parallelize_module",
+}
+"""By the package that they are of."""
+
+
+def wrapper_of(name: str) -> str | None:
+    """What of torch a Python module is a part of, if that divides or copies parameters over ranks or devices itself."""
+    return next((what for package, what in _WRAPPERS.items() if f"{name}.".startswith(f"{package}.")), None)
+
+
+def cannot_wrap(what: str, which: str) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"torch's {what} cannot take {which}: zo.offload itself divides it over the ranks (stage=) and reduces its "
+        "gradients. Leave the wrapper out and use the model as it is, with one process per device (torchrun). Tensor "
+        "parallelism comes first: parallelize_module, then zo.offload(model, config, mesh=...)"
+    )
+
+
+def _check_not_wrapped(caller: FrameType, args: tuple[Any, ...]) -> None:
+    """Raise for torch's wrappers, at the first question that one asks: later it has replaced parameters."""
+    frame: FrameType | None = caller
+    while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("torch."):
+        if (what := wrapper_of(name)) is not None:
+            param = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, AtRest)), None)
+            owner = None if param is None else owner_of(cast(nn.Parameter, param))
+            named = "" if owner is None else f"parameter {owner.access.describe(cast(nn.Parameter, param))}"
+            raise cannot_wrap(what, named or "an offloaded parameter")
+        frame = frame.f_back
+
+
+_ASKS_FOR_ITSELF = ("torch.distributed.", "torch.nn.parallel.")
+"""Where a look at who called whom is worth its time."""
+
+
 class AtRest:
     """What an offloaded parameter at rest does instead of its own class; see the module's docstring."""
 
@@ -186,6 +226,9 @@ class AtRest:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        caller = sys._getframe(1)
+        if caller.f_globals.get("__name__", "").startswith(_ASKS_FOR_ITSELF):
+            _check_not_wrapped(caller, args)
         if func in _harmless():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
