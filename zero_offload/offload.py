@@ -137,7 +137,7 @@ def offload(
                 guard(unit.params)
             points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
             install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, owner, undo)
-            install_walk_hooks(model, owner, undo)
+            install_walk_hooks(model, undo)
         files.settle(ranks)
         if files.found is not None:
             owner.adopt_generation(files.found)

@@ -95,10 +95,10 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
     module.register_forward_hook(recompute.exit, always_call=True)
 
 
-def install_walk_hooks(root: nn.Module, owner: Owner, undo: contextlib.ExitStack) -> None:
+def install_walk_hooks(root: nn.Module, undo: contextlib.ExitStack) -> None:
     """Let `state_dict()` and `load_state_dict()` of the model, and of each part of it, go over parameters that are
-    away. The model holds `owner`, which parameters know weakly."""
-    handles: list[Any] = [root.register_state_dict_pre_hook(_Hook(_hold, owner))]
+    away."""
+    handles: list[Any] = []
     for module in root.modules():
         handles += (
             module.register_state_dict_pre_hook(_before_state_dict),
@@ -108,10 +108,6 @@ def install_walk_hooks(root: nn.Module, owner: Owner, undo: contextlib.ExitStack
         )
     for handle in handles:
         undo.callback(handle.remove)
-
-
-def _hold(owner: Owner, *_: Any) -> None:
-    pass
 
 
 # They know nothing but the module: a copy of one, made in `zo.gathered`, has ordinary parameters, and these hooks too.
