@@ -262,6 +262,8 @@ def _check_nvme(settings: Mapping[str, Any]) -> Iterator[str]:
         return
     if "" in _as_sequence(settings["nvme"]):
         yield "nvme has an empty path; name a directory, or leave the setting out"
+    if any("\0" in str(path) for path in paths):
+        yield f"nvme={[str(path) for path in paths]} has a NUL byte in a path; name a directory"
     if len(set(paths)) < len(paths):
         yield f"nvme={[str(path) for path in paths]} names a directory twice; name each once"
     if paths:

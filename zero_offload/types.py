@@ -119,7 +119,7 @@ def parse_bytes(value: int | str) -> int:
         result = value
     else:
         match = _SIZE.fullmatch(value)
-        if match is None:
+        if match is None or len(match[1]) > 30:
             raise ConfigError(f"cannot read {value!r} as a size; write for example '16GiB'")
         if not match[2] and float(match[1]) < MIB:
             raise ConfigError(f"{value!r} has no unit: write '{value.strip()}GiB', or '{value.strip()}B' for bytes")

@@ -145,6 +145,24 @@ def test_a_directory_in_use(tmp_path: Path, text: Path, capsys: Capture) -> None
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_directory_in_use(tmp_path: Path, text: Path, capsys: Capture) -> None:
+    """The tiers are apart: only the run directory is shared."""
+    with RunDirectory.open(tmp_path / "run"):
+        done = _run(capsys, "train", *SIZES, "--data", text, "--out", tmp_path / "run", "--nvme", tmp_path / "nvme")
+    assert done.code == 6 and _is_one_message(done.err)
+    assert f"{tmp_path / 'run'} is in use by process {os.getpid()}" in done.err
+    assert not (tmp_path / "nvme").exists()
+
+
+def test_a_planted_link_in_the_run_directory(tmp_path: Path, text: Path, capsys: Capture) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "sample.txt").symlink_to(tmp_path / "precious")
+    done = _run(capsys, "train", *SIZES, "--data", text, "--out", tmp_path / "run", "--nvme", tmp_path / "nvme")
+    assert done.code == 4 and _is_one_message(done.err) and "sample.txt is not a regular file" in done.err
+    assert (tmp_path / "precious").read_text() == "precious" and not (tmp_path / "nvme").exists()
+
+
 def test_a_read_only_directory(open_place: Path, text: Path, capsys: Capture) -> None:
     copy = shutil.copy(text, open_place / "text.txt")
     os.chmod(copy, 0o644)
@@ -187,8 +205,8 @@ def test_a_disk_that_fills_up_stops_the_run_and_loses_nothing(
 ) -> None:
     flags = [*SIZES, "--steps", 20, "--data", text, "--out", small_disk / "run", "--nvme", tmp_path / "nvme"]
     ballast = small_disk / "ballast"
-    # Room for the run's description and a page of metrics, which is a few steps.
-    ballast.write_bytes(bytes((40 << 20) - 3 * 4096))
+    # Room for the lock, the run's description and a page of metrics, which is a few steps.
+    ballast.write_bytes(bytes((40 << 20) - 4 * 4096))
     stopped = _run(capsys, "train", *flags)
     assert stopped.code == 4 and _is_one_message(stopped.err), stopped.err
     assert "No space left on device" in stopped.err and "metrics.jsonl" in stopped.err

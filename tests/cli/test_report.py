@@ -11,6 +11,7 @@ import pytest
 from torch import nn
 
 import zero_offload as zo
+from zero_offload.cli.main import main
 
 
 def _report(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -133,3 +134,40 @@ def test_waits_are_compared_with_the_time_that_they_are_in(run_dir: Path) -> Non
     summary = json.loads(_report(run_dir, "--json").stdout)
     assert summary["step_s"] == 0.5 and summary["stall_share"] == pytest.approx(0.45)
     assert summary["step_time_s"]["compute"] == pytest.approx(1.1)
+
+
+WRONG = ["ten", [], None, {}, 10**400, True]
+
+
+@pytest.mark.parametrize(
+    "name", ["loss", "step_s", "update_s", "read_bytes", "peak_rss_bytes", "val_loss", "exposed_s"]
+)
+def test_rows_of_wrong_types_are_left_out_and_named(
+    name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    lines = [
+        row | {"step": 10 + i, name: value} for i, value in enumerate(WRONG) if (name, value) != ("read_bytes", {})
+    ]
+    lines += [{key: value for key, value in row.items() if key != name} | {"step": 30}, row | {"step": 31}]
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["report", str(run_dir), "--json"]) == 0
+    done = capsys.readouterr()
+    assert f'metrics.jsonl line 1 is damaged, its {name} is "ten"' in done.err
+    assert json.loads(done.out)["steps"] == 31
+
+
+@pytest.mark.parametrize("name", ["identity", "plan", "device", "unigram_nats", "num_parameters", "baseline_rss_bytes"])
+def test_a_description_of_wrong_types(name: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = json.loads((run_dir / "run.json").read_text())
+    for value in (["ten"], None, {"a": []}, True):
+        (run_dir / "run.json").write_text(json.dumps(whole | {name: value}))
+        assert main(["report", str(run_dir)]) == 2
+        assert "run.json is not what `train` wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"steps": 3}', '{"steps": [{}]}', '{"steps": [1]}', "[]", "{", ""])
+def test_a_trace_that_is_none(text: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "trace.json").write_text(text)
+    assert main(["report", str(run_dir)]) == 2
+    assert "trace.json is not what" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     found = read_run(args.run_dir)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     summary, failure = summarize(found), None
     try:
         summary["report"] = str(write_report(args.run_dir))

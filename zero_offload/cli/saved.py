@@ -7,6 +7,7 @@ Owns how the manifests are found from it. Opens and changes nothing. The calls: 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.manifest import MAGIC
+from zero_offload.storage.system import read_file
 
 RUN_HELP = "run directory of `train`, NVMe directory, or checkpoint"
 
@@ -33,7 +35,8 @@ def find_home(path: Path) -> Path:
     identity = described(path).get("identity")
     nvme = identity.get("offload.nvme") if isinstance(identity, dict) else None
     if not isinstance(nvme, list) or not nvme:
-        raise ConfigError(f"{path} holds no generation and no run; give a {RUN_HELP}")
+        damaged = f", and its {RUN_FILE} does not say where the run's states are" * os.path.lexists(path / RUN_FILE)
+        raise ConfigError(f"{path} holds no generation and no run{damaged}; give a {RUN_HELP}")
     home = Path(str(nvme[0]))
     out = Path(str(identity.get("out"))) if isinstance(identity, dict) else path
     if home.is_relative_to(out):
@@ -49,10 +52,10 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where none can be read."""
+    """The JSON object in a file; empty where none can be read. Raises StorageError where it is a link, or no file."""
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        value = json.loads(read_file(file).decode())
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

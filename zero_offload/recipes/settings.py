@@ -10,8 +10,8 @@ problem of both tables; then read the fields, `gpt()` and `arguments()`.
 from __future__ import annotations
 
 import difflib
-import math
 import os
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -115,7 +115,7 @@ def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     problems = unknown_names(document, ["train", "offload"])
     problems += [f"{name} is not a table; write [{name}]" for name in document if not _is_table(document, name)]
@@ -149,11 +149,14 @@ def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
 def _as_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     data = settings.get("data", ())
     paths = tuple(Path(item).expanduser() for item in ([data] if isinstance(data, str | Path) else data))
-    return {"data": paths, "out": Path(settings.get("out", default_out(paths))).expanduser()}
+    out = Path(settings.get("out", default_out(paths))).expanduser()
+    if any("\0" in str(path) for path in (*paths, out)):
+        raise TypeError("a NUL byte")
+    return {"data": paths, "out": out}
 
 
 def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
-    if config.model not in PRESETS:
+    if not isinstance(config.model, str) or config.model not in PRESETS:
         near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
         yield f"model={config.model!r} is no preset; did you mean {near!r}? There are {', '.join(PRESETS)}"
     for name in ("steps", "seq", "batch", "accumulate", "eval_every", "eval_batches", "sample_bytes"):
@@ -181,11 +184,11 @@ def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
 
 
 def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_table(document: Mapping[str, Any], name: str) -> bool:

@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -42,6 +42,7 @@ from zero_offload.recipes.run_dir import METRICS_FILE, TRACE_FILE, Metrics, Row,
 from zero_offload.recipes.settings import TrainConfig
 from zero_offload.recipes.step_trace import StepTrace
 from zero_offload.recipes.stop import StopRequest, requested_stop
+from zero_offload.storage.directory import RunDirectory
 from zero_offload.types import KIB, Durability, Existing, StateKind, Tier
 
 _BETAS = (0.9, 0.95)
@@ -107,17 +108,19 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
         corpus = load_corpus(config.data, config.seq)
         progress.note(f"data: {corpus.description}")
         progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
-        before = {} if existing is Existing.DISCARD else RunDir(config.out).earlier_identity() or {}
-        job, description = _set_up(config, corpus, ranks, existing)
-        with _closed_on_error(job.model):
-            first_step = _resume(job, progress, before) + 1
-            if ranks.is_first:
-                RunDir(config.out).create(description)
-            if ranks.is_first and first_step == 1:
-                RunDir(config.out).drop_traces()
-            with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
-                last_step, val_loss = _train_steps(job, first_step, stop, trace, progress)
-            return _finish(job, last_step, val_loss, progress)
+        run_dir = RunDir(config.out)
+        with run_dir.held() if ranks.is_first else nullcontext() as place:
+            before = {} if existing is Existing.DISCARD else run_dir.earlier_identity() or {}
+            job, description = _set_up(config, corpus, ranks, existing)
+            with _closed_on_error(job.model):
+                first_step = _resume(job, progress, before) + 1
+                if ranks.is_first:
+                    run_dir.create(description)
+                if ranks.is_first and first_step == 1:
+                    run_dir.drop_traces()
+                with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
+                    last_step, val_loss = _train_steps(job, first_step, stop, trace, progress, place)
+                return _finish(job, last_step, val_loss, progress)
 
 
 @contextmanager
@@ -215,10 +218,19 @@ def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
 
 
 def _train_steps(
-    job: _Job, first_step: int, stop: StopRequest, trace: StepTrace, progress: Progress
+    job: _Job,
+    first_step: int,
+    stop: StopRequest,
+    trace: StepTrace,
+    progress: Progress,
+    place: RunDirectory | None,
 ) -> tuple[int, float | None]:
     """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
-    metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1) if job.ranks.is_first else None
+    metrics = None
+    if place is not None:
+        metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1)
+        for note in metrics.notes:
+            progress.note(note)
     non_finite_steps = 0
     step, val_loss = first_step - 1, None
     started = time.perf_counter()
@@ -233,7 +245,8 @@ def _train_steps(
         val_loss = _validation_loss(job) if is_measured else None
         if val_loss is not None:
             row["val_loss"] = val_loss
-        if metrics is not None:
+        if metrics is not None and place is not None:
+            place.check_in_place()
             metrics.append(row)
         started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
         _commit(job, step)

@@ -267,20 +267,20 @@ class RunDirectory:
         Raises StorageError, or LockError for the lock: with another one a second run could come in.
         """
         path, system = self.path, self.system
-        if _differ(system.fstat(self.dir_fd), system, path):
+        if what_became_of(system.fstat(self.dir_fd), system, path):
             raise StorageError(
                 f"{path} was renamed, replaced or unmounted while this run was using it: it is not the directory that "
-                f"the run has open{self._now_at()}. Nothing more is committed; what was committed is in the open one. "
+                f"the run has open{self._now_at()}. The run stops; what was committed before is in the open one. "
                 "Put it back, then start again"
             )
-        if self._lock_fd >= 0 and (fate := _differ(system.fstat(self._lock_fd), system, LOCK_NAME, self.dir_fd)):
+        if self._lock_fd >= 0 and (fate := what_became_of(system.fstat(self._lock_fd), system, LOCK_NAME, self.dir_fd)):
             raise LockError(
-                f"{path / LOCK_NAME} was {fate} while this run was using {path}: a second run could come in. Nothing "
-                "more is committed, and the last commit stays. See that no other run is there, then start again; a "
+                f"{path / LOCK_NAME} was {fate} while this run was using {path}: a second run could come in. The run "
+                "stops, and the last commit stays. See that no other run is there, then start again; a "
                 f"{LOCK_NAME} that a dead run has left is free, and need not be deleted"
             )
         for file in files:
-            if fate := _differ(system.fstat(file.fd), system, file.path.name, self.dir_fd):
+            if fate := what_became_of(system.fstat(file.fd), system, file.path.name, self.dir_fd):
                 raise StorageError(
                     f"{file.path} was {fate} while this run was using it, so what the run writes would be lost with "
                     "its end. Nothing more is committed. Generations here lack that file: put it back if it was moved, "
@@ -308,7 +308,7 @@ class RunDirectory:
         self._lock_fd = self._dir_fd = -1
 
 
-def _differ(opened: os.stat_result, system: FileSystem, name: str | Path, dir_fd: int | None = None) -> str:
+def what_became_of(opened: os.stat_result, system: FileSystem, name: str | Path, dir_fd: int | None = None) -> str:
     """What has become of the name of something that is open; empty while it leads there."""
     try:
         named = system.lstat(name, dir_fd)

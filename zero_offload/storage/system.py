@@ -8,6 +8,7 @@ those of another name say what they do. Data blocks do not pass here: they are a
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -113,3 +114,61 @@ def check_ours(path: Path, info: os.stat_result) -> None:
         raise StorageError(f"{path} is not a regular file; it was not made by zero_offload and stays untouched")
     if info.st_nlink != 1:
         raise StorageError(f"{path} has {info.st_nlink} hard links; remove the others, or copy the file instead")
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of a file that has this name itself: a link, a FIFO or a device is not followed or waited for.
+
+    Raises StorageError; FileNotFoundError where there is none.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_regular(path) if error.errno in _OTHER_KINDS else error from None
+    with naming_errors("read", path), open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _not_regular(path)
+        return file.read()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file for this user alone, whole or not at all. Raises StorageError where the name is no regular file's.
+
+    Other errors are OSErrors. What a crash has left of an earlier attempt is replaced.
+    """
+    dir_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        refuse_other_kinds(path, dir_fd)
+        temporary = f"{path.name}.tmp"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=dir_fd)
+        try:
+            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+            with open(fd, "wb") as file:
+                file.write(content)
+            os.replace(temporary, path.name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=dir_fd)
+            raise
+    finally:
+        os.close(dir_fd)
+
+
+_OTHER_KINDS = (errno.ELOOP, errno.ENXIO, errno.EISDIR)
+"""What opening a link, a socket or a directory answers."""
+
+
+def refuse_other_kinds(path: Path, dir_fd: int | None = None) -> None:
+    """Raise StorageError where `path` is there and is a link, a directory, a FIFO or a device."""
+    with contextlib.suppress(FileNotFoundError):
+        name = path if dir_fd is None else path.name
+        if not stat.S_ISREG(os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode):
+            raise _not_regular(path)
+
+
+def _not_regular(path: Path) -> StorageError:
+    return StorageError(
+        f"{path} is not a regular file (a link, a directory, a FIFO or a device); it was not made by zero_offload and "
+        "stays untouched: remove it, or name another directory"
+    )

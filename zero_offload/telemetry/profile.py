@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import nn
 
 from zero_offload.api import need_runtime
 from zero_offload.errors import ConfigError, StorageError
+from zero_offload.storage.system import refuse_other_kinds, replace_file
 from zero_offload.telemetry.breakdown import StepTime, step_times
 from zero_offload.telemetry.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans, now
 
@@ -72,10 +74,8 @@ class Profile:
             },
             "steps": [asdict(step) for step in self.steps()],
         }
-        unfinished = _unfinished(target)
         with _naming(target):
-            unfinished.write_text(json.dumps(trace), encoding="utf-8")
-            os.replace(unfinished, target)
+            replace_file(target, json.dumps(trace).encode())
         return target
 
     def _events(self, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
@@ -107,10 +107,6 @@ def trace_path(path: Path, rank: int, world_size: int) -> Path:
     return path if world_size == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
 
 
-def _unfinished(target: Path) -> Path:
-    return target.with_name(target.name + ".tmp")
-
-
 @contextmanager
 def _naming(target: Path) -> Iterator[None]:
     """Errors of the system say which file it is."""
@@ -125,8 +121,9 @@ def _check_place(target: Path) -> None:
     with _naming(target):
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _unfinished(target).touch()
-        _unfinished(target).unlink()
+        refuse_other_kinds(target)
+        with tempfile.NamedTemporaryFile(dir=target.parent):
+            pass
 
 
 def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:

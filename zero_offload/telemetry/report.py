@@ -6,9 +6,8 @@ Calls: `write_report(run_dir)` for the PNG, `summarize(read_run(run_dir))` for t
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
+import io
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from zero_offload.errors import CapacityError, ConfigError, StorageError
 from zero_offload.recipes.run_dir import REPORT_FILE, Row, Run, RunDir, read_run
+from zero_offload.storage.system import replace_file
 from zero_offload.telemetry.spans import Cause
 from zero_offload.telemetry.stats import update_overlap
 from zero_offload.types import MIB, Tier, format_bytes
@@ -66,13 +66,11 @@ def write_report(run_dir: Path) -> Path:
 
 def _save(figure: Figure, path: Path) -> Path:
     """Replace the picture whole: a report is drawn again while someone looks at the last one."""
-    unfinished = path.with_name(path.name + ".tmp")
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
     try:
-        figure.savefig(unfinished, dpi=110, format="png")
-        os.replace(unfinished, path)
+        replace_file(path, picture.getvalue())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
         remedy = "free space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "make it writable"
         raise StorageError(f"cannot write {path}: {error.strerror}; {remedy}, then: zero-offload report") from error
     return path
@@ -147,7 +145,17 @@ def _memory(run: Run) -> dict[str, dict[str, int]]:
 def _traced_steps(run: Run) -> dict[str, Any] | None:
     """Means of the steps in the run's trace."""
     trace = RunDir(run.path).read_trace()
-    steps = [] if trace is None else trace.get("steps", [])
+    if trace is None:
+        return None
+    try:
+        return _means(trace[1].get("steps", []))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{trace[0]} is not what --trace wrote ({type(error).__name__}: {error}); delete it, or trace again"
+        ) from error
+
+
+def _means(steps: Sequence[Any]) -> dict[str, Any] | None:
     if not steps:
         return None
     waited_s = statistics.fmean(sum(step["exposed_s"].values()) for step in steps)
