@@ -31,6 +31,7 @@ from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.state_copy import state_copy
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.shards.registry import Touched
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -96,35 +97,21 @@ class ParamAccess:
 
     # Data
 
-    def touch(self, params: Sequence[nn.Parameter], func: object, changed: Sequence[nn.Parameter]) -> bool:
-        """Let an operation read parameters: always inside a forward or backward; outside if they are here.
-
-        Nothing is changed outside: neither what rests elsewhere nor the other half of an fp32 master would follow.
-        """
+    def touch(self, params: Sequence[nn.Parameter]) -> Touched:
+        """Inside a forward or backward parameters are fetched; outside they are read if they are here."""
         self._session.check_usable()
         units = list({self.place(param).unit.index: self.place(param).unit for param in params}.values())
         if self._session.active:
             self._session.touch(units)
-            return False
+            return Touched.OPEN
+        if not all(unit.gathered_uses > 0 or unit.readable for unit in units):
+            return Touched.AWAY
         for unit in units:
-            here = unit.gathered_uses > 0 or (unit.readable and not _is_data(func))
-            if changed:
-                raise ZeroOffloadError(
-                    f"{_name_of(func)} changes parameter {self.describe(changed[0])}, outside of the model's forward: "
-                    "the change would be lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a "
-                    "copy (.clone())"
-                )
-            if not here:
-                raise ZeroOffloadError(
-                    f"{_name_of(func)} needs the data of parameter {self.describe(params[0])}, outside of the model's "
-                    "forward. Use 'with zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' "
-                    "to change it"
-                )
             if unit.gathered_uses > 0:
                 self._residency.bring(unit)  # a step or a load may have replaced its values meanwhile
             else:
                 self._board.wait(unit.index)
-        return True
+        return Touched.FOR_READING
 
     def is_gathered(self, param: nn.Parameter) -> bool:
         return self.place(param).unit.gathered_uses > 0
@@ -335,13 +322,3 @@ def _part(array: torch.Tensor, piece: ParamSlice) -> torch.Tensor:
 def _need_whole(places: Iterable[Place], call: str, instead: str) -> None:
     if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in places):
         raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
-
-
-def _name_of(func: object) -> str:
-    """A tensor function's name; properties such as `data` are functions of a descriptor."""
-    return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", func))
-
-
-def _is_data(func: object) -> bool:
-    """Whether it is `param.data`: an alias to write through, more often than not."""
-    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"

@@ -86,7 +86,7 @@ READS = {
     "sum": lambda p: p.sum(),
     "clone": lambda p: p.clone(),
     "numpy": lambda p: p.detach().numpy(),
-    "data": lambda p: p.data,
+    "data": lambda p: p.data.sum(),
     "data_ptr": lambda p: p.data_ptr(),
     "tolist": lambda p: p.tolist(),
     "matmul": lambda p: torch.matmul(p, p.t()),
@@ -94,8 +94,14 @@ READS = {
     "in_place": lambda p: p.add_(1),
     "set_data": lambda p: setattr(p, "data", torch.zeros(p.shape)),
     "set_item": lambda p: p.__setitem__(0, 1.0),
-    "index": lambda p: p[0],
-    "iterate": lambda p: list(p),
+    "index": lambda p: p[0].clone(),
+    "iterate": lambda p: [float(row[0]) for row in p],
+    "linear": lambda p: nn.functional.linear(torch.ones(1, WIDE), p),
+    "write to data": lambda p: p.data.zero_(),
+    "write to a view": lambda p: p.t()[0].fill_(1.0),
+    "second": lambda p: torch.ones(p.shape) + p,
+    "in a list": lambda p: torch.cat([torch.ones(1, WIDE), p]),
+    "by keyword": lambda p: torch.add(torch.ones(1), other=p),
     "init": lambda p: nn.init.normal_(p),
     "foreach": lambda p: torch._foreach_norm([p]),
     "to": lambda p: p.to(torch.float64),
@@ -112,7 +118,7 @@ def test_a_touch_outside_forward_raises(read: str, away: TinyLM) -> None:
         READS[read](param)
 
 
-WRITES = ["in_place", "set_data", "set_item", "init", "data", "out"]
+WRITES = ["in_place", "set_data", "set_item", "init", "write to data", "write to a view", "out"]
 
 
 @pytest.mark.parametrize("write", WRITES)

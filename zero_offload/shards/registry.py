@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,17 +24,22 @@ if TYPE_CHECKING:
     from zero_offload.kernels.hyper import Hyper
 
 
+class Touched(Enum):
+    """What an operation finds of parameters at rest."""
+
+    OPEN = "they are plain: a forward or backward runs"
+    FOR_READING = "their data is here, and a change would be lost"
+    AWAY = "their data is not here"
+
+
 class ParamAccess(Protocol):
     """What a guarded parameter may be asked."""
 
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         """Raise where no step of these may be taken, before any part of it is."""
 
-    def touch(self, params: Sequence[nn.Parameter], func: object, changed: Sequence[nn.Parameter]) -> bool:
-        """Make the data of `params` readable for an operation, or raise naming `zo.gathered`.
-
-        `changed`: those that the operation changes. Returns whether what shares memory with them may only be read.
-        """
+    def touch(self, params: Sequence[nn.Parameter]) -> Touched:
+        """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
 
     def is_gathered(self, param: nn.Parameter) -> bool:
         """Whether it may be read now as it stands, inside of `zo.gathered`."""

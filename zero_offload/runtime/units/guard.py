@@ -2,7 +2,9 @@
 
 A tensor whose storage is away must not be read: on a CPU that is a fault, on a GPU it is freed memory. So at
 rest a parameter's class is `GuardedParameter` (switched like torch.nn.UninitializedParameter's, no attribute
-added), whose `__torch_function__` lets harmless questions through and asks the owner about everything else.
+added), whose `__torch_function__` asks the owner about every function. Which functions need data no table says: where
+the data is away a function runs on an `Away` in the parameter's place, a tensor without memory. What it asks of shape,
+dtype and device is answered, views are views without memory, and the first operation that would read data raises.
 The hooks switch the class to plain `nn.Parameter` for the time a unit is in use.
 """
 
@@ -17,12 +19,12 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.runtime.units.read_only import changed_by, lend, refuse_changes
-from zero_offload.shards.registry import dropped_error, owner_of
+from zero_offload.runtime.units.read_only import ReadOnly, View, changed_by, lend, name_of, refuse_changes
+from zero_offload.shards.registry import Touched, dropped_error, owner_of
 
 _HARMLESS_PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
@@ -35,8 +37,35 @@ _HARMLESS_METHODS = (
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_neg"),
     *("is_conj", "is_same_size", "has_names", "register_hook", "register_post_accumulate_grad_hook"),
-    *("__len__", "__hash__", "__dir__"),
+    *("is_pinned", "is_set_to", "dim_order", "retain_grad", "__len__", "__hash__", "__dir__"),
 )
+_FACTORIES = (
+    *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+)
+_QUESTIONS = (
+    *(
+        "to",
+        "cpu",
+        "cuda",
+        "float",
+        "double",
+        "half",
+        "bfloat16",
+        "type",
+        "type_as",
+        "result_type",
+        "new",
+        "new_tensor",
+    ),
+    *("view_as", "expand_as", "reshape_as", "is_same_size", "is_set_to", "is_signed", "is_neg", "is_conj"),
+)
+"""Those that often need no data: they are asked without it before a unit is fetched for them."""
+_ADDRESSES = (
+    *("data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "tolist", "__array__", "__dlpack__"),
+    "as_subclass",
+)
+"""What reads memory past torch's operations."""
 
 
 @functools.cache
@@ -52,8 +81,14 @@ def _harmless() -> frozenset[Any]:
         if method is not None:
             found.add(method)
     found.update((torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference))
-    found.add(torch._has_compatible_shallow_copy_type)
     return frozenset(found)
+
+
+@functools.cache
+def _named(*names: str) -> frozenset[Any]:
+    """Functions and methods of these names."""
+    found = (getattr(place, name, None) for place in (torch, Tensor) for name in names)
+    return frozenset(each for each in found if each is not None)
 
 
 @functools.cache
@@ -71,7 +106,10 @@ def _special() -> dict[Any, Callable[..., Any]]:
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
         data.__set__: _set_data,
-        **{convert: functools.partial(_convert, convert) for convert in _CONVERSIONS},
+        Tensor.set_: _set_,
+        Tensor.detach_: _detach_,
+        Tensor.__format__: _format,
+        torch._has_compatible_shallow_copy_type: _check_conversion,
     }
 
 
@@ -127,35 +165,58 @@ def _detach(param: nn.Parameter) -> Tensor:
     owner = owner_of(param)
     if owner is not None and owner.access.walking:
         return owner.access.copy_out(param)
-    return cast(Tensor, _touch_and_call(Tensor.detach, (param,), {}))
+    return cast(Tensor, _call(Tensor.detach, (param,), {}))
 
 
-def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy_(param: nn.Parameter, source: Tensor, non_blocking: bool = False) -> Tensor:
     """load_state_dict() copies into every parameter."""
-    owner = owner_of(cast(nn.Parameter, target)) if isinstance(target, AtRest) else None
+    owner = owner_of(param)
     if owner is not None and owner.access.walking:
-        owner.access.copy_in(cast(nn.Parameter, target), source)
-        return target
-    return cast(Tensor, _touch_and_call(Tensor.copy_, (target, source, non_blocking), {}))
-
-
-_CONVERSIONS = (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16)
-
-
-def _convert(convert: Callable[..., Tensor], param: nn.Parameter, *args: Any, **kwargs: Any) -> Tensor:
-    """What a parameter is already, as in `model.to("cpu")`, needs no data."""
-    with torch._C.DisableTorchFunctionSubclass():
-        like = torch.empty(0, dtype=param.dtype, device=param.device)
-    # Elements lie as they lie in their section, whatever the format.
-    if convert(like, *args, **{name: value for name, value in kwargs.items() if name != "memory_format"}) is like:
+        owner.access.copy_in(param, source)
         return param
-    return cast(Tensor, _touch_and_call(convert, (param, *args), kwargs))
+    return cast(Tensor, _call(Tensor.copy_, (param, source, non_blocking), {}))
 
 
-def _set_data(param: nn.Parameter, values: Tensor) -> None:
-    """`model.to("cpu")` assigns what it got from the parameter."""
-    if values is not param:
-        _touch_and_call(cast(Any, Tensor.data).__set__, (param, values), {})
+def _set_data(param: nn.Parameter, values: Any) -> None:
+    """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing."""
+    if not _is_whole(values, param):
+        _call(cast(Any, Tensor.data).__set__, (param, values), {})
+
+
+def _set_(param: nn.Parameter, *source: Any, **kwargs: Any) -> Tensor:
+    """A parametrization sets its parameter to itself when it is registered and removed."""
+    if len(source) == 1 and not kwargs and _is_whole(source[0], param):
+        return param
+    return cast(Tensor, _call(Tensor.set_, (param, *source), kwargs))
+
+
+def _is_whole(values: Any, param: nn.Parameter) -> bool:
+    """Whether these are the parameter's values where they are, as `param.data` gives them."""
+    if values is param or not isinstance(values, View):
+        return values is param
+    if isinstance(values, Away):
+        return values.param is param and values.as_param
+    with torch._C.DisableTorchFunctionSubclass():
+        return values.is_set_to(_part_of(param))
+
+
+def _detach_(param: nn.Parameter) -> nn.Parameter:
+    """A leaf is detached."""
+    return param
+
+
+def _format(param: nn.Parameter, spec: str) -> str:
+    return (
+        format(repr(param), spec) if not spec or param.dim() else cast(str, _call(Tensor.__format__, (param, spec), {}))
+    )
+
+
+def _check_conversion(param: Tensor, converted: Tensor) -> bool:
+    """What `module.to`, `.half()`, `.to_empty` and their kin ask before they put something else in its place."""
+    if isinstance(param, AtRest) and converted is not param:
+        raise _no_conversion(cast(nn.Parameter, param))
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch._has_compatible_shallow_copy_type(param, converted)
 
 
 def refuse_copy(self: object, *_: Any) -> NoReturn:
@@ -233,13 +294,21 @@ class AtRest:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         special = _special().get(func)
-        if special is not None:
+        if special is not None and args and isinstance(args[0], AtRest):
             return special(*args, **kwargs)
         if func in _takes_leaves():
             fills = kwargs.pop("materialize_grads", False)
             found = func(*_as_edges(args), **_as_edges(kwargs | ({"allow_unused": True} if fills else {})))
             return _filled(args, kwargs, found) if fills else found
-        return _touch_and_call(func, args, kwargs)
+        if func in _named(*_FACTORIES, *_QUESTIONS):
+            try:
+                answer = _answer(func, args, kwargs)
+            except _NeedsDataError:
+                pass
+            else:
+                if not tree_any_only(Away, lambda _: True, answer):
+                    return answer
+        return _call(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return _copy_of(cast(nn.Parameter, self))
@@ -267,36 +336,209 @@ def _class_at_rest(kind: type) -> type:
         return GuardedParameter
 
     def asking(method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args, **kwargs: _touch_and_call(method, (self, *args), kwargs)
+        return lambda self, *args, **kwargs: _call(method, (self, *args), kwargs)
 
     # These read its part without passing through __torch_function__.
     readers = {name: asking(getattr(kind, name)) for name in ("to_local", "full_tensor", "redistribute")}
     return type(f"Guarded{kind.__name__}", (AtRest, kind), {"__slots__": ()} | readers)
 
 
-def _touch_and_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Let each owner make its parameters readable, then run the function on the plain tensors."""
+    leaves = tree_leaves((args, kwargs))
     # Those that are in use as well: their units must not go while another one comes.
-    params = [
-        cast(nn.Parameter, leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, AtRest | nn.Parameter)
-    ]
+    params = [cast(nn.Parameter, leaf) for leaf in leaves if isinstance(leaf, AtRest | nn.Parameter)]
     targets = changed_by(func, args, kwargs)
     refuse_changes(targets, func)
     changed_ids = set(map(id, targets))
     by_owner: dict[int, list[nn.Parameter]] = {}
     for param in params:
         by_owner.setdefault(id(owner_of(param)), []).append(param)
-    lent: list[tuple[Tensor, str]] = []
+    lent: list[tuple[Tensor, str]] = [(leaf, leaf.of) for leaf in leaves if isinstance(leaf, ReadOnly)]
+    is_away = any(isinstance(leaf, Away) for leaf in leaves)
     for owned in by_owner.values():
         owner = owner_of(owned[0])
-        if owner is None and any(isinstance(param, AtRest) for param in owned):
-            raise dropped_error(owned[0])
-        changed = [param for param in owned if id(param) in changed_ids]
-        if owner is not None and owner.access.touch(owned, func, changed):
-            lent += [(_part_of(param), owner.access.name_of(param)) for param in owned]
+        if owner is None:
+            if any(isinstance(param, AtRest) for param in owned):
+                raise dropped_error(owned[0])
+            continue
+        touched = owner.access.touch(owned)
+        if touched is Touched.OPEN:
+            continue
+        for param in owned:
+            if id(param) in changed_ids:
+                raise _changes(func, param)
+        is_away |= touched is Touched.AWAY
+        lent += [(_part_of(param), owner.access.name_of(param)) for param in owned]
+    if is_away:
+        try:
+            return _answer(func, args, kwargs)
+        except _NeedsDataError as error:
+            raise _needs_data(func, error.param) from None
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **kwargs)
         return lend(result, lent) if lent else result
+
+
+def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function's result where it needs no data of parameters at rest. Raises _NeedsDataError where it does."""
+    stand_ins: dict[int, Away] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+
+        def stand_in(param: Any) -> Away:
+            if is_dtensor(param):
+                raise _NeedsDataError(param)
+            return stand_ins.setdefault(id(param), Away.of_param(param))
+
+        if func in _named(*_FACTORIES) and is_dtensor(args[0] if args else None):
+            return func(*args, **kwargs)
+        args, kwargs = tree_map_only(AtRest, stand_in, (args, kwargs))
+        if func in _named(*_ADDRESSES):
+            raise _NeedsDataError(next(x.param for x in tree_leaves((args, kwargs)) if isinstance(x, Away)))
+        result = func(*args, **kwargs)
+        params = {id(each.meta): each.param for each in stand_ins.values()}
+        return tree_map_only(Away, lambda view: params.get(id(view.meta), view), result)
+
+
+class _NeedsDataError(ZeroOffloadError):
+    def __init__(self, param: nn.Parameter) -> None:
+        super().__init__(str(_needs_data("an operation", param)))
+        self.param = param
+
+
+def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
+    if _converts_module():
+        return _no_conversion(param)
+    if owner_of(param) is None:
+        return dropped_error(param)
+    return ZeroOffloadError(
+        f"{name_of(func)} needs the data of parameter {_describe(param)}, outside of the model's forward. Use 'with "
+        "zo.gathered(module):' to read it, 'with zo.gathered(module, mode=\"write\"):' to change it"
+    )
+
+
+def _changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
+    if _converts_module():
+        return _no_conversion(param)
+    return ZeroOffloadError(
+        f"{name_of(func)} changes parameter {_describe(param)}, outside of the model's forward: the change would be "
+        "lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone())"
+    )
+
+
+def _no_conversion(param: nn.Parameter) -> ZeroOffloadError:
+    with torch._C.DisableTorchFunctionSubclass():
+        now = f"{param.dtype} on {param.device}"
+    return ZeroOffloadError(
+        f"an offloaded model keeps its dtype, its device and its memory: parameter {_describe(param)}, is {now} and "
+        "stays so. Set the dtype it computes in by OffloadConfig(precision=...) and where it rests by params=...; for "
+        "an ordinary model build another one, and load_state_dict(model.state_dict()) there"
+    )
+
+
+def _converts_module() -> bool:
+    """Whether `nn.Module.to`, `.half()` or one of their kin asks."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not nn.Module._apply.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
+def _describe(param: nn.Parameter) -> str:
+    owner = owner_of(param)
+    return "of a model that was deleted" if owner is None else owner.access.describe(param)
+
+
+class Away(View):
+    """A view of a parameter whose data is away: shape, strides, dtype and device, and no memory.
+
+    To C++ it is on meta, so that no tensor can take its place (`x.data = view` raises), and asks for its device.
+    """
+
+    __slots__ = ("of", "param", "meta", "as_param")
+
+    param: nn.Parameter
+    meta: Tensor
+    """A plain tensor on meta that lies as this one does."""
+    as_param: bool
+    """Whether it lies as the parameter does."""
+
+    @staticmethod
+    def of_param(param: nn.Parameter) -> Away:
+        """Stands for the parameter itself."""
+        meta = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype, device="meta")
+        return Away.made(param, meta, requires_grad=param.requires_grad)
+
+    @staticmethod
+    def made(param: nn.Parameter, meta: Tensor, *, requires_grad: bool = False) -> Away:
+        make: Any = Tensor._make_wrapper_subclass
+        view: Away = make(
+            Away,
+            meta.size(),
+            meta.stride(),
+            meta.storage_offset(),
+            dtype=meta.dtype,
+            device=meta.device,
+            requires_grad=requires_grad,
+            dispatch_device=True,
+        )
+        owner = owner_of(param)
+        view.of = "" if owner is None else owner.access.name_of(param)
+        view.param, view.meta = param, meta
+        same_dtype = meta.dtype == param.dtype and meta.storage_offset() == 0
+        view.as_param = same_dtype and (meta.size(), meta.stride()) == (param.size(), param.stride())
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _harmless():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return _call(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        views = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Away)]
+        view, packet, schema = views[0], func.overloadpacket, func._schema
+        device = view.param.device
+        if packet is torch.ops.prim.device:
+            return device
+        if func._can_decompose():  # in inference mode, which does not do so by itself
+            return func.decompose(*args, **kwargs)
+        on_meta, names = tree_map_only(Away, lambda each: each.meta, (args, kwargs))
+        if packet.__name__ == "is_same_size":
+            return func(*on_meta, **names)
+        if packet.__name__ == "is_pinned":
+            return False
+        if len(views) == 1 and args and args[0] is view:
+            to = kwargs.get("device") or device
+            if packet.__name__ in _FACTORIES:
+                return func(*on_meta, **{**names, "device": to})
+            if packet.__name__ == "_to_copy" and to.type == "meta":
+                return func(*on_meta, **names)
+            if packet.__name__ == "_to_copy" and _is_as_it_is(view, kwargs.get("dtype"), to):
+                return Away.made(view.param, view.meta)
+            if not schema.is_mutable and schema.returns[0].alias_info is not None:
+                found = func(*on_meta, **names)
+                return tree_map_only(Tensor, lambda meta: Away.made(view.param, meta), found)
+        raise _NeedsDataError(view.param)
+
+    __deepcopy__ = __reduce_ex__ = refuse_copy
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Tensor(shape={tuple(self.shape)}, dtype={self.dtype}, a view of {_describe(self.param)})"
+
+
+def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) -> bool:
+    """Whether a conversion changes nothing. Elements lie as they lie in their section, whatever the format."""
+    own = view.param.device
+    same_place = device.type == own.type and (own.type == "cpu" or device.index == own.index)
+    return same_place and dtype in (None, view.dtype)
 
 
 def _part_of(param: nn.Parameter) -> Tensor:

@@ -20,6 +20,7 @@ from zero_offload.errors import ZeroOffloadError
 T = TypeVar("T")
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "div", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_ACCESSORS = ("__get__", "__set__", "__delete__")
 _CHANGING = frozenset(("__set__", "__setitem__", "__delete__", *(f"__i{name}__" for name in _OPERATORS)))
 
 
@@ -31,21 +32,36 @@ def changed_by(func: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     return tree_leaves((args[:1] or tuple(kwargs.values())[:1], kwargs.get("out")))
 
 
+def name_of(func: object) -> str:
+    """A tensor function's name; properties such as `data` are functions of a descriptor."""
+    name = str(getattr(func, "__name__", func))
+    return str(getattr(getattr(func, "__self__", None), "__name__", name)) if name in _ACCESSORS else name
+
+
 def refuse_changes(changed: Iterable[Any], func: object) -> None:
     for each in changed:
-        if isinstance(each, ReadOnly):
+        if not isinstance(each, View):
+            continue
+        if name_of(func).startswith("requires_grad"):
             raise ZeroOffloadError(
-                f"{getattr(func, '__name__', func)} changes a view of parameter {each.of}, outside of the model's "
-                "forward: the change would be lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or "
-                "change a copy (.clone())"
+                f"a view of parameter {each.of} cannot require a gradient, as nn.Parameter(p) asks for: it has no "
+                "memory of its own. Use a copy, nn.Parameter(p.detach().clone()), made in 'with zo.gathered(module):'"
             )
+        raise ZeroOffloadError(
+            f"{name_of(func)} changes a view of parameter {each.of}, outside of the model's forward: the change would "
+            "be lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone())"
+        )
 
 
-class ReadOnly(Tensor):
-    """A view that refuses changes, and whose views do."""
+class View(Tensor):
+    """A view of a parameter, handed out where the parameter may not be changed."""
 
     of: str
     """The parameter's name."""
+
+
+class ReadOnly(View):
+    """A view that refuses changes, and whose views do."""
 
     @classmethod
     def __torch_function__(
