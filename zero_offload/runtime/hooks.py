@@ -54,6 +54,7 @@ def install_hooks(
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         undo.callback(module.register_forward_hook(after, always_call=True).remove)
+        _put_mark_around(module)
     for param in root.parameters():
         if param.requires_grad:
             # A weak reference: the cycle parameter -> hook -> runtime -> parameter passes through C++, where the
@@ -77,8 +78,19 @@ def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether the module is marked for it."""
-    marks = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    return any(isinstance(mark, Recompute) for mark in marks)
+    return any(map(_is_mark, module._forward_pre_hooks.values()))
+
+
+def _is_mark(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Recompute)
+
+
+def _put_mark_around(module: nn.Module) -> None:
+    """Of a module that was marked before: what runs it again comes before other hooks, and ends after them."""
+    hooks: Any
+    for hooks, last in ((module._forward_pre_hooks, False), (module._forward_hooks, True)):
+        for number in [number for number, hook in hooks.items() if _is_mark(hook)]:
+            hooks.move_to_end(number, last=last)
 
 
 def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> None:

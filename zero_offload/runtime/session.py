@@ -9,6 +9,11 @@ A node of the graph reads a parameter only after unpacking it. While the model's
 pass through `SavedTensors`, so unpacking a view of a unit's buffer fetches that unit first. What is
 recomputed inside backward (torch.utils.checkpoint) is saved elsewhere, but its forward passes the hooks again.
 A unit's backward ends when the gradient of an input is complete, or with the whole backward.
+
+[Note: backwards inside of a backward]
+A node may run forwards and a backward of its own (reversible networks, adjoints, reentrant checkpoints). Such a forward
+is one like any other: its uses end with it, and what it saves asks for units. What the inner backward begins to use
+ends with the inner backward. Autograd numbers backwards, so an inner one is told by its number.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +39,7 @@ from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
-from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore
+from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, runs_again, saving_hooks
 from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
@@ -88,6 +94,12 @@ class Session:
         """Whether changes of parameters by this one are looked for beyond torch's versions."""
         self._backward_runs = False
         """Or was left by an exception, and nothing has come since."""
+        self._task = -1
+        """Autograd's number of it; -1 until it is known. See [Note: backwards inside of a backward]."""
+        self._inner_forwards: list[Scope] = []
+        """That nodes of a backward run now, the outermost first."""
+        self._inner_uses: dict[int, list[Unit]] = {}
+        """What backwards inside of it have begun to use, by their numbers."""
         self._ending: weakref.ref[partial[None]] | None = None
         """What is called at the end of a backward; dead where that will not be."""
         self._pid = os.getpid()
@@ -157,8 +169,7 @@ class Session:
     def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any], runtime: object) -> None:
         """A hooked module's forward starts. Its graph keeps `runtime`: backward may come after the model is dropped."""
         if in_backward():
-            for unit in units:
-                self._recompute(unit)
+            self._enter_in_backward(Scope(units, module_call()), inputs, runtime)
             return
         if self.round is not None:
             self.round.enter(units, inputs)
@@ -197,19 +208,17 @@ class Session:
 
     def exit(self, output: Any = None) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
-        if in_backward() or not self.forwards:
+        if in_backward():
+            return self._exit_in_backward(module_call(), output)
+        if not self.forwards:
             return None
         if threading.get_ident() != self._thread:
             return None
         scope = self.forwards.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
-        replaced = self._keep_views(output) if self.any_leaves else None
-        changed: list[str] = []
-        for unit in (*scope.units, *scope.touched):
-            changed += end_use(unit)
-            if unit.forward_uses and self.round is None:
-                unit.passing = not any(unit in each.units for each in self.forwards)
+        replaced = self._keep_views(output, self.forwards) if self.any_leaves else None
+        changed = self._end_uses(scope, self.forwards)
         whole = not self.forwards and self.round is None
         if whole:
             self._residency.meet("the end of a forward")
@@ -219,19 +228,28 @@ class Session:
             raise changed_in_forward(changed)
         return replaced
 
-    def _keep_views(self, output: Any) -> Any:
+    def _end_uses(self, scope: Scope, around: Sequence[Scope]) -> list[str]:
+        """Names of parameters that the forward has changed."""
+        changed: list[str] = []
+        for unit in (*scope.units, *scope.touched):
+            changed += end_use(unit)
+            if unit.forward_uses and self.round is None:
+                unit.passing = not any(unit in each.units for each in around)
+        return changed
+
+    def _keep_views(self, output: Any, around: Sequence[Scope]) -> Any:
         """Views of parameters among the results outlive this forward: they keep their unit, or become copies."""
         found = [x for x in tensors_in([output]) if not isinstance(x, nn.Parameter)]
         # Those of a buffer that may go.
         views = [x for x in found if (unit := self._saved.unit_of(x)) is not None and not unit.resident]
         if not views:
             return None
-        if not self.forwards:
+        if not around:
             ids = set(map(id, views))
             return tree_map_only(Tensor, lambda x: x.clone() if id(x) in ids else x, output)
         for unit in filter(None, map(self._saved.unit_of, views)):
             unit.forward_uses += 1
-            self.forwards[-1].touched.append(unit)
+            around[-1].touched.append(unit)
         return None
 
     def abandon(self) -> None:
@@ -250,26 +268,27 @@ class Session:
         passing = [unit for unit in units if unit.passing or not unit.runs]
         for unit in units:
             unit.passing = False  # none of them goes while another one comes
+        recomputed = in_backward() and runs_again(saving_hooks())
         for unit in units:
-            if in_backward():
+            if recomputed or (in_backward() and not self._inner_forwards):
                 self._use_in_backward(unit)
             elif unit.forward_uses == 0:
-                self.forwards[-1].touched.append(unit)
+                (self._inner_forwards if in_backward() else self.forwards)[-1].touched.append(unit)
                 self._use(unit)
         for unit in passing:
-            # In backward it may be part of a forward that is recomputed, which saves without asking us.
-            unit.passing = not in_backward()
+            # What is recomputed saves without asking us.
+            unit.passing = not recomputed
 
     def _use(self, unit: Unit) -> None:
         unit.forward_uses += 1
-        unit.num_uses += 1
+        unit.num_uses += not in_backward()
         unit.passing = False
         if unit.forward_uses == 1:
             self._residency.acquire(unit)
             unit.open()
             if self._watches:
                 unit.watch()
-            if self.round is not None:
+            if self.round is not None and not in_backward():
                 self.round.hold(unit)
 
     def resume(self, stack: list[Scope]) -> None:
@@ -307,6 +326,9 @@ class Session:
         if broken and not self._backward_runs:
             return  # it has come to its end meanwhile, in another thread
         self._backward_runs = False
+        for scope in self._inner_forwards:
+            self._end_uses(scope, ())
+        self._forget_inner()
         for unit in self._units:
             if not in_forward:
                 unit.forward_uses = 0
@@ -335,6 +357,62 @@ class Session:
         if self.updates is not None:
             self.updates.advance()
 
+    def _enter_in_backward(self, scope: Scope, inputs: Iterable[Any], runtime: object) -> None:
+        """A node runs a forward: a checkpoint's once more, or one with a graph, if any, and a backward of its own."""
+        if runs_again(saving_hooks()):
+            for unit in scope.units:
+                self._recompute(unit)
+            return
+        self.note_backward()
+        self._inner_forwards.append(scope)
+        scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime))
+        for unit in scope.units:
+            if self.updates is not None:
+                self.updates.before_use(unit)
+            self._use(unit)
+        if scope.units and (self.any_leaves or self.updates is not None):
+            watch_inputs(inputs, partial(self._leave_inner, scope.units))
+
+    def _exit_in_backward(self, call: FrameType, output: Any) -> Any:
+        # After an exception the frame that called the first hook is no more.
+        scopes = self._inner_forwards
+        if not scopes or not (scopes[-1].caller is call or not runs(scopes[-1].caller)):
+            return None
+        scope = scopes.pop()
+        if scope.saving is not None:
+            scope.saving.__exit__(None, None, None)
+        replaced = self._keep_views(output, scopes) if self.any_leaves else None
+        if changed := self._end_uses(scope, scopes):
+            raise changed_in_forward(changed)
+        return replaced
+
+    def _note_inner(self, unit: Unit) -> None:
+        """A backward begins to use the unit: one inside of another ends that use at its own end."""
+        task = torch._C._current_graph_task_id()
+        if self._task == -1:
+            self._task = task
+        if task == self._task:
+            return
+        if task not in self._inner_uses:
+            self._inner_uses[task] = []
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end_inner, task))
+        self._inner_uses[task].append(unit)
+
+    def _leave_inner(self, units: Sequence[Unit]) -> None:
+        """The part of an inner backward through a forward with these units is over."""
+        begun = self._inner_uses.get(torch._C._current_graph_task_id(), [])
+        self.leave_backward(tuple(unit for unit in units if unit in begun))
+
+    def _end_inner(self, task: int) -> None:
+        begun = self._inner_uses.pop(task, [])
+        for unit in begun:
+            unit.backward_uses = min(unit.backward_uses, 1)
+        self.leave_backward(tuple(begun))
+
+    def _forget_inner(self) -> None:
+        self._inner_forwards.clear()
+        self._inner_uses.clear()
+
     def _recompute(self, unit: Unit) -> None:
         if self.updates is not None:
             self.updates.before_use(unit)
@@ -358,6 +436,7 @@ class Session:
         if unit.backward_uses == 0:
             # Counted first: what is in use is not evicted to fetch what comes next.
             unit.backward_uses = 1
+            self._note_inner(unit)
             self._residency.acquire(unit)
             unit.open()
             unit.passing = unit.forward_uses == 0
@@ -374,6 +453,7 @@ class Session:
         """Returns what is to be called at its end, and let go of where it breaks off, as autograd does."""
         ending = partial(self._end_backward)
         self._backward_runs, self._ending = True, weakref.ref(ending)
+        self.begin_part()
         self._residency.claims.keep()
         if self._spans.on:
             self._spans.backward.begin()
@@ -381,8 +461,13 @@ class Session:
             self._trimmer.begin()
         return ending
 
+    def begin_part(self) -> None:
+        """The next sign is of a backward that is inside of no other: of one that begins, or of the next part of it."""
+        self._task = torch._C._current_graph_task_id()
+
     def _end_backward(self) -> None:
         self._backward_runs = False
+        self._forget_inner()
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0
             unit.close()

@@ -185,6 +185,7 @@ class MicroBatches:
             if part.visit != visit:
                 self._leave(units)
                 visit, units = part.visit, part.units
+            self._session.begin_part()
             complete = graph.run()
             for group in part.completes:
                 self._lines[group].popleft()

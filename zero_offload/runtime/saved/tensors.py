@@ -121,11 +121,18 @@ def saving_hooks() -> SavingHooks | None:
 
 
 _RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved.recompute")
+_SECOND_PASSES = ("_recomputation_hook.", "Region.refill")
 
 
 def recomputed_later(hooks: SavingHooks | None) -> bool:
     """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
     return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
+
+
+def runs_again(hooks: SavingHooks | None) -> bool:
+    """Whether they belong to the second pass of such a forward."""
+    name = getattr(hooks[0], "__qualname__", "") if hooks is not None and recomputed_later(hooks) else ""
+    return name.startswith(_SECOND_PASSES)
 
 
 def hooks_of_session(hooks: SavingHooks) -> bool:
