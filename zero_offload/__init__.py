@@ -6,6 +6,9 @@ ZeRO partitioning with parameters, gradients and optimizer states on device, CPU
 Everything else is a plain PyTorch loop; README.md shows it.
 """
 
+from zero_offload import startup as startup  # first of all
+
+# isort: split
 from zero_offload import nn as nn
 from zero_offload.api import (
     accumulate,

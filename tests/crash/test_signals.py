@@ -108,6 +108,47 @@ def test_the_first_signal_ends_train_with_its_step_committed(
     assert _committed(out / "nvme") == _steps(out)[-1]
 
 
+SLOW_START = """
+import sys, time
+from zero_offload.cli.main import main
+from zero_offload.recipes import train
+def load_corpus(*_):
+    print("loading", flush=True)
+    time.sleep(600)
+train.load_corpus = load_corpus
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGINT, 130)])
+def test_a_signal_while_a_run_is_set_up_ends_it_at_once(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """There is no step to finish, and reading text or moving a model in may take minutes."""
+    child = _start("-c", SLOW_START, "train", "--out", tmp_path / "run")
+    assert child.stdout is not None and child.stdout.readline() == "loading\n"
+    began = time.monotonic()
+    child.send_signal(number)
+    ended, _, complaint = _ended(child, began)
+    assert ended == code and complaint == ("interrupted\n" if code > 0 else "")
+    assert not (tmp_path / "run").exists()
+
+
+IMPORTING = """
+import os, runpy, signal, sys
+from importlib.abc import MetaPathFinder
+class Strike(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "zero_offload.api": os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Strike())
+sys.orig_argv[1:] = ["-m", "zero_offload"]
+runpy.run_module("zero_offload", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback() -> None:
+    code, _, complaint = _ended(_start("-c", IMPORTING), time.monotonic())
+    assert (code, complaint) == (-signal.SIGINT, "")
+
+
 @pytest.mark.full
 def test_the_second_ctrl_c_ends_it_at_once_and_it_resumes(text: Path, tmp_path: Path) -> None:
     """At the second one the step may be anywhere; what was committed counts."""

@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "problems",
         "config",
         "precision",
+        "startup",
         "threads",
         "telemetry.events",
         "telemetry.spans",

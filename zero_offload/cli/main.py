@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import zero_offload
 from zero_offload.cli import bench, clean, doctor, export, plan, report, train, verify
 from zero_offload.errors import StorageError, ZeroOffloadError
+from zero_offload.startup import interrupts_raise
 
 NOBODY_READS = 141  # 128 + SIGPIPE, as a shell reports it
 
@@ -24,6 +25,7 @@ _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capaci
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    interrupts_raise()
     args = build_parser().parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -103,7 +103,7 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
 
     `existing=Existing.DISCARD` deletes what an earlier run left in the same place.
     """
-    with joined_ranks() as ranks, requested_stop() as stop:
+    with joined_ranks() as ranks:
         progress = Progress((stream or sys.stdout) if ranks.is_first else None, config.steps)
         corpus = load_corpus(config.data, config.seq)
         progress.note(f"data: {corpus.description}")
@@ -118,9 +118,11 @@ def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: Tex
                     run_dir.create(description)
                 if ranks.is_first and first_step == 1:
                     run_dir.drop_traces()
-                with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
-                    last_step, val_loss = _train_steps(job, first_step, stop, trace, progress, place)
-                return _finish(job, last_step, val_loss, progress)
+                # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
+                with requested_stop() as stop:
+                    with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
+                        last_step, val_loss = _train_steps(job, first_step, stop, trace, progress, place)
+                    return _finish(job, last_step, val_loss, stop, progress)
 
 
 @contextmanager
@@ -344,9 +346,10 @@ def _validation_loss(job: _Job) -> float:
     return job.ranks.mean(sum(losses) / len(losses))
 
 
-def _finish(job: _Job, last_step: int, val_loss: float | None, progress: Progress) -> TrainResult:
+def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress) -> TrainResult:
     config, unigram_nats = job.config, job.corpus.unigram_nats
-    if last_step < config.steps:
+    # A sample of a large model takes as many forwards as it has bytes: one who asks to stop does not wait for it.
+    if job.ranks.any(stop.requested) or last_step < config.steps:
         zo.close(job.model)
         progress.note(f"stopped after step {last_step}; {_what_goes_on(config, last_step)}")
         return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
