@@ -28,7 +28,7 @@ from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.grads.dtensors import move_to
 from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.registry import owner_of, recipe_of
+from zero_offload.shards.registry import Recipe, owner_of, recipe_of
 from zero_offload.shards.store import ShardStore
 
 
@@ -90,14 +90,15 @@ def move_in(
     store: ShardStore,
     values_of: int | None,
     undo: contextlib.ExitStack,
-) -> None:
-    """Make every parameter a view of its section.
+) -> dict[int, Recipe]:
+    """Make every parameter a view of its section; returns, by id, recipes of values that were left out.
 
     The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
     every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
     """
     params = dict(model.named_parameters())
     views = WeakIdKeyDictionary()
+    left_out: dict[int, Recipe] = {}
     for unit in units:
         for section in unit.sections:
             members = {piece: params[piece.spec.name] for piece in section.layout.params}
@@ -109,11 +110,14 @@ def move_in(
                     view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
                     views[param] = _as_view(param, view)
                     unit.params.append(views[param])
+                    if (recipe := recipe_of(param)) is not None and recipe.is_skipped:
+                        left_out[id(views[param])] = recipe
     for module in model.modules():
         for name, registered in list(module._parameters.items()):
             if registered is not None and views[registered] is not registered:
                 undo.callback(module._parameters.__setitem__, name, registered)
                 setattr(module, name, views[registered])
+    return left_out
 
 
 def _move_out(

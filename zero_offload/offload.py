@@ -277,7 +277,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
     files.fill(store, collectives.shard_index)
     values_of = None if files.found is not None else collectives.shard_index
-    move_in(model, units, store, values_of, build.undo)
+    left_out = move_in(model, units, store, values_of, build.undo)
     store.staging.drop()
     return Parts(
         config=config,
@@ -294,6 +294,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         keeper=files.keeper,
         scratch=files.scratch,
         activations=activations,
+        left_out={} if files.found else left_out,
         close_files=build.cleanup.close,
     )
 

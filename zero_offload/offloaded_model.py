@@ -312,6 +312,7 @@ class OffloadedModel:
         if self._in_backward is not None:
             self._in_backward.forget()
         self.session.lacks_weights, self.session.half_loaded = False, ""
+        self.parts.left_out.clear()
         self.resume_pending = False
         self.adopt_generation(generation, loaded=True)
         return generation, rng

@@ -14,6 +14,7 @@ from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.unit import Unit
+from zero_offload.shards.registry import Recipe
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import SwapFile
@@ -38,6 +39,8 @@ class Parts:
     keeper: GenerationKeeper | None
     scratch: SwapFile | None
     activations: Activations | None
+    left_out: dict[int, Recipe]
+    """By id: parameters without values, until weights are loaded."""
     close_files: Callable[[], None]
 
     @property

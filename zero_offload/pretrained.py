@@ -10,11 +10,13 @@ them beside the target, fill them, rename.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,25 @@ from torch import nn
 from zero_offload.api import need_runtime
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
-from zero_offload.checkpoint.hf_match import Wanted, match
-from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master, read_master_chunk
+from zero_offload.checkpoint.hf_match import Wanted, adapter_names, match
+from zero_offload.checkpoint.values import (
+    ComponentSource,
+    ReadElements,
+    fill_from_readers,
+    read_master,
+    read_master_chunk,
+)
 from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.gathered import gathered
+from zero_offload.host import host_empty
+from zero_offload.integrations.peft import base_names, check_adapters, is_peft, write_adapters
 from zero_offload.memory.heap import trim_heap
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.shards.registry import Recipe
 from zero_offload.shards.shard import Component
+from zero_offload.shards.store import ShardStore
 from zero_offload.types import parse_bytes
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +57,9 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
 
     `path` holds `model.safetensors`, or `model.safetensors.index.json` and its shards, or is one such file; fp32, bf16
     and fp16 become fp32 masters. Buffers in the files are loaded too; a tied parameter is there under any of its names.
-    `prefix` is put before the names in the files: "model." for the files of a base model.
+    `prefix` is put before the names in the files: "model." for the files of a base model. In a model with adapters of
+    PEFT these are the names of the base; adapters keep their values, and get fresh ones after
+    `zo.deferred_init(values="skip")`.
 
     Call it after `zo.offload` and before the first step: it starts a training, with moments of zero; gradients that no
     step has used are dropped. After a step it raises ConfigError (`zo.gathered(mode="write")` changes weights and keeps
@@ -68,16 +83,19 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
         with exchange.together():
             stored = files.enter_context(open_weights(Path(path)))
             params, buffers = _match(model, stored, prefix, Path(path))
+            fresh = _fresh(model, owner, params)
+        _check_same_draws(owner, fresh)
         owner.grads.drop()
         try:
             with exchange.together(), _saying_what_is_left(path):
-                _write_params(owner, params)
+                _write_params(owner, params, fresh)
                 _write_buffers(buffers)
         finally:
             torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
             for unit in owner.parts.units:
                 owner.parts.residency.forget(unit)
     owner.session.lacks_weights = False
+    owner.parts.left_out.clear()
 
 
 def export_pretrained(
@@ -88,6 +106,7 @@ def export_pretrained(
     One file, or several of at most `max_shard_size` and their index. `dtype` is "fp32", "bf16" or "fp16" for floating
     parameters, rounded from the fp32 masters; None is the compute dtype: what forward uses. A tied parameter is written
     once, under its first name; persistent buffers as they are. A `model.config` with `save_pretrained` is saved too.
+    Of a `peft.PeftModel` the adapters are written, as its `save_pretrained` does, for `PeftModel.from_pretrained`.
 
     `path` must not exist or be empty, and gets its name when everything is written; after an error nothing is left.
     Raises ConfigError and StorageError.
@@ -95,6 +114,15 @@ def export_pretrained(
     owner = _owner_of_whole(model, "zo.export_pretrained")
     owner.session.check_usable()
     target = _export_dtype(dtype)
+    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
+    if is_peft(model):
+        _export_adapters(model, owner, Path(path), target)
+        return
+    if names := adapter_names(name for name, _ in model.named_parameters()):
+        raise ConfigError(
+            f"{len(names)} parameters are an adapter's or wrapped by one ({names[0]}); from_pretrained does not know "
+            "their names. Export the peft.PeftModel, which writes its adapters, or merge and unload the adapters first"
+        )
     entries = _entries(model, owner, target)
     plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
     exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
@@ -170,8 +198,10 @@ BufferSources = list[tuple[torch.Tensor, StoredTensor]]
 def _match(
     model: nn.Module, stored: Mapping[str, StoredTensor], prefix: str, path: Path
 ) -> tuple[dict[int, StoredTensor], BufferSources]:
-    """What each parameter (by id) and each buffer is read from."""
-    params, buffers = _named_params(model), _named_buffers(model)
+    """What each parameter (by id) and each buffer is read from; adapters are in no file."""
+    check_adapters(model)
+    params = _as_files_say(_named_params(model), base_names(model))
+    buffers = _as_files_say(_named_buffers(model), base_names(model))
     wanted = [
         Wanted(each.names, tuple(each.tensor.shape), each.tensor.dtype, each.optional) for each in params + buffers
     ]
@@ -181,19 +211,78 @@ def _match(
     return of_param, [(each.tensor, source) for each, source in rest if source is not None]
 
 
-def _write_params(owner: OffloadedModel, sources: Mapping[int, StoredTensor]) -> None:
-    """Every section of this rank, chunk by chunk; moments become zero."""
+def _as_files_say(named: Sequence[_Named], base_name: Callable[[str], str | None]) -> list[_Named]:
+    """Under the names of the base model's files; without what is an adapter's own."""
+    renamed = [replace(each, names=tuple(filter(None, map(base_name, each.names)))) for each in named]
+    return [each for each in renamed if each.names]
+
+
+def _fresh(model: nn.Module, owner: OffloadedModel, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:
+    """By id: parameters in no file, of which `deferred_init` has left the values out."""
+    named = {id(param): name for name, param in model.named_parameters()}
+    missing = {key: recipe for key, recipe in owner.parts.left_out.items() if key not in sources}
+    if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
+        raise ConfigError(
+            f"{len(lost)} parameters are in no file, and begin with numbers that are computed from others, which "
+            f'zo.deferred_init(values="skip") has left out ({lost[0]}); use zo.deferred_init()'
+        )
+    return missing
+
+
+def _check_same_draws(owner: OffloadedModel, fresh: Mapping[int, Recipe]) -> None:
+    drawn = hashlib.sha256(b"".join(recipe.drawn() for recipe in fresh.values())).hexdigest()
+    if len(set(owner.parts.ranks.exchange.gather_digests(drawn))) > 1:
+        raise ConfigError(
+            f"ranks would draw different values for {len(fresh)} parameters that are in no file. Call "
+            "torch.manual_seed(0) before the model is built, with the same seed on all ranks"
+        )
+
+
+def _write_params(owner: OffloadedModel, sources: Mapping[int, StoredTensor], fresh: Mapping[int, Recipe]) -> None:
+    """Every section of this rank with something new, chunk by chunk; moments become zero."""
     store, index = owner.parts.store, owner.parts.collectives.shard_index
     for unit in owner.parts.units:
-        readers: dict[int, dict[ParamSlice, StoredTensor]] = {}
+        placed: dict[int, dict[ParamSlice, nn.Parameter]] = {}
         for section, piece, param in unit.placed_params:
-            readers.setdefault(section.layout.index, {})[piece] = sources[id(param)]
+            placed.setdefault(section.layout.index, {})[piece] = param
         for section in unit.sections:
-            read = {piece: source.read for piece, source in readers[section.layout.index].items()}
-            fill = fill_from_readers(section.shard, index, read)
+            params = placed[section.layout.index]
+            if not any(id(param) in sources or id(param) in fresh for param in params.values()):
+                continue
+            kept = _Kept(store, section, index)
+            readers = {
+                piece: sources[id(param)].read
+                if id(param) in sources
+                else _reader_of(fresh[id(param)].make())
+                if id(param) in fresh
+                else partial(kept.read, piece)
+                for piece, param in params.items()
+            }
+            fill = fill_from_readers(section.shard, index, readers)
             store.write_components(section.shard, ComponentSource(section.shard, fill))
             trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
     store.staging.drop()
+
+
+def _reader_of(values: torch.Tensor) -> ReadElements:
+    flat = values.reshape(-1)
+    return lambda begin, end: flat[begin:end]
+
+
+class _Kept:
+    """This rank's values of a section, for the parameters that keep theirs beside others that are replaced."""
+
+    def __init__(self, store: ShardStore, section: Section, shard_index: int) -> None:
+        self._store, self._section = store, section
+        self._begin = shard_index * section.layout.shard_numel
+
+    @cached_property
+    def _master(self) -> torch.Tensor:
+        return read_master(self._store, self._section.shard)
+
+    def read(self, piece: ParamSlice, begin: int, end: int) -> torch.Tensor:
+        offset = piece.begin - self._begin
+        return self._master[offset + begin : offset + end]
 
 
 @torch.no_grad()
@@ -203,6 +292,63 @@ def _write_buffers(sources: BufferSources) -> None:
 
 
 # Export
+
+
+def _export_adapters(model: nn.Module, owner: OffloadedModel, path: Path, target: torch.dtype | None) -> None:
+    """As PEFT saves them. Ranks read the same parameters in the same order."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    base_name, num_uses = base_names(model), Counter(map(base_names(model), names))
+    wanted = [name for name in names if base_name(name) is None or num_uses[base_name(name)] > 1]
+    exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
+    if owner.parts.ranks.world_size > 1 and any("modules_to_save" in module._modules for module in model.modules()):
+        raise ConfigError(
+            "zo.export_pretrained of adapters with modules_to_save works on one rank: peft asks these modules for a "
+            "state_dict(). Write zo.save_checkpoint(model, optimizer, path), load that on one rank, and export there"
+        )
+    owner.drain()
+    values = _values_of(owner, {name: names[name] for name in wanted}, target)
+    values |= {name: each.tensor for each in _named_buffers(model) if not each.optional for name in each.names}
+    with contextlib.ExitStack() as files:
+        folder = None
+        with exchange.together():
+            if is_writer:
+                check_target(path)
+                folder = files.enter_context(new_folder(path))
+        with exchange.together():
+            write_adapters(
+                model, values, lambda name: _values_of(owner, {name: names[name]}, target)[name], folder, gathered
+            )
+            files.close()
+    owner.parts.store.staging.drop()
+
+
+def _values_of(
+    owner: OffloadedModel, params: Mapping[str, nn.Parameter], target: torch.dtype | None
+) -> dict[str, torch.Tensor]:
+    """Whole parameters on the host, in `target` or the compute dtype. Collective."""
+    wanted = {id(param) for param in params.values()}
+    found: dict[int, torch.Tensor] = {}
+    for unit in owner.parts.units:
+        places = [place for place in unit.placed_params if id(place[2]) in wanted]
+        if not places:
+            continue
+        with _whole(owner, unit, target) as read:
+            for section in {id(place[0]): place[0] for place in places}.values():
+                pieces = {piece: param for at, piece, param in places if at is section}
+                dtype = (
+                    target if target is not None and section.layout.dtype.is_floating_point else section.layout.dtype
+                )
+                for piece, param in pieces.items():
+                    found[id(param)] = host_empty(piece.end - piece.begin, dtype)
+                for begin, values in read(section):
+                    for piece, param in pieces.items():
+                        low, high = max(piece.begin, begin), min(piece.end, begin + values.numel())
+                        if low < high:
+                            out = found[id(param)][low - piece.begin : high - piece.begin]
+                            out.copy_(values[low - begin : high - begin])
+                for piece, param in pieces.items():
+                    found[id(param)] = found[id(param)].view(piece.spec.shape)
+    return {name: found[id(param)] for name, param in params.items()}
 
 
 def _export_dtype(name: str | None) -> torch.dtype | None:

@@ -52,6 +52,8 @@ def _word(name: str, param: nn.Parameter, values: bool) -> int:
     if not values:
         return described
     recipe = recipe_of(param)
+    if recipe is not None and recipe.is_skipped:
+        return described
     if recipe is not None:
         return zlib.crc32(recipe.drawn(), described)
     return crc32c_of_tensor(local_part(param).detach().contiguous(), seed=described)

@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "__main__",
         "api",
         "gathered",
+        "integrations",
         "pretrained",
         "saving",
         "cli",

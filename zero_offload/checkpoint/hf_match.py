@@ -5,7 +5,7 @@ Pure but for ties: where the files have a tied tensor twice, both are compared, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,11 @@ def match(
     return [here[0] if here else None for here in found]
 
 
+def adapter_names(names: Iterable[str]) -> list[str]:
+    """Of parameters' names, those that only a model with adapters of peft has."""
+    return [name for name in names if ".base_layer." in name or name.startswith("base_model.")]
+
+
 def _listed(what: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
@@ -76,6 +81,8 @@ def _convertible(source: torch.dtype | None, target: torch.dtype) -> bool:
 def _prefix_hint(missing: Sequence[str], unknown: Sequence[str], prefix: str) -> str | None:
     """What to type if all that is unknown becomes known with another prefix."""
     absent = set(missing)
+    if prefix and set(unknown) <= absent:
+        return f"The model has the names of the files as they are: leave prefix={prefix!r} out"
     for name in missing[:1] if prefix == "" else ():
         for other in unknown:
             if name.endswith(f".{other}"):

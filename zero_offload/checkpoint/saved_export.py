@@ -14,6 +14,7 @@ import torch
 from zero_offload.checkpoint.buffers import decoded
 from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
+from zero_offload.checkpoint.hf_match import adapter_names
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.errors import ConfigError
 from zero_offload.host import host_empty
@@ -37,6 +38,12 @@ def export_saved(
             f"{saved.generation} is of a tensor-parallel run: each of its ranks has a part of {divided[0]!r} and of "
             f"{len(divided) - 1} more parameters, and how they make up the whole is not in its files. Load it in the "
             "script that trained it, and gather the parameters there"
+        )
+    if names := adapter_names(piece.spec.name for section in saved.sections for piece in section.params):
+        raise ConfigError(
+            f"{saved.generation} is of a model with adapters of peft; from_pretrained does not know {len(names)} "
+            f"of its names, such as {names[0]!r}. In the script that trained it call zo.export_pretrained(model, "
+            "path): that writes a folder for PeftModel.from_pretrained"
         )
     check_target(path)
     entries = {

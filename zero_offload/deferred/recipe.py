@@ -173,14 +173,13 @@ def _kept_state() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the values of one parameter are made; `value` is None where they were left out."""
+    """How the values of one parameter are made."""
 
     value: Value | None
+    """None where they follow from other parameters whose values were left out."""
     view: Ref
-
-    @property
-    def is_skipped(self) -> bool:
-        return self.value is None
+    is_skipped: bool = False
+    """They were left out; with a `value` they can be made all the same, if no file has them."""
 
     def drawn(self) -> bytes:
         """What the values depend on beside the program: of generators that they are drawn from, digests."""

@@ -50,7 +50,8 @@ def deferred_init(values: str = "init") -> Iterator[None]:
     In a recording nested in another the outer one rules.
 
     `values="skip"` leaves the values out: it takes no time, and the model must get weights by `zo.load_pretrained` or
-    a checkpoint, else its first use raises.
+    a checkpoint, else its first use raises. Adapters of PEFT that are added inside get theirs at `zo.load_pretrained`:
+    other random numbers than a plain build would draw, the same with the same seed.
 
     Raises ConfigError where a parameter is put on meta by others, as `from_pretrained` does.
     """

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Slot:
     """The meta storage of its faces."""
     unknown: bool = False
     """Its values were left out, or computed from such."""
+    can_be_made: bool = True
+    """Of an unknown one: `value` says how, without values of other unknown ones."""
 
 
 class Tracer:
@@ -93,7 +95,8 @@ class Tracer:
     def recipe(self, face: Tensor) -> Recipe:
         """How the values of a face are made, as far as the program has come."""
         slot = self._slots[face.untyped_storage()]
-        return Recipe(None if slot.unknown else slot.value, Ref.of(face, slot.key))
+        made = slot.value if slot.can_be_made or not slot.unknown else None
+        return Recipe(made, Ref.of(face, slot.key), is_skipped=slot.unknown)
 
     def _slot(self, tensor: Tensor) -> Slot | None:
         slot: Slot | None = self._slots.get(tensor.untyped_storage()) if has_storage(tensor) else None
@@ -120,9 +123,10 @@ class Tracer:
             )
         if faces and call.moves_storage:
             return self._move(call)
-        if faces and call.written and all(t.is_meta and self.is_unknown(t) for t in call.written):
-            return call.targets
         filled = call.filled()
+        if faces and call.written and all(t.is_meta and self.is_unknown(t) for t in call.written):
+            self._leave_out(call, filled)
+            return call.targets
         is_unknown = any(self.is_unknown(t) for t in call.tensors if all(t is not f for f in filled))
         if is_unknown and not call.gives_tensors:
             raise ConfigError(
@@ -138,6 +142,21 @@ class Tracer:
         if node is not None:
             self._note(node, call, filled, results, is_unknown=is_unknown)
         return self._with_faces(call, faces, reals, results)
+
+    def _leave_out(self, call: Call, filled: Sequence[Tensor]) -> None:
+        """Note what would fill unknown values, without doing it: a parameter may turn out to be in no file.
+
+        The program's generator stays as it is. Numbers are drawn from one of each operation's own, seeded by both.
+        """
+        if filled and len(call.tensors) == 1:
+            node, slot = self._node(call, filled), self._slots[filled[0].untyped_storage()]
+            if node.generator_state is not None:
+                seed = hash((torch.initial_seed(), node.order)) % (1 << 63)
+                node = replace(node, generator_state=torch.Generator("cpu").manual_seed(seed).get_state())
+            slot.value, slot.can_be_made = Value(slot.key, node), True
+            return
+        for tensor in call.written:
+            self._slots[tensor.untyped_storage()].can_be_made = False
 
     def _move(self, call: Call) -> Any:
         """A face becomes a face of another storage."""
@@ -174,6 +193,11 @@ class Tracer:
             if slot is not None:
                 slot.value = Value(slot.key, node)
                 slot.unknown = is_unknown or (slot.unknown and id(slot) not in refilled)
+                slot.can_be_made = not slot.unknown
+        # A copy in another dtype is the same parameter still; what is computed from one needs its true values.
+        can_be_made = not is_unknown or (
+            call.only_casts and all(slot.can_be_made for slot in map(self._slot, call.tensors) if slot is not None)
+        )
         of_inputs = {t.untyped_storage()._cdata for t in call.tensors if has_storage(t)}
         for index, leaf in enumerate(tree_leaves(results)):
             if not isinstance(leaf, Tensor) or not _is_followed(leaf) or self._slot(leaf) is not None:
@@ -184,7 +208,7 @@ class Tracer:
                 key = next(self._keys)
                 node.makes.append((index, key))
                 self._slots[storage] = Slot(
-                    key, storage.nbytes(), Value(key, node), weakref.ref(storage), unknown=is_unknown
+                    key, storage.nbytes(), Value(key, node), weakref.ref(storage), None, is_unknown, can_be_made
                 )
 
     # Values of faces

@@ -156,6 +156,10 @@ class Recipe(Protocol):
     def is_skipped(self) -> bool:
         """Whether they were left out."""
 
+    @property
+    def value(self) -> object | None:
+        """None where `make` cannot make them."""
+
     def drawn(self) -> bytes:
         """What the values depend on beside the program: of generators that they are drawn from, digests."""
 
