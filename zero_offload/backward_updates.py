@@ -211,6 +211,7 @@ class BackwardUpdates:
         """Update units with all gradients that they hold; those with one that is not finite stay as they are."""
         if not units:
             return
+        self._updates.states.readers.before_step()
         # Half of what follows is nothing to go on from.
         with failing(self._parts.board):
             self._launched.update(units)
@@ -228,7 +229,8 @@ class BackwardUpdates:
                 self._update(taken, in_backward=in_backward)
 
     def _update(self, taken: Mapping[int, Sequence[nn.Parameter]], *, in_backward: bool) -> None:
-        step = StepInput(self._hypers, tuple(taken), self._parts.collectives.shard_index)
+        begun = self._updates.states.begun
+        step = StepInput(self._hypers, tuple(taken), self._parts.collectives.shard_index, begun)
         sections = [grads for index in taken for grads in self._sections[index]]
         updates = section_updates(self._ledger, sections, step, self._updates.states.param_steps)
         self._updates.prepare(updates, in_backward=True)

@@ -143,9 +143,9 @@ class Commits:
         record = self._latest
         if self._is_aside and (what := self._left_out(record)):
             warnings.warn(
-                f"{what}: after it load_state_dict, zo.load_checkpoint, zo.gathered(mode='write') or a new optimizer "
-                "has replaced states, and a resume could not tell. To keep them as they are now call zo.commit(model, "
-                "optimizer) before zo.close; to keep the step, zo.close before they are replaced",
+                f"{what}: after it load_state_dict, optimizer.state, zo.load_checkpoint, zo.gathered(mode='write') or "
+                "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
+                "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
                 stacklevel=4,
             )
         # The script may also have ended between `step` and `commit`.

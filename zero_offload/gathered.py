@@ -53,7 +53,8 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
     owner.session.check_usable()
     owner.session.settle()
-    places = {owner.access.place(param): param for param in params if owner_of(param) is owner}
+    owned = [param for param in params if owner_of(param) is owner]
+    places = {owner.access.place(param): param for param in owned}
     if mode == "write":
         _one_rank(owner, "params", owner.parts.ranks.world_size)
         owner.drain()  # a commit under way must not see half of what is written

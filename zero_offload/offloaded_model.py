@@ -110,6 +110,10 @@ class OffloadedModel:
         self.session.check_alive()
         return self._states
 
+    @property
+    def makes_generations(self) -> bool:
+        return self.parts.keeper is not None
+
     # Gradients
 
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
@@ -176,6 +180,7 @@ class OffloadedModel:
                 f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
                 "over the update; call step() after it"
             )
+        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.
@@ -204,6 +209,16 @@ class OffloadedModel:
                 stacklevel=3,
             )
 
+    def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
+        """Of parameters whose gradient the program has set to zeros: a step with a learning rate of 0 is how
+        torch.distributed.checkpoint has an optimizer make its states. It is no step here, and no generation."""
+        if moved := next((param for param, hyper in hypers.items() if hyper.lr), None):
+            raise ZeroOffloadError(
+                f"the gradient of {self.access.name_of(moved)} was assigned zeros, and a step with a learning rate "
+                "above 0 would decay its value and states. Assign None to leave the parameter out, or call backward"
+            )
+        self._states.begin(hypers)
+
     def _take(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
         """Update with the gradients that are held; False if there are none."""
         ledger = self.grads.ledger
@@ -216,7 +231,8 @@ class OffloadedModel:
         finite = taken is not None and ledger.norm(taken)[1]
         counts, sections = dict(self._states.param_steps), []
         if finite:
-            step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index)
+            self._states.readers.before_step()
+            step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index, self._states.begun)
             sections = section_updates(ledger, ledger.sections, step, counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
@@ -300,6 +316,7 @@ class OffloadedModel:
                 same_ranks = saved.generation.world_size == self.parts.ranks.world_size
                 rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
                 generation = saved.generation
+            self._states.readers.before_replacing(param for unit in self.parts.units for param in unit.params)
             self.grads.drop()
             self._commits.drop()
             self.session.half_loaded = str(path)
@@ -357,6 +374,8 @@ class OffloadedModel:
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
         self.session.check_process()
+        if not self.session.closed:
+            self._states.readers.before_step()
         _close(self.session, self._commits, self.parts)
 
     def close_when_dropped(self) -> None:

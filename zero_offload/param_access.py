@@ -16,10 +16,12 @@ from torch import nn
 
 from zero_offload.checkpoint.values import (
     ComponentSource,
+    EditedStates,
     completed,
     fill_from_array,
     master_part,
     read_master,
+    read_master_part,
     read_state,
 )
 from zero_offload.errors import ConfigError, ZeroOffloadError
@@ -224,6 +226,8 @@ class ParamAccess:
                 return param.grad  # on its way from autograd to us: a hook of the user's looks at it
         place = self.place(param)
         check_not_updated(self._grads, param, place.name)
+        if param in self._grads.zeroed:
+            return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)  # which refuses writes
         if not place.section.layout.trainable or not self._grads.held(param):
             return None
         view = self._grads.view(param)
@@ -244,9 +248,9 @@ class ParamAccess:
         return view
 
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
-        if grad is not None:
+        if grad is not None and (grad.shape != param.shape or bool(grad.any())):
             raise ZeroOffloadError(
-                f"the gradient of {self.describe(param)} cannot be assigned; only None, which drops it"
+                f"the gradient of {self.describe(param)} cannot be assigned; only None, which drops it, or zeros"
             )
         if param in self._grads.updated:
             self._session.check_usable()
@@ -255,62 +259,74 @@ class ParamAccess:
             param.grad = None
         if self.place(param).section.layout.trainable:
             self._grads.forget([param])
+            if grad is not None:
+                self._grads.zeroed.add(param)
 
     # Optimizer states
 
-    def read_states(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, States]:
-        """Copies of these states, of the parameter's shape, fp32; and of what its value lacks of the master: of bf16
-        the "residual", int16, of fp16 the "master", fp32."""
+    def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
+        """Raise where states of these cannot be read."""
         self._session.check_usable()
-        _need_whole(self._places.values(), "optimizer.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
-        by_section: dict[int, list[nn.Parameter]] = {}
-        for param in wanted:
-            by_section.setdefault(id(self.place(param).section), []).append(param)
-        found: dict[nn.Parameter, States] = {}
-        for params in by_section.values():
-            shard = self.place(params[0]).section.shard
-            self._board.wait(shard.layout.unit)
-            names = [
-                name for name in dict.fromkeys(n for param in params for n in wanted[param]) if shard.keeps([name])
-            ]
-            arrays = {name: read_state(self._store, shard, Component(name)) for name in names}
-            beside = master_part(self._store, shard)
-            for param in params:
-                of_param = {name: arrays[name] for name in wanted[param] if name in arrays} | beside
-                piece = self.place(param).piece
-                found[param] = {name: _part(array, piece) for name, array in of_param.items()}
-        return {param: found[param] for param in wanted}
+        instead = "zo.save_checkpoint(model, optimizer, path), and optimizer.state.clear() on all ranks to reset states"
+        _need_whole(map(self.place, params), call, instead)
+
+    def kept_states(self, param: nn.Parameter, names: Iterable[str]) -> dict[str, torch.dtype]:
+        """Which of these there are, and what its value lacks of the master, with the dtypes of `read_state`."""
+        shard = self.place(param).section.shard
+        return {name: torch.float32 for name in names if shard.keeps([name])} | master_part(shard.layout)
+
+    def read_state(self, param: nn.Parameter, name: str) -> torch.Tensor:
+        """A copy of one of those, of the parameter's shape."""
+        self.check_readable([param], f"{name} of {self.name_of(param)} in optimizer.state")
+        place = self.place(param)
+        piece, shard = place.piece, place.section.shard
+        self._board.wait(place.unit.index)
+        span = piece.begin, piece.end
+        if name in master_part(shard.layout):
+            return read_master_part(self._store, shard, span).view(piece.spec.shape)
+        return read_state(self._store, shard, Component(name), span).view(piece.spec.shape)
 
     def write_states(self, param: nn.Parameter, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
         """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
-        it to the master, as `read_states` returns it, or nothing: then the master stays as it is."""
-        call = "taking states by optimizer.load_state_dict(), or from steps before zo.offload,"
-        _need_whole(self._places.values(), call, "zo.load_checkpoint(model, optimizer, path)")
+        it to the master, as `read_state` returns it, or nothing: then the master stays as it is."""
         place, zeros = self.place(param), host_zeros(1, torch.float32)
+        call = f"changing the optimizer's states of {place.name}, by load_state_dict too,"
+        _need_whole([place], call, "zo.load_checkpoint(model, optimizer, path)")
         piece, shard = place.piece, place.section.shard
         self._board.wait(place.unit.index)
         master = completed(self._store, shard, beside, (piece.begin, piece.end)) if beside else None
         values = {Component(name): zeros if state is None else state for name, state in states.items()}
-        masters = {} if master is None else {piece: master}
-        self.write_section(place.section, masters, {(piece, component): values[component] for component in values})
+        if master is None:
+            span = piece.begin, piece.end
+            edits = {each: [(*span, state.detach().reshape(-1))] for each, state in values.items()}
+            self._edit_states(place.section, edits)
+            return
+        self.write_section(
+            place.section, {piece: master}, {(piece, component): values[component] for component in values}
+        )
         # In bf16 what completes a value leaves it as it is; in fp16 it is its master, rounded.
-        if masters and shard.layout.dtype == torch.float16:
+        if shard.layout.dtype == torch.float16:
             replaced(self._residency, [(place.unit, param)])
 
     def zero_states(self, places: Sequence[Place], shard_index: int) -> None:
         """Of these parameters' states all that this rank has."""
+        zeros = host_zeros(1, torch.float32)
+        by_section: dict[int, list[Place]] = {}
+        for place in places:
+            by_section.setdefault(id(place.section), []).append(place)
+        for of_section in by_section.values():
+            section = of_section[0].section
+            edits = [(*section.layout.in_shard(place.piece, shard_index), zeros) for place in of_section]
+            self._edit_states(section, dict.fromkeys(section.shard.states, edits))
+
+    def _edit_states(
+        self, section: Section, edits: Mapping[Component, Sequence[tuple[int, int, torch.Tensor]]]
+    ) -> None:
         self._session.check_usable()
-        sections = {id(place.section): place.section for place in places}
-        for section in sections.values():
-            shard = section.shard
-            self._board.wait(shard.layout.unit)
-            arrays = {component: read_state(self._store, shard, component) for component in shard.states}
-            for place in places:
-                begin, end = section.layout.in_shard(place.piece, shard_index)
-                for array in arrays.values() if place.section is section else ():
-                    array[begin:end] = 0
-            master = fill_from_array(read_master(self._store, shard))
-            self._store.write_components(shard, ComponentSource(shard, master, arrays))
+        shard = section.shard
+        self._board.wait(shard.layout.unit)
+        source = EditedStates(self._store, shard, edits)
+        self._store.write_components(shard, source, (source.rows, list(edits)))
         self._last = None
 
 

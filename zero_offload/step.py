@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -22,6 +22,8 @@ class StepInput:
     order: tuple[int, ...]
     """Units in order of first use."""
     shard_index: int
+    begun: Container[str] = ()
+    """Parameters that have states though no step is counted."""
 
 
 def section_updates(
@@ -65,6 +67,8 @@ def _segments(
         factor = grads.factor(section, index)
         if not section.section.shard.keeps(hyper.states):
             hyper = hyper.first()
+        elif piece.spec.name in step.begun:
+            hyper = hyper.going_on()
         segment = hyper.segment(begin, end, factor, param_steps[piece.spec.name])
         segments.setdefault(hyper.rule, []).append(segment)
     return segments

@@ -345,3 +345,45 @@ def ask_on_several_ranks(rank: int, world_size: int) -> list[str]:
 def test_gradients_and_writes_of_several_ranks_are_refused(pool: RankPool) -> None:
     for refused in pool.succeed(ask_on_several_ranks):
         assert len(refused) == 2 and all("works on one rank" in each for each in refused)
+
+
+def edit_states_on_several_ranks(rank: int, world_size: int, stage: int) -> list[Any]:
+    """What one rank alone may ask, and a reset of all ranks beside a new optimizer."""
+    found: list[Any] = []
+    for resets in (True, False):
+        torch.manual_seed(0)
+        model = zo.offload(nn.Linear(4, 4), zo.OffloadConfig(stage=stage, precision="fp32"))
+        optimizer = zo.AdamW(model.parameters(), 0.1)
+        losses = []
+        for step in range(4):
+            loss = model(torch.full((1, 4), rank + 1.0)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == 1 and resets:
+                optimizer.state.clear()
+            elif step == 1:
+                optimizer = zo.AdamW(model.parameters(), 0.1)
+        found.append(losses)
+        moment = optimizer.state[model.weight]["exp_avg"]
+        if rank == 0:
+            assert len(optimizer.state) == 2 and float(optimizer.state[model.weight]["step"]) == 2
+            assert moment.shape == (4, 4) and "exp_avg" in str(optimizer.state)
+            try:
+                found.append(tuple(moment.mul(1).shape))
+            except zo.ZeroOffloadError as error:
+                found.append(str(error))
+        zo.close(model)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_states_of_several_ranks_are_reset_and_not_read(stage: int, pool: RankPool) -> None:
+    (reset, message, new, again), (other, other_new) = pool.succeed(edit_states_on_several_ranks, stage)
+    assert reset == new and other == other_new and message == again
+    if stage == 0:
+        assert message == (4, 4)
+    else:
+        assert message.startswith("exp_avg of weight in optimizer.state works on one rank")
+        assert "optimizer.state.clear() on all ranks" in message

@@ -5,13 +5,13 @@ Reads copy out, writes replace whole shards through `ShardStore.write_components
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from zero_offload.host import host_empty, host_zeros
 from zero_offload.kernels.master import convert, join_master, split_master
-from zero_offload.plan.layout import ParamSlice
+from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.shards.codec import decode, encode
 from zero_offload.shards.shard import Component, Shard, array_numel, component_dtype, master_components
 from zero_offload.shards.store import ShardStore
@@ -45,18 +45,24 @@ def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor
     return master
 
 
-def master_part(store: ShardStore, shard: Shard) -> dict[str, torch.Tensor]:
-    """(shard_numel,) of what completes a trainable shard's value to the master: "residual", int16, beside bf16;
-    "master", fp32, beside fp16; nothing beside fp32."""
-    dtype = shard.layout.dtype
-    if dtype == torch.float32:
-        return {}
-    master = read_master(store, shard)
-    if dtype == torch.float16:
-        return {Component.MASTER.value: master}
+def master_part(layout: SectionLayout) -> dict[str, torch.dtype]:
+    """What completes a trainable shard's value to the master, and its dtype: "residual" beside bf16, "master" beside
+    fp16, nothing beside fp32."""
+    return {
+        torch.bfloat16: {Component.RESIDUAL.value: torch.int16},
+        torch.float16: {Component.MASTER.value: torch.float32},
+    }.get(layout.dtype, {})
+
+
+def read_master_part(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch.Tensor:
+    """(end - begin,) of it, of elements `span`; a copy."""
+    layout = shard.layout
+    master = _gather(layout, span, torch.float32, lambda row, begin, end: read_master_chunk(store, shard, row))
+    if layout.dtype == torch.float16:
+        return master
     residual = host_empty(master.numel(), torch.int16)
     split_master(master, torch.empty_like(residual, dtype=torch.bfloat16), residual)
-    return {Component.RESIDUAL.value: residual}
+    return residual
 
 
 def completed(
@@ -78,12 +84,31 @@ def completed(
     return torch.where(again.view(torch.int16) == half.view(torch.int16), master, half.float())
 
 
-def read_state(store: ShardStore, shard: Shard, component: Component) -> torch.Tensor:
-    """(shard_numel,) fp32 of an optimizer's state; a copy."""
+def read_state(
+    store: ShardStore, shard: Shard, component: Component, span: tuple[int, int] | None = None
+) -> torch.Tensor:
+    """(shard_numel,) fp32 of an optimizer's state, or (end - begin,) of elements `span`; a copy."""
     layout = shard.layout
-    out = host_empty(layout.shard_numel, torch.float32)
+
+    def read(row: int, begin: int, end: int) -> torch.Tensor:
+        return decode(layout, component, store.read_chunk(shard, component, row), end - begin)
+
+    return _gather(layout, span, torch.float32, read)
+
+
+def _gather(
+    layout: SectionLayout,
+    span: tuple[int, int] | None,
+    dtype: torch.dtype,
+    read: Callable[[int, int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Elements `span` of a shard, a copy; `read(row, begin, end)` has those of a chunk."""
+    first, last = span or (0, layout.shard_numel)
+    out = host_empty(last - first, dtype)
     for row, (begin, end) in enumerate(layout.chunks()):
-        out[begin:end] = decode(layout, component, store.read_chunk(shard, component, row), end - begin)
+        low, high = max(begin, first), min(end, last)
+        if low < high:
+            out[low - first : high - first] = read(row, begin, end)[low - begin : high - begin]
     return out
 
 
@@ -136,6 +161,45 @@ class ComponentSource:
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[dtype] = host_empty(numel, dtype)
         return buffer[:numel]
+
+
+class EditedStates:
+    """Feeds `write_components` with what a shard has, but for some elements of its states."""
+
+    def __init__(
+        self, store: ShardStore, shard: Shard, edits: Mapping[Component, Sequence[tuple[int, int, torch.Tensor]]]
+    ) -> None:
+        """`edits`: elements [begin, end) of the shard, and their new values, (end - begin,) or one for all."""
+        self._store = store
+        self._shard = shard
+        self._edits = edits
+        self._row = -1
+        self._arrays: dict[Component, torch.Tensor] = {}
+
+    @property
+    def rows(self) -> list[int]:
+        """The chunks that change."""
+        spans = [(begin, end) for edits in self._edits.values() for begin, end, _ in edits]
+        chunks = enumerate(self._shard.layout.chunks())
+        return [row for row, (begin, end) in chunks if any(low < end and begin < high for low, high in spans)]
+
+    def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
+        layout, row = self._shard.layout, begin // CHUNK_NUMEL
+        if row != self._row:
+            # All at once: the memory that a chunk is read into is that which it is written from.
+            self._row = row
+            needed = self._edits if self._store.writes_in_place(self._shard) else self._shard.components
+            self._arrays = {each: self._store.read_chunk(self._shard, each, row).clone() for each in needed}
+        array = self._arrays[component]
+        for low, high, values in self._edits.get(component, ()):
+            first, last = max(low, begin), min(high, end)
+            if first < last:
+                whole = decode(layout, component, array, end - begin)
+                whole[first - begin : last - begin] = (
+                    values if values.numel() == 1 else values[first - low : last - low]
+                )
+                array = encode(layout, component, whole)
+        return array
 
 
 def fill_from_readers(shard: Shard, shard_index: int, readers: Mapping[ParamSlice, ReadElements]) -> FillMaster:

@@ -13,7 +13,7 @@ from zero_offload.abi import Rule
 from zero_offload.host import host_zeros
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, steps_of
+from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, number, steps_of
 
 
 class Adagrad(FusedOptimizer):
@@ -41,8 +41,8 @@ class Adagrad(FusedOptimizer):
         return negatives(group, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        decay, initial = float(group["lr_decay"]), float(group["initial_accumulator_value"])
-        lr, eps, weight_decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        decay, initial = number(group, "lr_decay"), number(group, "initial_accumulator_value")
+        lr, eps, weight_decay = number(group, "lr"), number(group, "eps"), number(group, "weight_decay")
         return Hyper(Rule.ADAGRAD, lr, decay, initial, eps, weight_decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
@@ -52,13 +52,14 @@ class Adagrad(FusedOptimizer):
         assert param.grad is not None
         state["step"] = host_zeros((), torch.float32) if is_new else steps_of(state)
         if is_new:
-            state["sum"] += group["initial_accumulator_value"]
+            initial = number(group, "initial_accumulator_value")
+            state["sum"] += complex(initial, initial) if param.is_complex() else initial
         torch_adagrad(
             [param],
             [param.grad],
             [state["sum"]],
             [state["step"]],
-            lr=float(group["lr"]),
+            lr=number(group, "lr"),
             weight_decay=group["weight_decay"],
             lr_decay=group["lr_decay"],
             eps=group["eps"],

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, not_decays, steps_of
+from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, not_decays, number, steps_of
 
 _RULES = {
     (False, False): Rule.ADAM,
@@ -36,7 +36,7 @@ class _AdamBase(FusedOptimizer):
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
         beta1, beta2 = map(float, group["betas"])
         rule = _RULES[self._is_decoupled(group), bool(group["amsgrad"])]
-        lr, eps, decay = float(group["lr"]), float(group["eps"]), float(group["weight_decay"])
+        lr, eps, decay = number(group, "lr"), number(group, "eps"), number(group, "weight_decay")
         return Hyper(rule, lr, beta1, beta2, eps, decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
@@ -57,7 +57,7 @@ class _AdamBase(FusedOptimizer):
             amsgrad=group["amsgrad"],
             beta1=beta1,
             beta2=beta2,
-            lr=float(group["lr"]),
+            lr=number(group, "lr"),
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=group["maximize"],

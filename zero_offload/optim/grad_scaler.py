@@ -122,8 +122,8 @@ class GradScaler:
         progress.stepped = True
         if not progress.overflowed:
             return optimizer.step(**kwargs)
-        records = group_records(optimizer)
         for owner in _owners(optimizer):
+            records = group_records(optimizer) if owner.makes_generations else []
             owner.update({}, records)  # counts the step and drops its gradients
         return None
 

@@ -33,7 +33,7 @@ def _record(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[
 
 def _plain(name: str, value: Any) -> Any:
     """A hyperparameter by value: numbers of torch and numpy are numbers. Raises ConfigError for what no file takes."""
-    if isinstance(value, Tensor | np.generic) and value.ndim == 0:
+    if isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1):
         return value.item()
     if isinstance(value, tuple | list):
         return [_plain(name, each) for each in value]

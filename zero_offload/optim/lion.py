@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays
+from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays, number
 
 
 class Lion(FusedOptimizer):
@@ -20,6 +20,8 @@ class Lion(FusedOptimizer):
     The step is lr * sign(beta1 * m + (1 - beta1) * g), the decay decoupled, then m = beta2 * m + (1 - beta2) * g.
     Raises as `AdamW`.
     """
+
+    counts_steps = False
 
     def __init__(
         self,
@@ -38,13 +40,15 @@ class Lion(FusedOptimizer):
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
         beta1, beta2 = map(float, group["betas"])
-        return Hyper(Rule.LION, float(group["lr"]), beta1, beta2, 0.0, float(group["weight_decay"]), group["maximize"])
+        return Hyper(
+            Rule.LION, number(group, "lr"), beta1, beta2, 0.0, number(group, "weight_decay"), group["maximize"]
+        )
 
     def _count_step(self, state: State, is_new: bool) -> int:
         return 1  # no step of Lion depends on its number
 
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
-        lr, (beta1, beta2), moment = float(group["lr"]), group["betas"], state["exp_avg"]
+        lr, (beta1, beta2), moment = number(group, "lr"), group["betas"], state["exp_avg"]
         assert param.grad is not None
         grad = -param.grad if group["maximize"] else param.grad
         param.mul_(1 - lr * group["weight_decay"])

@@ -18,6 +18,8 @@ from zero_offload.shards.registry import owner_of
 
 State = dict[str, Any]
 """What an optimizer keeps of one ordinary parameter, by torch's names."""
+STEP = "step"
+"""Torch's name for how many updates a parameter has had."""
 BESIDE = ("residual", "master")
 """What completes a value to its master; no state of an optimizer's."""
 
@@ -33,13 +35,13 @@ def entries_of(params: Iterable[nn.Parameter], given: Mapping[str, Any]) -> dict
     """What a state dict says of each parameter, by its place in the groups. What has made no step yet may be
     anything; torch's Adagrad keeps its initial sum."""
     found = {param: given["state"].get(key, {}) for param, key in zip(params, _keys(given), strict=True)}
-    return {param: entry for param, entry in found.items() if entry.get("step", 1) != 0}
+    return {param: entry for param, entry in found.items() if entry.get(STEP, 1) != 0}
 
 
 def ordinary_entries(params: Iterable[nn.Parameter], given: Mapping[str, Any]) -> dict[Any, State]:
     """A state dict's states but for those of offloaded parameters: torch's part of a load."""
     away = {key for param, key in zip(params, _keys(given), strict=True) if owner_of(param) is not None}
-    return {key: each for key, each in given["state"].items() if key not in away and each.get("step", 1) != 0}
+    return {key: each for key, each in given["state"].items() if key not in away and each.get(STEP, 1) != 0}
 
 
 def _keys(given: Mapping[str, Any]) -> list[Any]:
@@ -64,15 +66,15 @@ def write_offloaded(param: nn.Parameter, hyper: Hyper, entry: State) -> None:
     # torch's SGD counts no steps, and has a buffer of None where it has made none.
     has_stepped = entry and (not states or any(state is not None for state in states.values()))
     beside = {name: entry[name] for name in BESIDE if name in entry}
-    owner.states.write(param, int(entry.get("step", 1 if has_stepped else 0)), states, beside)
+    owner.states.write(param, int(entry.get(STEP, 1 if has_stepped else 0)), states, beside)
 
 
 def restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:
     """Take states and residual bit for bit; torch's state dict has no residual: then the value is the master."""
     for name, values in kept.items():
         state[name] = values.detach().to(param.device, torch.float32, copy=True).contiguous()
-    if isinstance(step := state.get("step"), Tensor):
-        state["step"] = step.cpu()  # torch's fused optimizers count on the device, where each look would wait for it
+    if isinstance(step := state.get(STEP), Tensor):
+        state[STEP] = step.cpu()  # torch's fused optimizers count on the device, where each look would wait for it
     if param.dtype == torch.bfloat16:
         if residual is None:
             residual = torch.zeros_like(param, dtype=torch.int16)

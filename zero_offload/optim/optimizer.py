@@ -8,6 +8,7 @@ is still running. A subclass says which rule its groups follow, and what torch d
 from __future__ import annotations
 
 import math
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ from zero_offload.optim.loading import (
     write_offloaded,
 )
 from zero_offload.optim.ordinary import squares_of
+from zero_offload.optim.state import Entry, States, assign, check_assigned, reset, settled, tensors_of
 from zero_offload.probe import kernel_threads
 from zero_offload.shards.registry import Owner, check_adopted, dropped_error, is_dropped, owner_of
 
@@ -57,6 +59,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Of ordinary bf16 parameters, after their last update: another one means that somebody has changed the value,
         and then the residual completes nothing."""
         self._is_built = False
+        self._states = States(self)
         super().__init__(params, defaults)
         self._is_built = True
         _register(self, self.param_groups)
@@ -79,7 +82,46 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         """The update in torch's own way, for layouts and dtypes without a kernel. What `state` lacked is zero."""
 
+    counts_steps = True
+    """Whether torch's optimizer of this name keeps `step`."""
+
     # What users call
+
+    @property
+    def state(self) -> States:
+        """What is kept of each parameter. Of offloaded ones an entry shows what rests on their tiers: reading takes the
+        memory of one parameter, and what is changed, replaced or deleted is so on the tier.
+
+        Raises ConfigError, and changes nothing, for entries that the optimizer could not go on with. Values of
+        parameters that several ranks divide are not read: ZeroOffloadError; entries are deleted there on all ranks.
+        """
+        return self._states
+
+    @state.setter
+    def state(self, given: Mapping[Any, Any]) -> None:
+        if given is self._states:
+            return
+        away = list(self.hypers()) if self._is_built else []
+        entries = {param: given[param] for param in away if param in given}
+        for param, entry in entries.items():
+            check_assigned(self, param, entry)
+        entries = {
+            param: entry if isinstance(entry, Entry) and entry.rests_at(param) else settled(entry, param)
+            for param, entry in entries.items()
+        }
+        self._take_states({key: entry for key, entry in given.items() if key not in entries})
+        reset(param for param in away if param not in entries)
+        for param, entry in entries.items():
+            assign(self, param, entry)
+
+    def _take_states(self, ordinary: Mapping[Any, Any]) -> None:
+        """Have another mapping. The one before is torch's dict as it was, for a program that holds it."""
+        before = weakref.ref(self._states)
+        self._states, states = States(self), self._states
+        del states
+        if (held := before()) is not None:
+            held.keep()
+        dict.update(self._states, ordinary)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -125,8 +167,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
                 "gradients are taken off memory as they come, which is what stepping in hooks is for"
             )
-        groups = group_records(self) if hypers else []
         owners = list(_by_owner(hypers).values())
+        groups = group_records(self) if any(owner.makes_generations for owner, _ in owners) else []
         check_adopted(f"{type(self).__name__}.step", (param for param, _, _ in ordinary))
         for owner, params in owners:
             owner.access.check_frozen(params)
@@ -140,6 +182,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         for owner, params in owners:
             owner.update({param: hypers[param] for param in params}, groups)
         return loss
+
+    def hyper_of(self, param: nn.Parameter) -> Hyper | None:
+        """By value; None of a parameter that is another optimizer's."""
+        found = (group for group in self.param_groups if any(param is each for each in group["params"]))
+        return next(map(self._hyper, found), None)
 
     def hypers(self) -> dict[nn.Parameter, Hyper]:
         """Of offloaded parameters, by value."""
@@ -177,19 +224,29 @@ class FusedOptimizer(torch.optim.Optimizer):
                 param.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """As that of torch's optimizer, states of offloaded parameters read from their tiers (one rank).
+        """As that of torch's optimizer (one rank). States of offloaded parameters are tensors that are read from their
+        tiers when their values are asked for, or just before those change.
 
         Beside bf16 parameters there is the "residual" that completes them to their fp32 master, and beside offloaded
         fp16 ones their "master": with the model's own state dict nothing is lost.
         """
         hypers = self.hypers()
         self._hand_over(hypers)
-        state: dict[str, Any] = super().state_dict()
-        found: dict[nn.Parameter, dict[str, Tensor]] = {}
-        for owner, params in _by_owner(hypers).values():
-            found |= owner.states.read({param: hypers[param].states for param in params})
-        state["state"] |= {index: found[param] for index, param in enumerate(self._params()) if param in found}
-        return state
+        for owner, params in _by_owner(self._states.away()).values():
+            owner.states.check_readable(params, "optimizer.state_dict()")
+
+        def read_later(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+            """Before the program's own hooks."""
+            entries: dict[Any, Any] = packed["state"]
+            for key, entry in entries.items():
+                if isinstance(entry, Entry):
+                    entries[key] = tensors_of(entry.param, hypers[entry.param], owner_of(entry.param))
+
+        hook = self.register_state_dict_post_hook(read_later, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take a `state_dict`, this class's or that of torch's optimizer: hyperparameters, and all states.
@@ -204,7 +261,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 len(g["params"]) for g in self.param_groups
             ]:
                 return None  # torch says so
-            entries.update(entries_of(self._params(), given))
+            entries.update({param: settled(entry, param) for param, entry in entries_of(self._params(), given).items()})
             self._check_loaded(given, entries)
             return {**given, "state": ordinary_entries(self._params(), given)}
 
@@ -223,7 +280,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 restore_exact(param, self.state[param], kept, entry.get("residual"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        """Of a copy, a pickle, or torch's part of a load."""
+        super().__setstate__({name: each for name, each in state.items() if name != "state"})
+        self._is_built = True
+        if "_states" not in self.__dict__:
+            self._states = States(self)
+        self._take_states(state["state"])
         self._versions = {}
         for group in self.param_groups:
             fill_group(group, self.defaults)
@@ -240,10 +302,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _hand_over(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """States of steps before the parameters were offloaded go to their runtime."""
-        for param, hyper in hypers.items():
-            if param in self.state:
-                write_offloaded(param, hyper, self.state[param])
-                del self.state[param]
+        for param in [each for each in hypers if dict.__contains__(self._states, each)]:
+            write_offloaded(param, hypers[param], self._states[param])
+            dict.__delitem__(self._states, param)
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
@@ -259,7 +320,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad, state, kind = param.grad, self.state.get(param, {}), type(self).__name__
         assert grad is not None
         if grad.is_sparse:
-            raise ConfigError(f"{kind} takes no sparse gradients; use torch.optim.SparseAdam, SGD or Adagrad")
+            raise ConfigError(
+                f"zo.{kind} takes no sparse gradients, and a parameter of shape {tuple(param.shape)} has one. Build "
+                "the embedding with sparse=False, or give its parameters to torch.optim.SparseAdam, torch.optim.SGD or "
+                "torch.optim.Adagrad"
+            )
         check_shapes(param, {"gradient": grad, **state}, ("gradient", *hyper.states, "residual"), kind)
         if not _has_kernel(param):
             return
@@ -329,12 +394,29 @@ def count_step(state: State) -> int:
     return int(state["step"])
 
 
+def number(group: Mapping[str, Any], name: str) -> float:
+    """A hyperparameter by value, of a number or of a tensor with one element. Raises ConfigError for anything else."""
+    value = group[name]
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else f"{value!r}, no finite number"
+        raise ConfigError(f"a param group's {name} is {what}; use a number, or a tensor with one element") from None
+
+
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
     """What is wrong with hyperparameters that are 0 or more."""
     for name in names:
-        if isinstance(group[name], str) or not math.isfinite(float(group[name])):
+        try:
+            value = number(group, name)
+        except ConfigError as error:
+            yield str(error)
+            continue
+        if not math.isfinite(value):
             yield f"{name}={group[name]!r} is no finite number"
-        elif float(group[name]) < 0:
+        elif value < 0:
             yield f"{name}={group[name]} is negative; use 0 or more"
 
 

@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd as torch_sgd
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import State
-from zero_offload.optim.optimizer import FusedOptimizer, negatives
+from zero_offload.optim.optimizer import FusedOptimizer, negatives, number
 
 
 class SGD(FusedOptimizer):
@@ -19,6 +19,8 @@ class SGD(FusedOptimizer):
 
     Raises as `AdamW`.
     """
+
+    counts_steps = False
 
     def __init__(
         self,
@@ -43,9 +45,9 @@ class SGD(FusedOptimizer):
             )
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        momentum, dampening = float(group["momentum"]), float(group["dampening"])
+        momentum, dampening = number(group, "momentum"), number(group, "dampening")
         rule = (Rule.SGD_NESTEROV if group["nesterov"] else Rule.SGD_MOMENTUM) if momentum else Rule.SGD
-        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        lr, decay = number(group, "lr"), number(group, "weight_decay")
         return Hyper(rule, lr, momentum, dampening, 0.0, decay, group["maximize"])
 
     def _count_step(self, state: State, is_new: bool) -> int:
@@ -60,7 +62,7 @@ class SGD(FusedOptimizer):
             buffers,
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
-            lr=float(group["lr"]),
+            lr=number(group, "lr"),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],

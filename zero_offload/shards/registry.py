@@ -7,7 +7,7 @@ behind it is made one layer up. Nothing is ever hung on a parameter or a module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -70,15 +70,42 @@ class ParamAccess(Protocol):
         """Where the parameter rests, for repr and messages."""
 
 
+class StateReaders(Protocol):
+    """What shows the states that the program has in hand; see `optim.state.Readers`."""
+
+    def add(self, reader: Any) -> None: ...
+
+    def discard(self, reader: Any) -> None: ...
+
+    def before_edit(self, state: Any) -> None: ...
+
+    def before_replacing(self, params: Iterable[nn.Parameter], names: Collection[str] | None = None) -> None: ...
+
+
 class OptimizerStates(Protocol):
-    """What optimizers keep of offloaded parameters, by torch's names."""
+    """What optimizers keep of offloaded parameters, by torch's names: "step", states, and what a value lacks of the
+    master, "residual" of bf16 and "master" of fp16."""
+
+    @property
+    def readers(self) -> StateReaders: ...
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
         """Have these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
 
-    def read(self, wanted: Mapping[nn.Parameter, Sequence[str]]) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Copies of "step" and of these states of each, and of what its value lacks of the master: "residual" of bf16,
-        "master" of fp16. Parameters that have made no step are left out."""
+    def step_of(self, param: nn.Parameter) -> int | None:
+        """How many updates the states have had; None where there are none yet."""
+
+    def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
+        """What may be read, of these states and beside them, and its dtype; nothing where there are none yet."""
+
+    def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
+        """Raise ZeroOffloadError where `read` would, of these parameters, naming `call`."""
+
+    def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
+        """A copy of one of them, of the parameter's shape, host; "step" as a scalar."""
+
+    def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
+        """Replace one of them."""
 
     def write(
         self,
@@ -87,7 +114,11 @@ class OptimizerStates(Protocol):
         states: Mapping[str, torch.Tensor | None],
         beside: Mapping[str, torch.Tensor],
     ) -> None:
-        """Replace them: states of the parameter's shape, or None for zeros; `beside` the value what completes it."""
+        """Replace all of them: states of the parameter's shape, or None for zeros; `beside` the value what completes
+        it. Those that rest there already are not moved."""
+
+    def reset(self, params: Iterable[nn.Parameter]) -> None:
+        """Have none of these parameters: their next step is the first."""
 
 
 class LossScaler(Protocol):
@@ -116,6 +147,10 @@ class Owner(Protocol):
 
     @property
     def states(self) -> OptimizerStates: ...
+
+    @property
+    def makes_generations(self) -> bool:
+        """Whether it keeps param groups with its steps."""
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
         """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""

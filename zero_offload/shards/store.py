@@ -14,7 +14,7 @@ Whatever is launched returns transfers; the caller waits for them.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -227,9 +227,9 @@ class ShardStore:
         if shard.on_disk:
             self.snapshots.wait_for_slots()
             slot = shard.slots[shard.writable_slot()]
-            writes += [self.disk.launch_write(slot[each], rows, opened.addresses[each]) for each in shard.components]
+            writes += [self.disk.launch_write(slot[each], rows, address) for each, address in opened.addresses.items()]
         self.counters.written(shard.memory_tier, opened.memory_bytes)
-        if shard.cache is not None:
+        if shard.cache is not None and Component.VALUE in opened.addresses:
             writes.append(self.disk.launch_write(shard.cache, rows, opened.addresses[Component.VALUE]))
         shard.writes += writes
         return writes
@@ -261,9 +261,16 @@ class ShardStore:
             out[array_range(layout, component, begin, end)] = self.read_chunk(shard, component, row)
         return out
 
-    def write_components(self, shard: Shard, source: ChunkSource) -> None:
+    def writes_in_place(self, shard: Shard) -> bool:
+        """Whether what is written takes the place of the newest values: no generation names it."""
+        return not shard.on_disk or shard.writable_slot() == shard.current
+
+    def write_components(
+        self, shard: Shard, source: ChunkSource, changed: tuple[Collection[int], Collection[Component]] | None = None
+    ) -> None:
         """Replace every component of a shard, after a commit under way; what rests on disk goes to a slot that no
-        generation needs.
+        generation needs. With `changed`, chunks and components, `source` has all others as they are: they are
+        written only where that slot has older ones.
 
         Raises ZeroOffloadError where the source gives an array of another dtype, size or device than the component's.
         """
@@ -273,10 +280,14 @@ class ShardStore:
         self.places.ensure_cache(shard)
         shard.wait_for_copies()
         staging = self.staging.region
+        everything = range(len(shard.layout.chunks())), shard.components
+        rows, components = changed if changed and self.writes_in_place(shard) else everything
         for row, (begin, end) in enumerate(shard.layout.chunks()):
+            if row not in rows:
+                continue
             chunk = OpenChunks(shard, range(row, row + 1), begin, end, {})
             used = 0
-            for component in shard.components:
+            for component in components:
                 values = source(component, begin, end)
                 _check_array(shard, component, values, end - begin)
                 if component in shard.memory:

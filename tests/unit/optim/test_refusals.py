@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -303,14 +304,54 @@ def test_learning_rates_that_are_kept(value: Any, nvme: Path) -> None:
     zo.close(model)
 
 
-def test_what_no_generation_can_keep_is_said_before_the_step() -> None:
-    model = linear(away=True)
-    optimizer = zo.AdamW(model.parameters())
-    optimizer.param_groups[0]["tags"] = {"a"}
+def test_what_no_generation_can_keep_is_said_before_the_step(tmp_path: Path) -> None:
+    """Without a directory for generations a group has what the program likes, as in torch."""
+    for where, num_steps in (({}, 1), ({"nvme": tmp_path}, 0)):
+        model = zo.offload(nn.Linear(4, 3), zo.OffloadConfig(precision="fp32", **where))
+        optimizer = zo.AdamW(model.parameters())
+        optimizer.param_groups[0]["tags"] = {"a"}
+        model(torch.ones(2, 4)).sum().backward()
+        with nullcontext() if num_steps else pytest.raises(zo.ConfigError, match="'tags' is a set"):
+            optimizer.step()
+        assert zo.stats(model).step == num_steps
+        with pytest.raises(zo.ConfigError, match="'tags' is a set"):
+            zo.save_checkpoint(model, optimizer, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_learning_rate_is_a_number_or_a_tensor_with_one_element(away: bool, tmp_path: Path) -> None:
+    found = []
+    for lr in (0.5, torch.tensor(0.5), torch.tensor([0.5]), torch.tensor([[0.5]])):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        if away:
+            zo.offload(model, zo.OffloadConfig(precision="fp32", nvme=tmp_path / str(len(found))))
+        optimizer = zo.AdamW(model.parameters(), lr=lr)
+        for _ in range(2):
+            loss = model(torch.ones(2, 4)).sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    assert found == found[:2] * 4
+    with pytest.raises(zo.ConfigError, match="lr is a tensor of 2 elements; use"):
+        zo.AdamW(model.parameters(), lr=torch.tensor([0.5, 0.25]))
+    optimizer.param_groups[0]["lr"] = "fast"
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(zo.ConfigError, match="'tags' is a set"):
+    with pytest.raises(zo.ConfigError, match="lr is 'fast', no finite number; use"):
         optimizer.step()
-    assert zo.stats(model).step == 0
+
+
+def test_a_complex_sum_begins_as_torchs_does() -> None:
+    kinds = zo.Adagrad, torch.optim.Adagrad
+    params = [nn.Parameter(torch.tensor([1.0 + 2.0j, -3.0 + 0.5j])) for _ in range(2)]
+    optimizers = [kind([p], initial_accumulator_value=0.1) for kind, p in zip(kinds, params, strict=True)]
+    for _ in range(2):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = torch.tensor([0.5 - 1.0j, 2.0 + 0.25j])
+            optimizer.step()
+    assert torch.equal(params[0], params[1])
+    assert torch.equal(optimizers[0].state[params[0]]["sum"], optimizers[1].state[params[1]]["sum"])
 
 
 def test_a_norm_that_is_not_finite_multiplies_nothing_where_it_raises() -> None:

@@ -112,6 +112,8 @@ class GradLedger:
         """Whether a loss scaler has found that this step must not be taken; it ends with the gradients."""
         self.updated: set[nn.Parameter] = set()
         """Parameters that a backward has updated (overlap="backward"), until their optimizer's step."""
+        self.zeroed: set[nn.Parameter] = set()
+        """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
         self.sections: list[SectionGrads] = []
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
@@ -243,10 +245,12 @@ class GradLedger:
         """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
         for param in params:
             self._forget(*self._places[id(param)])
+            self.zeroed.discard(param)
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
         """Nobody wants the gradients (of `params`; by default all); says whether there were any."""
         found = False
+        self.zeroed.difference_update(list(self.zeroed) if params is None else params)
         for grads, indices in self._chosen(params):
             found = found or bool(indices)
             for index in indices:

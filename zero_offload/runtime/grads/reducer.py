@@ -103,6 +103,7 @@ class GradReducer:
             self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
         grads.arrived.add(index)
         grads.holding.add(index)
+        self.ledger.zeroed.discard(param)
         if self._spans.on:
             self._spans.backward.made(grads.unit.name)
         # Of micro-batches that take turns, `finish_section` knows which is the last.
