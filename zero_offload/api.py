@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from zero_offload.optim.ordinary import squares_of
 from zero_offload.plan.costs import TOKENS_UNKNOWN
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.model_spec import UnitChoice
+from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
@@ -66,10 +67,15 @@ def accumulate(
     backward is kept for all of them at once: mark blocks by `zo.checkpoint`, and it is their inputs, which rest where
     `activations=` says. Several ranks each add up their gradients and reduce once, as in that loop with all but the
     last micro-batch in `zo.no_sync`. `loss_fn` is any code that ends in one scalar loss, divided or scaled as in the
-    loop; it runs on a thread per micro-batch, one at a time, and runs no backward itself. Random numbers: the first
-    micro-batch goes on with the generators, the others with forks of them, so dropout can be repeated from the same
-    seed but is not that of the loop. Where no parameter leaves the device this is the loop. Raises ConfigError with
-    overlap="backward".
+    loop; it runs on a thread per micro-batch, one at a time, and runs no backward itself. Where no parameter leaves the
+    device, micro-batches run one after the other, with the same bits.
+
+    Where nothing draws random numbers, losses and gradients equal that loop's. Where dropout or other code draws them,
+    they are the same on every placement for one seed, but they are not the loop's: the first micro-batch goes on with
+    the generators, and each other one has its own, seeded by a number drawn from them at the start. So it is for
+    torch's default generators, Python's `random` and `numpy.random`; afterwards they stand where the first micro-batch
+    has left them, and after an error as before the call. Not covered are generator objects that the program holds:
+    micro-batches share those, in an order that depends on the placement. Raises ConfigError with overlap="backward".
     """
     owner = need_runtime(model, "zo.accumulate")
     if not isinstance(micro_batches, Iterable) or not callable(loss_fn):
@@ -82,13 +88,28 @@ def accumulate(
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
-    if len(batches) < 2 or not owner.session.any_leaves:
+    if len(batches) < 2:
         return [_backward_of(forward()) for forward in forwards]
-    parts = owner.parts
-    pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
-    by_unit = MicroBatches(pieces, forwards)
-    losses = by_unit.forward()
-    by_unit.backward()
+    with Forks(len(batches)) as forks:
+        if not owner.session.any_leaves:
+            return _one_after_the_other(owner, forwards, forks)
+        parts = owner.parts
+        pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
+        by_unit = MicroBatches(pieces, forwards, forks)
+        losses = by_unit.forward()
+        by_unit.backward()
+        return losses
+
+
+def _one_after_the_other(
+    owner: OffloadedModel, forwards: Sequence[Callable[[], torch.Tensor]], forks: Forks
+) -> list[torch.Tensor]:
+    """A loop, whose gradients cross the ranks once."""
+    losses = []
+    for index, forward in enumerate(forwards):
+        is_last = index == len(forwards) - 1
+        with forks.turn(index), nullcontext() if is_last else owner.grads.deferring():
+            losses.append(_backward_of(forward()))
     return losses
 
 
@@ -198,12 +219,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     with stage 1, which always does this, it changes nothing; but with overlap="backward" every backward outside of it
     is a step's last one.
     """
-    grads = need_runtime(model, "zo.no_sync").grads
-    before, grads.defers = grads.defers, True
-    try:
+    with need_runtime(model, "zo.no_sync").grads.deferring():
         yield
-    finally:
-        grads.defers = before
 
 
 def stats(model: nn.Module) -> Stats:

@@ -20,6 +20,7 @@ from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import wait_until
 from tests.models.test_exceptions import Explosion, Fused
 from zero_offload.device import HostDevice
+from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.relay import Relay
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 
@@ -210,7 +211,7 @@ def test_threads_wait_for_their_turn() -> None:
             log.append((number, name))
 
     works = [lambda number=number: forward(number) for number in range(3)]  # type: ignore[misc]
-    relay = Relay(works, Surroundings(HostDevice()), lambda: None, lambda runner: None)
+    relay = Relay(works, Surroundings(HostDevice()), Forks(3), lambda: None, lambda runner: None)
     before = threading.active_count()
     relay.run()
     assert threading.active_count() == before

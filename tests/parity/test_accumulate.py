@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -199,7 +202,7 @@ def test_what_the_last_micro_batch_leaves_out_is_complete_all_the_same(grads: st
     assert all(torch.equal(value, outcomes[1][1][name]) for name, value in outcomes[0][1].items())
 
 
-def test_where_nothing_leaves_it_is_the_loop() -> None:
+def test_where_nothing_leaves_micro_batches_run_one_after_the_other() -> None:
     """One micro-batch's graph at a time."""
     model = zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32"))
     alive: list[weakref.ref[torch.Tensor]] = []
@@ -347,3 +350,134 @@ def test_what_the_last_micro_batch_of_one_rank_leaves_out_is_reduced(nvme: Path,
     for first, second, *params in zip(*parts, *(model.parameters() for model in models), strict=True):
         mean = (params[0].grad + params[1].grad) / 2
         assert torch.equal(torch.cat((first, second))[: mean.numel()].view_as(mean), mean)
+
+
+# Random numbers
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * (torch.rand(grad.shape) > 0.2)
+
+
+class DrawingBlock(Block):
+    """Dropout, and numbers of Python's and NumPy's generators."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = F.dropout(super().forward(x), 0.3) * (0.5 + random.random())
+        return x + Noisy.apply(dropped) * float(1 + np.random.randn() / 10)
+
+
+DRAWING_TIERS: dict[str, dict[str, Any]] = {
+    "memory": {"params": "cpu", "optimizer": "cpu"},
+    "states away": {"params": "cpu", "optimizer": "nvme"},
+    "away": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "device_memory": "8MiB"},
+    "activations away": {"params": "nvme", "activations": "nvme", "optimizer": "cpu"},
+    "mixed": {"params": {"cpu": 0.5, "nvme": 0.5}, "optimizer": "cpu"},
+}
+
+
+def dropping(model: nn.Module, batch: Tensor) -> Tensor:
+    """A loss whose own code draws."""
+    loss: Tensor = model(batch) * F.dropout(torch.ones(8), 0.5).mean()
+    return loss
+
+
+def draw() -> list[float]:
+    return [*torch.rand(2).tolist(), random.random(), float(np.random.rand())]
+
+
+def drawn(tiers: str, nvme: Path, recompute: str, rank: int = 0, stage: int = 3) -> list[Any]:
+    """Losses, norms, what the generators give afterwards, and parameters."""
+    block = Block if recompute == "blocks" else DrawingBlock  # who is run again may draw torch's numbers only
+    model = build(lambda: TinyLM(NARROW, 3, block))
+    for each in model.blocks:
+        each.register_forward_pre_hook(lambda module, args: (F.dropout(args[0], 0.1),))
+    if recompute == "blocks":
+        zo.checkpoint(model.blocks)
+    config = zo.OffloadConfig(stage=stage, precision="fp32", nvme=nvme, **DRAWING_TIERS[tiers])
+    optimizer = zo.AdamW(zo.offload(model, config).parameters(), lr=1e-2)
+    for seed, start in enumerate((torch.manual_seed, random.seed, np.random.seed)):
+        start(seed + 10 * rank)
+    found: list[Any] = []
+    for step in range(2):
+        losses = zo.accumulate(model, batches_of(3, 3 * step + 7 * rank), dropping)
+        found += [loss.item() for loss in losses] + [zo.clip_grad_norm_(model, 0.5).item(), *draw()]
+        optimizer.step()
+        optimizer.zero_grad()
+    with zo.gathered(model):
+        found += [param.tolist() for param in model.parameters()]
+    zo.close(model)
+    return found
+
+
+@pytest.mark.parametrize("recompute", ["nothing", "blocks"])
+def test_random_numbers_do_not_depend_on_the_placement(recompute: str, nvme: Path) -> None:
+    expected = drawn("memory", nvme / "memory", recompute)
+    assert len({loss for loss in expected if isinstance(loss, float)}) == 16
+    for tiers in [tiers for tiers in DRAWING_TIERS if tiers != "memory"]:
+        assert drawn(tiers, nvme / tiers.replace(" ", "-"), recompute) == expected, tiers
+
+
+def drawn_on_ranks(rank: int, world_size: int, tiers: str, nvme: str, stage: int) -> list[Any]:
+    return drawn(tiers, Path(nvme), "nothing", rank, stage)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_random_numbers_of_ranks_do_not_depend_on_the_placement(stage: int, nvme: Path, pools: RankPools) -> None:
+    """Nor do sums over ranks: gradients cross once where nothing leaves, too."""
+    pool = pools.of(2)
+    expected = pool.succeed(drawn_on_ranks, "memory", str(nvme / "memory"), stage)
+    assert expected[0] != expected[1]
+    assert pool.succeed(drawn_on_ranks, "away", str(nvme / "away"), stage) == expected
+
+
+@pytest.mark.parametrize("tiers", ["memory", "away"])
+def test_where_the_generators_stand_afterwards(tiers: str, nvme: Path) -> None:
+    """Where the first micro-batch left them; as before where nothing drew, and after an error."""
+    model = zo.offload(build(TinyLM), zo.OffloadConfig(nvme=nvme, **DRAWING_TIERS[tiers]))
+    optimizer = zo.AdamW(model.parameters())
+
+    def after(*numbers: int, error: bool = False) -> list[float]:
+        """What comes after a call in which these micro-batches draw three numbers."""
+
+        def loss_fn(model: nn.Module, batch: tuple[int, Tensor]) -> Tensor:
+            loss: Tensor = model(batch[1])
+            if batch[0] in numbers:
+                draw()
+            if error and batch[0] == 1:
+                raise ValueError("of the program")
+            return loss
+
+        for start in (torch.manual_seed, random.seed, np.random.seed):
+            start(5)
+        with pytest.raises(ValueError, match="of the program") if error else contextlib.nullcontext():
+            zo.accumulate(model, list(enumerate(batches_of(3))), loss_fn)
+        optimizer.zero_grad()
+        return draw()
+
+    for start in (torch.manual_seed, random.seed, np.random.seed):
+        start(5)
+    first, second = draw(), draw()
+    assert after() == first
+    assert after(0) == after(0, 1, 2) == second
+    assert after(0, 1, error=True) == first
+    assert after(1) not in (first, second)  # the next call's micro-batches draw others
+    zo.close(model)
+
+
+def test_one_micro_batch_draws_as_the_loop(nvme: Path) -> None:
+    found = []
+    for run in (zo.accumulate, loop):
+        model = zo.offload(build(TinyLM), away(nvme / run.__name__))
+        torch.manual_seed(3)
+        found.append([*run(model, batches_of(1), dropping), *draw()[:2]])
+        zo.close(model)
+    assert found[0] == found[1]

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from zero_offload.device import Device
 from zero_offload.errors import ConfigError
 from zero_offload.host import host_empty
-from zero_offload.runtime.accumulate.graph import MicroGraph, leaf_of
+from zero_offload.runtime.accumulate.generators import Forks
+from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.grads.reducer import GradReducer
@@ -51,15 +52,17 @@ class Pieces:
 class MicroBatches:
     """Those of one call; implements `runtime.session.Round`."""
 
-    def __init__(self, pieces: Pieces, losses: Sequence[Callable[[], Tensor]]) -> None:
+    def __init__(self, pieces: Pieces, losses: Sequence[Callable[[], Tensor]], forks: Forks) -> None:
         """Each of `losses` runs a micro-batch's forwards."""
+        self._forks = forks
         self._pieces = pieces
         self._session = pieces.session
         self._graphs = [MicroGraph(number, pieces.activations) for number in range(len(losses))]
         self._stacks: list[list[Scope]] = [[] for _ in losses]
         self._losses: list[Tensor] = [host_empty(0, torch.float32) for _ in losses]
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
-        self._relay: Relay | None = Relay(works, Surroundings(pieces.device), self._begin_station, self._begin_turn)
+        surroundings = Surroundings(pieces.device)
+        self._relay: Relay | None = Relay(works, surroundings, forks, self._begin_station, self._begin_turn)
         """Until all forwards are over."""
         self._held: list[Unit] = []
         self._visit = 0
@@ -185,18 +188,22 @@ class MicroBatches:
             if part.visit != visit:
                 self._leave(units)
                 visit, units = part.visit, part.units
-            self._session.begin_part()
-            complete = graph.run()
-            for group in part.completes:
-                self._lines[group].popleft()
-            leaves = [leaf_of(leaves[0]) for leaves in part.completes.values()]
-            params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None]
-            for param in params:
-                self._pieces.grads.begin_section(param)
-            for leaf, grad in complete:
-                _accumulate(leaf, grad)
-            for param in params:
-                self._pieces.grads.finish_section(param)
+            with self._forks.turn(graph.number):
+                self._run_part(graph, part)
+
+    def _run_part(self, graph: MicroGraph, part: Part) -> None:
+        self._session.begin_part()
+        complete = graph.run()
+        for group in part.completes:
+            self._lines[group].popleft()
+        leaves = [leaf_of(leaves[0]) for leaves in part.completes.values()]
+        params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None]
+        for param in params:
+            self._pieces.grads.begin_section(param)
+        for leaf, grad in complete:
+            _accumulate(leaf, grad)
+        for param in params:
+            self._pieces.grads.finish_section(param)
 
     def _may_run(self, graph: MicroGraph) -> bool:
         return all(self._lines[group][0] == graph.number for group in graph.left[0].completes)

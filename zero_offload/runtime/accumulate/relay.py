@@ -1,7 +1,7 @@
 """Forwards that take turns: each on a thread of its own, and only the one that has the turn runs.
 
-Owns the threads, whose turn it is, and the generators of each forward. Never knows what is computed. The calls: `run`
-on the caller's thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives
+Owns the threads, and whose turn it is. Never knows what is computed, nor from which generators. The calls: `run` on
+the caller's thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives
 the turn back. A forward that waits says which station it wants to go to; all who want the one where the others are go
 there before anybody goes on. `run` leaves no thread behind, whatever ends it.
 """
@@ -16,9 +16,9 @@ from types import FrameType
 
 import torch
 
+from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.saved.frames import runs
-from zero_offload.runtime.saved.recompute import Generators, generators, set_generators
 from zero_offload.threads import LOOK_S, Bell, start
 
 Station = tuple[int, ...]
@@ -26,7 +26,6 @@ Station = tuple[int, ...]
 _START: Station = ()
 
 _NAME = "zero_offload-micro-batch"
-_SEEDS = 2**62
 
 
 def takes_turns() -> bool:
@@ -41,10 +40,9 @@ class _Stopped(BaseException):
 class Runner:
     """One forward."""
 
-    def __init__(self, number: int, work: Callable[[], None], states: Generators) -> None:
+    def __init__(self, number: int, work: Callable[[], None]) -> None:
         self.number = number
         self.work = work
-        self.generators = states
         self.wants = _START
         self.go = Bell()
         self.done = False
@@ -59,15 +57,14 @@ class Relay:
         self,
         works: Sequence[Callable[[], None]],
         surroundings: Surroundings,
+        forks: Forks,
         begin_station: Callable[[], None],
         begin_turn: Callable[[Runner], None],
     ) -> None:
         """`begin_station` is called when all have passed a station, `begin_turn` before each turn, both by `run`."""
-        self._forks = _Forks(len(works))
-        self._runners = [
-            Runner(number, *each) for number, each in enumerate(zip(works, self._forks.states, strict=True))
-        ]
+        self._runners = [Runner(number, work) for number, work in enumerate(works)]
         self._surroundings = surroundings
+        self._forks = forks
         self._begin_station = begin_station
         self._begin_turn = begin_turn
         self._back = Bell()
@@ -90,11 +87,6 @@ class Relay:
                     station = runner.wants
                     self._begin_station()
                 self._give_turn(runner)
-        except BaseException:
-            self._forks.restore()
-            raise
-        else:
-            self._forks.end([runner.generators for runner in self._runners])
         finally:
             self._join()
             self._caller = None  # a frame keeps what it worked on
@@ -142,12 +134,11 @@ class Relay:
     def _give_turn(self, runner: Runner) -> None:
         self.turn = runner
         self._begin_turn(runner)
-        set_generators(runner.generators)
         # Casts of weights that autocast has kept belong to another one's graph.
         torch.clear_autocast_cache()
-        runner.go.ring()
-        self._back.wait()
-        runner.generators = generators()
+        with self._forks.turn(runner.number):
+            runner.go.ring()
+            self._back.wait()
         error, runner.error = runner.error, None
         if error is not None:
             try:
@@ -174,34 +165,3 @@ class Relay:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-
-
-class _Forks:
-    """Generators' states for each forward: the caller's for the first one, and seeds drawn from them for the others."""
-
-    def __init__(self, count: int) -> None:
-        self._before = generators()
-        seeds = torch.randint(_SEEDS, (count - 1,), dtype=torch.int64, device="cpu").tolist()
-        self._drawn = generators()
-        self.states = [self._before]
-        for seed in seeds:
-            torch.manual_seed(seed)
-            self.states.append(generators())
-        self.restore()
-
-    def restore(self) -> None:
-        set_generators(self._before)
-
-    def end(self, states: Sequence[Generators]) -> None:
-        """The caller's go on from where the first forward has left them, and are as before if none drew a number."""
-        if not _equal(states[0], self._before):
-            set_generators(states[0])
-        elif all(map(_equal, states, self.states)):
-            self.restore()
-        else:
-            set_generators(self._drawn)
-
-
-def _equal(states: Generators, others: Generators) -> bool:
-    pairs = zip((states[0], *states[1]), (others[0], *others[1]), strict=True)
-    return all(torch.equal(state, other) for state, other in pairs)

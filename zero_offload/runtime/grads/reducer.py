@@ -9,7 +9,8 @@ per parameter, `finish_backward`, `begin_forward` of the next one; then `clip_no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -123,6 +124,15 @@ class GradReducer:
     def begin_forward(self) -> None:
         """Memory that the last backward's gradients still leave is there for parameters."""
         self.keeper.settle()
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Backwards inside leave what they add up on this rank to be reduced by a later one."""
+        before, self.defers = self.defers, True
+        try:
+            yield
+        finally:
+            self.defers = before
 
     @property
     def reduces(self) -> bool:
