@@ -22,12 +22,13 @@ def check_model(call: str, model: object) -> None:
         raise ConfigError(f"{call} takes a torch.nn.Module first, not {_kind(model)}{order}")
 
 
-def check_config(call: str, config: object) -> None:
+def check_config(call: str, config: object) -> OffloadConfig:
     if not isinstance(config, OffloadConfig):
         raise ConfigError(
             f"{call} takes an OffloadConfig, not {_kind(config)}; write zo.OffloadConfig(params='cpu'), or "
             "zo.OffloadConfig.from_dict({...}) for plain values"
         )
+    return config
 
 
 def check_optimizer(call: str, optimizer: object) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,18 +28,8 @@ from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.grads.dtensors import move_to
 from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.registry import Recipe, owner_of, recipe_of
+from zero_offload.shards.registry import Recipe, recipe_of
 from zero_offload.shards.store import ShardStore
-
-
-def check_not_offloaded(model: nn.Module) -> None:
-    """Raise if the model, or a part of it, was offloaded before."""
-    owned = [name for name, param in model.named_parameters() if owner_of(param) is not None]
-    if owned:
-        those = f"{owned[0]} and {len(owned) - 1} others are" if owned[1:] else f"{owned[0]} is"
-        raise ConfigError(
-            f"{those} offloaded already; call zo.offload once per model, and after zo.close build the model again"
-        )
 
 
 def check_not_wrapped(model: nn.Module) -> None:
@@ -71,9 +61,9 @@ def param_problem(param: nn.Parameter) -> str | None:
     return "has a gradient; call model.zero_grad() first" if param.grad is not None else None
 
 
-def lacks_values(model: nn.Module) -> bool:
+def lacks_values(params: Iterable[nn.Parameter]) -> bool:
     """Whether values of some parameter were left out by `deferred_init(values="skip")`."""
-    recipes = [recipe_of(param) for param in model.parameters()]
+    recipes = [recipe_of(param) for param in params]
     return any(recipe is not None and recipe.is_skipped for recipe in recipes)
 
 
@@ -91,7 +81,7 @@ def move_in(
     values_of: int | None,
     undo: contextlib.ExitStack,
 ) -> dict[int, Recipe]:
-    """Make every parameter a view of its section; returns, by id, recipes of values that were left out.
+    """Make every parameter of these units a view of its section; returns, by id, recipes of values that were left out.
 
     The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
     every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
@@ -114,7 +104,7 @@ def move_in(
                         left_out[id(views[param])] = recipe
     for module in model.modules():
         for name, registered in list(module._parameters.items()):
-            if registered is not None and views[registered] is not registered:
+            if registered is not None and views.get(registered, registered) is not registered:
                 undo.callback(module._parameters.__setitem__, name, registered)
                 setattr(module, name, views[registered])
     return left_out

@@ -8,8 +8,8 @@ is used by `OffloadedModel`; nothing here runs in a training step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
@@ -23,28 +23,21 @@ from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device, on_likely_gpu
-from zero_offload.errors import ConfigError
+from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.inputs import check_config, check_model
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.heap import trim_heap
 from zero_offload.memory.pages import num_frames
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
-from zero_offload.move_in import (
-    check_not_offloaded,
-    check_not_wrapped,
-    lacks_values,
-    move_buffers,
-    move_in,
-    param_problem,
-)
+from zero_offload.move_in import check_not_wrapped, lacks_values, move_buffers, move_in, param_problem
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.worker import Worker
-from zero_offload.parts import Parts
+from zero_offload.parts import Parts, Sizes
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
-from zero_offload.plan.dtypes import resolve
+from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
-from zero_offload.plan.layout import SectionLayout, ShardLayout, make_layout
+from zero_offload.plan.layout import SectionLayout, ShardLayout, UnitLayout, make_layout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT, UNITS_IN_FLIGHT, Placement, estimate_memory, ring_bytes
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.model_work import work_of
@@ -66,7 +59,7 @@ from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.same_model import check_same_model
 from zero_offload.shards.grad_ring import GradRing
-from zero_offload.shards.registry import register, unregister
+from zero_offload.shards.registry import Owner, owner_of, register, unregister
 from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -77,7 +70,10 @@ UNLIMITED_FRAMES = 1 << 40
 
 
 def offload(
-    model: nn.Module, config: OffloadConfig, mesh: DeviceMesh | None = None, units: UnitChoice | None = None
+    model: nn.Module,
+    config: OffloadConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    units: UnitChoice | None = None,
 ) -> nn.Module:
     """Offload `model` in place and return it: same object, same class, hooks only.
 
@@ -90,10 +86,19 @@ def offload(
     program's choice.
     With a generation in the directory and existing="resume", parameters and states are the generation's.
 
+    A model that has got parameters since (adapters, a new head, a module around it) is offloaded again, between two
+    steps: the second call adopts them, frozen ones too, as units of their own, and moves nothing else. It needs no
+    `config`, or the same. Optimizers go on; the next generation has the new parameters. A resume makes the same calls
+    in the same order.
+
     Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
     CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
     ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
     """
+    owners = _owners_in(model)
+    if owners:
+        _adopt(model, owners, config, mesh, units)
+        return model
     join_ranks()
     callers = Callers.of(mesh)
     callers.take_gpus()
@@ -101,16 +106,18 @@ def offload(
     tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
     with callers.together_with(tensor_mesh):
         check_model("zo.offload", model)
-        check_config("zo.offload", config)
+        config = check_config("zo.offload", config)
         device = compute_device()
-        _check_model(model, mesh, device)
-        skips_values = lacks_values(model)
+        check_not_wrapped(model)
+        params = dict(model.named_parameters())
+        _check_params(params, mesh_problems(mesh, device.torch_device.type, tensor_mesh))
+        skips_values = lacks_values(params.values())
         partition = partition_of(config, mesh)
         spec = ModelSpec.from_module(model, units)
         dtypes = resolve(model, config)
         layout = make_layout(spec, dtypes, partition.optimizer_shards)
         own_hardware = _hardware(config, device)
-        unit_bytes = _unit_bytes(layout, spec, config, partition)
+        unit_bytes = _unit_bytes(layout.units, spec, config, partition)
     group = RankGroup.of(config, mesh, tensor_mesh, callers)
     collectives = Collectives(group, device.torch_device, config)
     exchange = CommitGroup(group)
@@ -120,24 +127,17 @@ def offload(
         placement = place(unit_bytes, config, hardware, partition, outlook)
     cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()  # run at the model's end; run after an error
     try:
-        build = Build(config, layout, placement, collectives, device, cleanup, undo)
+        plan = estimate_memory(unit_bytes, placement, config, collectives.partition)
+        sizes = Sizes(hardware, unit_bytes, placement, plan)
+        build = Build(config, layout, sizes, group, collectives, device, cleanup, undo)
         ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
         files = RunFiles.open(config, layout, ranks, cleanup)
-        check_same_model(model, ranks, exchange, values=files.found is None)
+        check_same_model(params, ranks, exchange, values=files.found is None)
         with exchange.together():
             parts = _build(model, build, ranks, files)
-            owner = OffloadedModel(model, parts, estimate_memory(unit_bytes, placement, config, partition))
+            owner = OffloadedModel(parts)
             undo.callback(setattr, owner.session, "closed", True)  # a traceback may keep it until the interpreter exits
-            for unit in parts.units:
-                undo.callback(unguard, unit.params)
-                for param in unit.params:
-                    undo.callback(unregister, param)
-                    register(param, owner)
-                unit.seal()
-                guard(unit.params)
-            points = {point.module: [parts.units[i] for i in point.units] for point in spec.hook_points}
-            install_hooks(model, points, owner.session, dtypes.casts, owner.grad_ready, owner, undo)
-            install_walk_hooks(model, undo)
+            _install(model, owner, parts.units, spec, dtypes.casts, undo)
         files.settle(ranks)
         if files.found is not None:
             owner.adopt_generation(files.found)
@@ -151,6 +151,172 @@ def offload(
         raise
     undo.pop_all()
     return model
+
+
+def _owners_in(model: object) -> list[Owner]:
+    """Of the parameters that are offloaded already."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    return list({id(owner): owner for param in params if (owner := owner_of(param)) is not None}.values())
+
+
+def _install(
+    root: nn.Module,
+    owner: OffloadedModel,
+    units: Sequence[Unit],
+    spec: ModelSpec,
+    casts: Mapping[str, Cast],
+    undo: contextlib.ExitStack,
+) -> None:
+    """Units that are filled get their owner, guards and hooks. `spec` describes the last units of the model."""
+    first = len(owner.parts.units) - len(spec.units)
+    for unit in units:
+        undo.callback(unguard, unit.params)
+        for param in unit.params:
+            undo.callback(unregister, param)
+            register(param, owner)
+        unit.seal()
+        guard(unit.params)
+    points = {point.module: [owner.parts.units[first + i] for i in point.units] for point in spec.hook_points}
+    if not owner.has_root(root):
+        points = {"": [], **points}
+    params = [param for unit in units for param in unit.params]
+    new_casts = {name: cast for name, cast in casts.items() if root.get_submodule(name) not in owner.modules}
+    install_hooks(root, points, params, owner.session, new_casts, owner.grad_ready, owner, undo)
+    install_walk_hooks([each for each in root.modules() if each not in owner.modules], undo)
+    owner.add_root(root)
+
+
+def _adopt(
+    model: nn.Module,
+    owners: Sequence[Owner],
+    config: OffloadConfig | None,
+    mesh: DeviceMesh | None,
+    units: UnitChoice | None,
+) -> None:
+    """Offload what an offloaded model has got since: further units behind those that there are, which stay."""
+    owner = owners[0]
+    if len(owners) > 1:
+        raise ConfigError(
+            f"zo.offload: these are {len(owners)} models that were offloaded apart; call it with one of them, or with "
+            "a module that holds parameters of one"
+        )
+    assert isinstance(owner, OffloadedModel)
+    parts, keeper, device, collectives = owner.parts, owner.parts.keeper, owner.parts.device, owner.parts.collectives
+    if not owner.session.closed:
+        owner.drain()  # a commit under way talks to the other ranks, as what follows does
+    with parts.ranks.exchange.together() if not owner.session.closed else contextlib.nullcontext():
+        _check_call(owner, config, mesh)
+        found = [param for param in model.parameters() if owner_of(param) is None]
+        if not found:
+            raise ConfigError(
+                "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
+                "and again after parameters were added"
+            )
+        root = owner.root_of(found) or model
+        check_not_wrapped(root)
+        chosen = set(map(id, found))
+        added = {name: param for name, param in root.named_parameters() if id(param) in chosen}
+        divided = [name for name, param in added.items() if is_dtensor(param)] if not parts.group.columns else []
+        _check_params(added, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
+        _check_names(parts.layout, added)
+        spec, dtypes = ModelSpec.from_module(root, units, found), resolve(root, parts.config, strict=False)
+        layout = make_layout(spec, dtypes, parts.layout.num_shards, parts.layout)
+        if keeper is not None:
+            keeper.check_growth(layout)
+        sizes = _grown_sizes(parts, layout, spec, work_of(root, spec))
+    awaited, skips_values = parts.files.awaits, lacks_values(found)
+    check_same_model(added, parts.ranks, parts.ranks.exchange, values=not awaited)
+    with contextlib.ExitStack() as undo:
+        build = Build(parts.config, layout, sizes, parts.group, collectives, device, contextlib.ExitStack(), undo)
+        store, first = parts.store, len(parts.units)
+        with parts.ranks.exchange.together():
+            sections = [section for unit in layout.units[first:] for section in unit.sections]
+            undo.callback(store.shrink, len(store.shards))
+            shards = store.grow(sections, sizes.placement.tiers)
+            parts.files.lay_out(store, shards, awaited=awaited)
+            new = [_make_unit(index, build, store, parts.frames) for index in range(first, len(layout.units))]
+            move_buffers(root, device, undo)
+            parts.files.fill(store, shards if awaited else (), collectives.shard_index)
+            left_out = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
+            store.staging.drop()
+        steps = owner.found_steps() if awaited else {}
+        if keeper is not None:
+            undo.callback(keeper.shrink, parts.layout)
+            keeper.grow(layout)
+            if awaited:
+                parts.files.settle(parts.ranks)
+        if parts.activations is not None:
+            parts.activations.keep(root.buffers())
+        on_host, on_device = _frame_limits(build)
+        before = _frame_limits(replace(build, layout=parts.layout, sizes=parts.sizes))
+        store.arena.widen(*(now - then for now, then in zip(on_host, before[0], strict=True)))
+        parts.frames.widen(on_device.chosen - before[1].chosen, on_device.most - before[1].most)
+        owner.grow(layout, sizes, new, _landing_bytes(build), steps)
+        _install(root, owner, new, spec, dtypes.casts, undo)
+        if not awaited:
+            owner.session.lacks_weights |= skips_values
+            parts.left_out |= left_out
+        undo.pop_all()
+    trim_heap()  # the parameters' old storages are free
+
+
+def _grown_sizes(parts: Parts, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork]) -> Sizes:
+    """With the units of `spec`, the last ones of `layout`, placed in what the others leave. Raises CapacityError."""
+    config, partition, sizes = parts.config, parts.collectives.partition, parts.sizes
+    first, budget, plan = len(parts.units), sizes.placement.budget, sizes.plan
+    new = _unit_bytes(layout.units[first:], spec, config, partition)
+    outlook = _outlook(new, work, config, partition, sizes.hardware)
+    left = {tier: max(plan.left_bytes(tier), 0) for tier in Tier}
+    rest = replace(
+        budget,
+        device_bytes=budget.device_bytes if budget.shared_memory else left[Tier.DEVICE],
+        cpu_bytes=left[Tier.CPU],
+        nvme_bytes=left[Tier.NVME],
+    )
+    tiers = assign_tiers(new, config, rest, partition, outlook).tiers
+    unit_bytes = [
+        *sizes.unit_bytes,
+        *(replace(u, in_use_with=tuple(tuple(i + first for i in at) for at in u.in_use_with)) for u in new),
+    ]
+    placement = Placement((*sizes.placement.tiers, *tiers), budget)
+    plan = estimate_memory(unit_bytes, placement, config, partition)
+    if not plan.fits:
+        raise CapacityError("\n".join(["zo.offload: the new parameters do not fit beside the model", *plan.reasons]))
+    return Sizes(sizes.hardware, unit_bytes, placement, plan)
+
+
+def _check_call(owner: OffloadedModel, config: OffloadConfig | None, mesh: DeviceMesh | None) -> None:
+    """Raise where an offloaded model cannot grow now, or is to be another one."""
+    before = owner.parts.config
+    if owner.session.closed:
+        raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
+    if config is not None:
+        check_config("zo.offload", config)
+        names = [each.name for each in fields(config) if each.name not in ("existing", "generation")]  # done with
+        if differ := [name for name in names if getattr(config, name) != getattr(before, name)]:
+            raise ConfigError(
+                f"zo.offload: the model is offloaded already, with {differ[0]}={getattr(before, differ[0])!r}, not "
+                f"{getattr(config, differ[0])!r}. To adopt new parameters leave config= out, or pass the same one"
+            )
+    if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.parts.group.members:
+        raise ConfigError("zo.offload: mesh= names other ranks than the first call did; leave it out")
+    if before.overlap == UpdateOverlap.BACKWARD:
+        raise ConfigError(
+            "zo.offload adopts no further parameters with overlap='backward', whose backward has a fixed set of units; "
+            "add them before the first zo.offload, or use overlap='forward'"
+        )
+    owner.prepare_growth()
+
+
+def _check_names(before: ShardLayout, added: Mapping[str, nn.Parameter]) -> None:
+    """Raise where a parameter has come in the place of an offloaded one: a generation cannot hold both."""
+    taken = {name for s in before.sections for piece in s.params for name in (piece.spec.name, *piece.spec.aliases)}
+    if clashes := [name for name in added if name in taken]:
+        raise ConfigError(
+            f"zo.offload: {', '.join(clashes[:3])}{', ...' * (len(clashes) > 3)} came in the place of offloaded "
+            "parameters of the same name, and a generation cannot hold both. Replace modules (a new head, resized "
+            "embeddings) before the first zo.offload, or give the new ones another name"
+        )
 
 
 def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
@@ -172,18 +338,15 @@ def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
     return HardwareProfile(num_cores, cpu, name, device, nvme)
 
 
-def _check_model(model: nn.Module, mesh: DeviceMesh | None, device: Device) -> None:
-    tensor_mesh = mesh_of(model.parameters())
-    check_not_offloaded(model)
-    check_not_wrapped(model)
-    problems = list(mesh_problems(mesh, device.torch_device.type, tensor_mesh))
-    for name, param in model.named_parameters():
+def _check_params(params: Mapping[str, nn.Parameter], problems: Iterable[str] = ()) -> None:
+    tensor_mesh, found = mesh_of(params.values()), list(problems)
+    for name, param in params.items():
         if tensor_mesh is not None and is_dtensor(param):
-            problems += dtensor_problems(name, param, tensor_mesh)
+            found += dtensor_problems(name, param, tensor_mesh)
         elif (problem := param_problem(param)) is not None:
-            problems.append(f"{name} {problem}")
-    if problems:
-        raise ConfigError("\n".join(problems[:10] + ["..."] * (len(problems) > 10)))
+            found.append(f"{name} {problem}")
+    if found:
+        raise ConfigError("\n".join(found[:10] + ["..."] * (len(found) > 10)))
 
 
 def plan_memory(
@@ -203,7 +366,7 @@ def plan_memory(
     partition = partition_of(config, mesh)
     spec = ModelSpec.from_module(model, units)
     layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
-    unit_bytes = _unit_bytes(layout, spec, config, partition)
+    unit_bytes = _unit_bytes(layout.units, spec, config, partition)
     hardware = _hardware(config, device)
     budget = tier_budget(config, hardware)
     outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
@@ -227,9 +390,10 @@ def _outlook(
 
 
 def _unit_bytes(
-    layout: ShardLayout, spec: ModelSpec, config: OffloadConfig, partition: Partition
+    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition
 ) -> Sequence[UnitBytes]:
-    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(layout.units)]
+    """Of the units of `spec`, laid out."""
+    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
     return measure_units(numels, config, partition)
 
 
@@ -239,7 +403,8 @@ class Build:
 
     config: OffloadConfig
     layout: ShardLayout
-    placement: Placement
+    sizes: Sizes
+    group: RankGroup
     collectives: Collectives
     device: Device
     cleanup: contextlib.ExitStack
@@ -253,11 +418,11 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
     budget = FrameBudget(on_device.chosen, on_device.most)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
-    store = ShardStore(layout, build.placement.tiers, arena, files.swap, num_slots, device)
+    store = ShardStore(layout, build.sizes.placement.tiers, arena, files.swap, num_slots, device)
     files.create(store, config.effective_durability)
     if files.keeper is not None and files.swap is not None:
         files.keeper.adopt(store, files.swap)
-    units = tuple(_make_unit(i, build, store, budget) for i in range(len(layout.units)))
+    units = [_make_unit(i, build, store, budget) for i in range(len(layout.units))]
     collectives.counters = store.counters
     device.record_to(store.counters.spans)
     board = UpdateBoard(len(units), store.counters)
@@ -275,24 +440,26 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     update_worker = _start_worker(board, "zero_offload-update", build)
     commit_worker = None if files.keeper is None else _start_worker(board, "zero_offload-commit", build)
     # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
-    files.fill(store, collectives.shard_index)
+    files.fill(store, store.shards, collectives.shard_index)
     values_of = None if files.found is not None else collectives.shard_index
     left_out = move_in(model, units, store, values_of, build.undo)
     store.staging.drop()
     return Parts(
         config=config,
         layout=layout,
+        sizes=build.sizes,
+        group=build.group,
         ranks=ranks,
         collectives=collectives,
         device=device,
         store=store,
+        frames=budget,
         board=board,
         update_worker=update_worker,
         commit_worker=commit_worker,
         units=units,
         residency=residency,
-        keeper=files.keeper,
-        scratch=files.scratch,
+        files=files,
         activations=activations,
         left_out={} if files.found else left_out,
         close_files=build.cleanup.close,
@@ -307,7 +474,7 @@ def _start_worker(board: UpdateBoard, name: str, build: Build) -> Worker:
 
 def _ring_bytes(build: Build) -> int:
     """Host memory for the gradients that pass through while backward updates."""
-    tiers, sums = build.placement.tiers, build.collectives.world_size > 1
+    tiers, sums = build.sizes.placement.tiers, build.collectives.world_size > 1
     unit_bytes = [0] * len(build.layout.units)
     for section in build.layout.sections:
         stays = tiers[section.unit][StateKind.GRADS] is Tier.DEVICE and not build.device.is_host
@@ -321,9 +488,14 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     index = build.collectives.shard_index
     if build.device.is_host:
         return HostCarrier(store, index)
+    return DeviceCarrier(store, build.device, SpanPool(store.arena, _landing_bytes(build)), index)
+
+
+def _landing_bytes(build: Build) -> int:
+    """Host memory for units on their way to a device."""
     whole = build.collectives.partition.replicates_params
     sizes = [sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units]
-    return DeviceCarrier(store, build.device, SpanPool(store.arena, sum(sorted(sizes)[-UNITS_IN_FLIGHT:])), index)
+    return sum(sorted(sizes)[-UNITS_IN_FLIGHT:])
 
 
 class FrameLimits(NamedTuple):
@@ -350,7 +522,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
         units = min(sum(passing), max(fewest, most))
     staying = sum(frames[Home.ON_DEVICE])
     grads = 0
-    grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.placement.tiers)
+    grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.sizes.placement.tiers)
     if build.collectives.world_size > 1 or grads_on_disk:
         # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
         buffers = GRADS_IN_FLIGHT * (1 + (build.collectives.world_size > 1 and grads_on_disk))
@@ -372,7 +544,7 @@ def _resting_on_device(build: Build) -> int:
     """Bytes of gradients, and of states that are updated there, in a device's own memory."""
     if build.device.is_host:
         return 0
-    partition, tiers = build.collectives.partition, build.placement.tiers
+    partition, tiers = build.collectives.partition, build.sizes.placement.tiers
     units = measure_units([UnitNumel.of(unit) for unit in build.layout.units], build.config, partition)
     grads = (unit.grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE)
     states = (
@@ -395,7 +567,7 @@ class Home(Enum):
 
 
 def _home(section: SectionLayout, build: Build) -> Home:
-    tiers = build.placement.tiers[section.unit]
+    tiers = build.sizes.placement.tiers[section.unit]
     params, cut = tiers[StateKind.PARAMS], build.collectives.partition.param_shards > 1
     if section.num_shards == 1 and is_on_device(section, tiers, build.device):
         return Home.IN_PLACE

@@ -16,10 +16,9 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -36,13 +35,14 @@ from zero_offload.kernels.hyper import Hyper
 from zero_offload.memory.heap import HeapRoom
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
-from zero_offload.parts import Parts
-from zero_offload.plan.memory import MemoryPlan
+from zero_offload.parts import Parts, Sizes
+from zero_offload.plan.layout import ShardLayout
 from zero_offload.probe import free_memory_bytes
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.session import Session
+from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import LossScaler, Trainer, not_adopted, owner_of
 from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
@@ -62,11 +62,12 @@ Capture = Callable[[], dict[str, Any]]
 class OffloadedModel:
     """Ties one model's pieces together; implements `shards.registry.Owner`."""
 
-    def __init__(self, model: nn.Module, parts: Parts, plan: MemoryPlan) -> None:
-        """`plan` is what budgets were compared with."""
+    def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        # Weak: its hooks hold this object.
-        self._roots = [weakref.ref(model)]
+        # Weak: hooks of modules hold this object.
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """That the model had when it was offloaded, or when parameters were last adopted."""
         self.grads = GradReducer(
             parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
         )
@@ -84,7 +85,7 @@ class OffloadedModel:
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
         self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
-        self._first_uses = partial(parts.residency.schedule.first_uses, "grad", len(parts.units))
+        self._first_uses = _first_uses_of(parts)
         parts.board.tell(_weakly(parts.store.snapshots.fail))
         self._commits = Commits(
             parts.keeper,
@@ -93,7 +94,8 @@ class OffloadedModel:
             self._first_uses,
             parts.config.commit_every,
         )
-        self._states = OptimizerStates(self.access, parts.store, self._commits, parts.collectives.shard_index, plan)
+        index = parts.collectives.shard_index
+        self._states = OptimizerStates(self.access, parts.store, self._commits, index, parts.sizes.plan)
         self._updates = Updates(parts, self.grads.ledger, self._states, self._commits)
         self._in_backward: BackwardUpdates | None = None
         if parts.store.grad_ring is not None:
@@ -142,9 +144,72 @@ class OffloadedModel:
 
     # Parameters beside the offloaded ones
 
+    def _live_roots(self) -> Iterator[nn.Module]:
+        return filter(None, (reference() for reference in self._roots))
+
+    def has_root(self, module: nn.Module) -> bool:
+        return any(root is module for root in self._live_roots())
+
+    def root_of(self, params: Iterable[nn.Parameter]) -> nn.Module | None:
+        """The first module given to zo.offload that has all of these."""
+        wanted = set(map(id, params))
+        return next((root for root in self._live_roots() if wanted <= set(map(id, root.parameters()))), None)
+
+    def add_root(self, module: nn.Module) -> None:
+        if not self.has_root(module):
+            self._roots.append(weakref.ref(module))
+        self.modules.update(module.modules())
+
+    def prepare_growth(self) -> None:
+        """Raise where parameters cannot be adopted now; updates and commits are over."""
+        self.session.check_alive()
+        self.parts.board.check_whole()
+        if self.session.active or self.session.forwards or any(unit.gathered_uses for unit in self.parts.units):
+            raise ZeroOffloadError(
+                "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
+            )
+        self.session.settle()
+
+    def grow(
+        self,
+        layout: ShardLayout,
+        sizes: Sizes,
+        units: Sequence[Unit],
+        landing_bytes: int,
+        param_steps: Mapping[str, int],
+    ) -> None:
+        """Have further units, which are filled with states of so many updates. Nothing is under way, and nothing here
+        fails."""
+        parts = self.parts
+        parts.layout, parts.sizes = layout, sizes
+        parts.units.extend(units)
+        parts.board.grow(len(parts.units))
+        parts.residency.grow(landing_bytes)
+        self.grads.grow(units)
+        self.grads.keeper.keeps_small = parts.stay_in_memory
+        self.session.grow(units)
+        self.access.grow(units)
+        self._states.grow(sizes.plan, param_steps)
+
+    def found_steps(self) -> Mapping[str, int]:
+        """Of the generation found: how many updates each parameter has had."""
+        assert self.parts.keeper is not None and self.parts.keeper.found is not None
+        steps: dict[str, int] = self.parts.keeper.found.payload.get("param_steps", {})
+        return steps
+
+    def check_whole(self, call: str) -> None:
+        """Raise if a generation has more than this model: what is made of the rest would be all that is kept."""
+        keeper = self.parts.keeper
+        if keeper is not None and (names := keeper.awaited):
+            raise ConfigError(
+                f"{call}: {keeper.found} has {len(names)} further parameters ({_some(names)}), which a second "
+                "zo.offload(model) had adopted. Add them to this model too and call zo.offload(model) again; to go on "
+                "without them, start over with existing='discard' or in another directory"
+            )
+
     def added_since(self) -> dict[nn.Parameter, str]:
         found: dict[nn.Parameter, str] = {}
-        for root in filter(None, (reference() for reference in self._roots)) if not self.session.closed else ():
+        for root in self._live_roots() if not self.session.closed else ():
             for name, param in root.named_parameters():
                 if param.requires_grad and owner_of(param) is None:
                     found.setdefault(param, name)
@@ -175,6 +240,7 @@ class OffloadedModel:
         spans = self.parts.store.counters.spans
         begin = now() if spans.on else 0
         self.session.check_usable()
+        self.check_whole("step()")
         if written := next((unit.name for unit in self.parts.units if unit.writable), ""):
             raise ZeroOffloadError(
                 f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
@@ -277,6 +343,7 @@ class OffloadedModel:
     def commit(self, capture: Capture, extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         self.session.check_usable()
+        self.check_whole("zo.commit")
         self.check_adopted("zo.commit")
         check_closed(self.grads.ledger, "zo.commit")
         config = self.parts.config
@@ -296,6 +363,7 @@ class OffloadedModel:
     def save(self, path: Path, capture: Capture, extra: Any) -> None:
         """Write a checkpoint of the states as they are now. Collective."""
         self.session.check_usable()
+        self.check_whole("zo.save_checkpoint")
         self.check_adopted("zo.save_checkpoint")
         check_closed(self.grads.ledger, "zo.save_checkpoint")
         self.drain()
@@ -447,6 +515,11 @@ def _finish(session: Session, commits: Commits, parts: Parts) -> None:
     except ZeroOffloadError as error:
         if not told:  # else the program has had it, and the user
             print(f"zero_offload: the last step is not made a generation: {error}", file=sys.stderr)
+
+
+def _first_uses_of(parts: Parts) -> Callable[[], tuple[int, ...]]:
+    """Units in the order in which a step first needs them."""
+    return lambda: parts.residency.schedule.first_uses("grad", len(parts.units))
 
 
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:

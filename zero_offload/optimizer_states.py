@@ -60,6 +60,13 @@ class OptimizerStates:
         self._completed.clear()
         self.begun.clear()
 
+    def grow(self, plan: MemoryPlan, param_steps: Mapping[str, int]) -> None:
+        """There are further parameters, and another plan; `param_steps` as `adopt` takes them."""
+        self._plan = plan
+        for name in (place.name for place in self._access.places()):
+            if name not in self.param_steps:
+                self.param_steps[name] = self._loaded_steps[name] = int(param_steps.get(name, 0))
+
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
         params = list(params)
         places = [self._access.place(param) for param in params]

@@ -61,7 +61,7 @@ class ParamAccess:
 
     def __init__(
         self,
-        units: tuple[Unit, ...],
+        units: Sequence[Unit],
         store: ShardStore,
         board: UpdateBoard,
         grads: GradLedger,
@@ -74,14 +74,19 @@ class ParamAccess:
         self._board = board
         self._grads = grads
         self._session = session
-        self._places = {
-            id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params
-        }
+        self._places: dict[int, Place] = {}
+        self.grow(units)
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
         self._last: tuple[Section, torch.Tensor] | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
+
+    def grow(self, units: Iterable[Unit]) -> None:
+        """Answer for the parameters of further units."""
+        self._places |= {
+            id(param): Place(unit, section, piece) for unit in units for section, piece, param in unit.placed_params
+        }
 
     def place(self, param: nn.Parameter) -> Place:
         return self._places[id(param)]

@@ -13,7 +13,7 @@ import logging
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
@@ -26,7 +26,7 @@ from zero_offload.errors import CheckpointError, ConfigError
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.probe import file_system_problem
-from zero_offload.shards.shard import planned_components, shard_bytes
+from zero_offload.shards.shard import Shard, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import FileEngine, open_engine
@@ -131,15 +131,24 @@ class RunFiles:
                     keeper.prepare_recut(self._others)
 
     @property
+    def awaits(self) -> bool:
+        """Whether the generation found has parameters that the model has not got yet."""
+        return self.keeper is not None and bool(self.keeper.awaited)
+
+    @property
     def found(self) -> Generation | None:
         return None if self.keeper is None else self.keeper.found
 
+    def lay_out(self, store: ShardStore, shards: Sequence[Shard], *, awaited: bool = True) -> None:
+        """Plan where these shards are in the files, unless the generation found says it; it has those `awaited`."""
+        if self.swap is not None and not (awaited and self.found is not None and self._earlier is None):
+            store.places.lay_out(shards)
+
     def create(self, store: ShardStore, durability: Durability) -> None:
         """Make the files as the store plans them, or open those of the generation found."""
+        self.lay_out(store, store.shards)
         if self.swap is None:
             return
-        if self.found is None or self._earlier is not None:
-            store.places.lay_out()
         if self.scratch is not None:
             self.scratch.create_scratch()
         if durability is Durability.SCRATCH:
@@ -151,22 +160,25 @@ class RunFiles:
         else:
             self.swap.create()
 
-    def fill(self, store: ShardStore, shard_index: int) -> None:
-        """Give every shard the values of the generation found; without one, nothing."""
+    def fill(self, store: ShardStore, shards: Sequence[Shard], shard_index: int) -> None:
+        """Give these shards the values of the generation found; without one, nothing."""
         if self.keeper is None or self.keeper.found is None:
             return
         if self._earlier is None:
-            self.keeper.restore(self.keeper.rank_payload())
+            self.keeper.restore(self.keeper.rank_payload(), shards)
             return
         self._earlier.tell_conversion(self.keeper.layout)
-        for shard in store.shards:
+        for shard in shards:
             store.add_states(shard, self._earlier.states(shard.layout))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
     def settle(self, ranks: Ranks) -> None:
-        """Commit what was cut anew; then delete what this run does not lead on from. Collective."""
+        """Commit what was cut anew; then delete what this run does not lead on from. Collective.
+
+        Nothing yet while the model lacks parameters of the generation found.
+        """
         keeper, found = self.keeper, self.found
-        if keeper is None or found is None:
+        if keeper is None or found is None or keeper.awaited:
             return
         if self._earlier is not None:
             same_ranks = found.world_size == ranks.world_size

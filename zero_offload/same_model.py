@@ -7,30 +7,28 @@ moved. Rank by rank a word per parameter crosses, so a difference has a name.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from zero_offload.checkpoint.generation import Ranks
+from zero_offload.checkpoint.generation import Exchange, Ranks
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.checksum import crc32c_of_tensor
 from zero_offload.plan.tensor_parallel import local_part
-from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.shards.registry import recipe_of
 
 _DIGITS = 8
 """Of a word, hexadecimal."""
 
 
-def check_same_model(model: nn.Module, ranks: Ranks, exchange: CommitGroup, *, values: bool) -> None:
+def check_same_model(params: Mapping[str, nn.Parameter], ranks: Ranks, exchange: Exchange, *, values: bool) -> None:
     """Raise ConfigError on every rank if two that hold the same part of the model have built it differently.
 
-    Parameters, in order: names, shapes, which are trained, and, with `values`, what they hold; of deferred ones what
-    was drawn for them, and nothing where values are still to be loaded. Collective.
+    Its parameters, in order: names, shapes, which are trained, and, with `values`, what they hold; of deferred ones
+    what was drawn for them, and nothing where values are still to be loaded. Collective.
     """
     if ranks.world_size == 1:
         return
-    params = dict(model.named_parameters())
     counts = [int(word, 16) for word in exchange.gather_digests(f"{len(params):0{_DIGITS}x}")]
     if len(set(counts)) > 1:
         other = next(rank for rank, count in enumerate(counts) if count != counts[0])

@@ -180,6 +180,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     if keeper is None or keeper.found is None:
         return None
     found = keeper.found
+    owner.check_whole("zo.resume")
     if owner.step_count != found.step:
         raise ConfigError(
             f"zo.resume goes on from the generation of step {found.step}, but this model is at step "

@@ -131,7 +131,7 @@ class Run:
                 self.store.places.place_memory(shard, {})
             if self.keeper.found is not None:
                 self.step = self.keeper.found.step
-                self.keeper.restore(self.keeper.rank_payload())
+                self.keeper.restore(self.keeper.rank_payload(), self.store.shards)
             else:
                 for shard in self.store.shards:
                     self.store.add_states(shard, ADAM_STATES)

@@ -41,7 +41,7 @@ def open_store(
         swap = SwapFile([directory], "test.swap", engine, 1)
         stack.callback(swap.close)
         store = ShardStore(layout, [placement] * len(layout.units), Arena(num_frames), swap, num_slots)
-        store.places.lay_out()
+        store.places.lay_out(store.shards)
         swap.create_scratch()
         for shard in store.shards:
             store.places.place_memory(shard, {})

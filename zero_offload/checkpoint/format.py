@@ -9,8 +9,9 @@ nothing in these files is ever executed.
 from __future__ import annotations
 
 import contextlib
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 
 from zero_offload.abi import StateFormat
 from zero_offload.errors import CheckpointError, IntegrityError
-from zero_offload.plan.layout import ShardLayout
+from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
+from zero_offload.plan.model_spec import ParamSpec
 from zero_offload.precision import STATE_FORMATS
 
 RUN_NAME = "run.json"
@@ -114,6 +116,18 @@ class Generation:
             raise IntegrityError(f"{self} names no manifest for each of its {self.world_size} ranks")
         return entries
 
+    @property
+    def calls(self) -> list[int]:
+        """How many sections there were before each further call of zo.offload."""
+        found = self.payload.get("calls")
+        return [each for each in found if type(each) is int] if isinstance(found, list) else []
+
+    @property
+    def names(self) -> list[str]:
+        """Of its parameters, section by section."""
+        params = self.payload.get("params")
+        return [entry["name"] for entry in params] if isinstance(params, list) else []
+
     def file_names(self) -> set[str]:
         """Everything that this generation needs, beside its own manifest."""
         ranks = range(self.world_size)
@@ -175,11 +189,25 @@ def fingerprint(layout: ShardLayout) -> list[dict[str, Any]]:
     ]
 
 
-def check_fingerprint(saved: Any, layout: ShardLayout, where: str) -> None:
-    """Raise CheckpointError naming the first difference."""
+def check_fingerprint(saved: Any, layout: ShardLayout, where: str, calls: Sequence[int] = ()) -> None:
+    """Raise CheckpointError naming the first difference.
+
+    `calls`: how many sections there were before each further call of zo.offload; a model with so many has as much to do
+    before it is whole.
+    """
     here = fingerprint(layout)
     if not isinstance(saved, list) or not all(isinstance(entry, dict) for entry in saved):
         raise IntegrityError(f"{where}: the list of parameters is damaged")
+    hint = ""
+    if calls:
+        first = [entry for entry in saved if entry.get("section", 0) < calls[0]]
+        hint = (
+            f". It was written by a model that was offloaded in {len(calls) + 1} calls: zo.offload with the first "
+            f"{len(first)} parameters, then zo.offload(model) again with the others. Make the same calls in the same "
+            "order"
+        )
+    if len(layout.sections) in calls:
+        saved = [entry for entry in saved if entry.get("section", 0) < len(layout.sections)]
     # By name first: a parameter of another dtype lies elsewhere, and moves those that came after it.
     named = {entry.get("name"): entry for entry in saved}
     same_names = [(named[mine["name"]], mine, _KINDS) for mine in here if mine["name"] in named]
@@ -191,13 +219,13 @@ def check_fingerprint(saved: Any, layout: ShardLayout, where: str) -> None:
             raise CheckpointError(
                 f"{where} holds another model: its parameter {there.get('name')!r} has "
                 f"{key}={there.get(key)!r}, this model's {mine['name']!r} has {key}={mine[key]!r}. "
-                "Build the same model with the same precision and units, or use another directory"
+                f"Build the same model with the same precision and units, or use another directory{hint}"
             )
     if len(saved) != len(here):
         alone = (saved if len(saved) > len(here) else here)[min(len(saved), len(here))]
         raise CheckpointError(
             f"{where} holds another model: {len(saved)} parameters, this model has {len(here)}; only one of them "
-            f"has {alone.get('name')!r}. Build the same model, or use another directory"
+            f"has {alone.get('name')!r}. Build the same model, or use another directory{hint}"
         )
 
 
@@ -214,3 +242,22 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise IntegrityError(f"a manifest names the dtype {name!r}, which does not exist")
     return dtype
+
+
+def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
+    """The sections as the fingerprint describes them, each in one piece; ranks' shards are in their manifests."""
+    params = generation.payload.get("params")
+    try:
+        pieces: dict[int, list[ParamSlice]] = {}
+        kinds: dict[int, tuple[torch.dtype, bool]] = {}
+        for entry in params or []:
+            shape, index = tuple(entry["shape"]), entry["section"]
+            dtype, trainable = dtype_of(entry["dtype"]), bool(entry["trainable"])
+            numel = math.prod(shape)
+            spec = ParamSpec(entry["name"], (), shape, numel, entry["dtype"], trainable, entry.get("division", ""))
+            pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
+            kinds[index] = (dtype, trainable)
+        states = state_format_of(generation)
+        return tuple(SectionLayout(0, i, *kinds[i], 1, tuple(pieces[i]), 0, 1, states) for i in range(len(pieces)))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise IntegrityError(f"{generation}: the list of parameters is damaged ({error!r})") from error

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,13 +30,14 @@ from zero_offload.checkpoint.format import (
     generation_name,
     rank_manifest_name,
     reading,
+    sections_of,
     state_format_of,
     swap_file_name,
 )
 from zero_offload.checkpoint.history import History
 from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
-from zero_offload.shards.shard import Component
+from zero_offload.shards.shard import Component, Shard
 from zero_offload.shards.snapshot import Snapshot
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
@@ -117,6 +118,8 @@ class GenerationKeeper:
         self._swap: SwapFile | None = None
         self._number = 0
         self._history: History | None = None
+        self._calls: list[int] = []
+        """How many sections there were before each further call of zo.offload."""
         self.edition = 0
         """How often the run was cut anew; names its swap files."""
         self.run_id = uuid.uuid4().hex
@@ -156,7 +159,7 @@ class GenerationKeeper:
                 "Go on with existing='resume', overwrite it with existing='discard', or use another directory"
             )
         with reading(str(self._home.path)):
-            check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path))
+            check_fingerprint(found.payload.get("params"), self.layout, str(self._home.path), found.calls)
         if found.world_size % self._ranks.num_columns:
             raise CheckpointError(
                 f"{self._home.path} was written by {found.world_size} ranks, which do not hold the model in "
@@ -186,6 +189,30 @@ class GenerationKeeper:
             if in_other_order or swap_file_name(0, found.edition) not in directory.names():
                 return True
         return False
+
+    @property
+    def awaited(self) -> list[str]:
+        """Parameters of the generation found that the model has not got yet: a further zo.offload adopts them."""
+        if self.found is None or self._number != self.found.number:
+            return []
+        return self.found.names[sum(len(section.params) for section in self.layout.sections) :]
+
+    def check_growth(self, layout: ShardLayout) -> None:
+        """Raise CheckpointError where a generation that awaits further parameters awaits others than these."""
+        if self.found is not None and self.awaited:
+            where = str(self._home.path)
+            with reading(where):
+                check_fingerprint(self.found.payload.get("params"), layout, where, self.found.calls)
+
+    def grow(self, layout: ShardLayout) -> None:
+        """The store has further shards, and this is the layout of all."""
+        self._calls.append(len(self.layout.sections))
+        self.layout = layout
+
+    def shrink(self, layout: ShardLayout) -> None:
+        """It has lost them again."""
+        self._calls.pop()
+        self.layout = layout
 
     @property
     def goes_back(self) -> bool:
@@ -274,19 +301,26 @@ class GenerationKeeper:
             if remedy and remedy not in str(error):
                 error.args = (f"{error}. {remedy}",)
 
-    def restore(self, payload: dict[str, Any]) -> None:
-        """Point every shard at the committed slots; what rests in memory is read into it."""
+    def restore(self, payload: dict[str, Any], shards: Sequence[Shard]) -> None:
+        """Point these shards at the committed slots; what rests in memory is read into it."""
         assert self._store is not None and self._swap is not None and self.found is not None
-        sections = payload.get("sections")
-        if not isinstance(sections, list) or len(sections) != len(self._store.shards):
+        sections, known = payload.get("sections"), sections_of(self.found)
+        if not isinstance(sections, list) or len(sections) != len(known):
             raise IntegrityError(f"the rank manifest in {self._home.path} does not list every section")
-        for shard, entry in zip(self._store.shards, sections, strict=True):
-            with self.explaining(), reading(str(self._home.path)):
+        with self.explaining(), reading(str(self._home.path)):
+            for shard in shards:
+                entry = sections[shard.layout.index]
                 self._store.restore(shard, entry["slot"], entry["components"], entry.get("spare"))
-        for shard in self._store.shards:
+            # Before anything is allocated: it goes where no extent is known to be.
+            for section, entry in zip(known, sections, strict=True):
+                if section.index >= len(self._store.shards) and not self._store.places.has_reserved(section.index):
+                    layout = replace(section, shard_numel=entry["shard_numel"], num_shards=self.found.num_shards)
+                    self._store.places.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
+        for shard in shards:
             self._store.load_memory(shard, shard.current)
         self._flush_found(self._swap)
-        self._store.mark_committed([shard.current for shard in self._store.shards])
+        for shard in shards:
+            shard.committed = shard.current
         self.rng = payload.get("rng")
 
     def _flush_found(self, swap: SwapFile) -> None:
@@ -379,6 +413,7 @@ class GenerationKeeper:
             "directories": [str(directory.path) for directory in self._directories],
             "weights": list(self.weights) or [1 / len(self._directories)] * len(self._directories),
             "params": fingerprint(self.layout),
+            "calls": self._calls,
             "param_steps": record.param_steps,
             "optimizer": record.optimizer,
             "extra": record.extra,

@@ -71,7 +71,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
-            copy.places.lay_out()
+            copy.places.lay_out(copy.shards)
             for source, target in zip(store.shards, copy.shards, strict=True):
                 copy.add_states(target, source.states)
             shares = _create(swap, directory, store)

@@ -8,7 +8,6 @@ lie, and which file they are in. Reads what it is asked for, every block verifie
 from __future__ import annotations
 
 import contextlib
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +17,12 @@ from typing import Any
 import torch
 
 from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
-from zero_offload.checkpoint.format import RUN_NAME, Generation, dtype_of, reading, state_format_of, swap_file_name
+from zero_offload.checkpoint.format import RUN_NAME, Generation, reading, sections_of, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
 from zero_offload.checkpoint.history import History
 from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.memory.arena import Arena, Region
-from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
-from zero_offload.plan.model_spec import ParamSpec
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.codec import decode
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Component, block_sizes, component_dtype, is_state, master_components
@@ -108,25 +106,6 @@ def other_directories(generation: Generation, home: Path) -> list[Path]:
             "found; mount or move them to where they were"
         )
     return paths
-
-
-def sections_of(generation: Generation) -> tuple[SectionLayout, ...]:
-    """The sections as the fingerprint describes them, each in one piece; ranks' shards are in their manifests."""
-    params = generation.payload.get("params")
-    try:
-        pieces: dict[int, list[ParamSlice]] = {}
-        kinds: dict[int, tuple[torch.dtype, bool]] = {}
-        for entry in params or []:
-            shape, index = tuple(entry["shape"]), entry["section"]
-            dtype, trainable = dtype_of(entry["dtype"]), bool(entry["trainable"])
-            numel = math.prod(shape)
-            spec = ParamSpec(entry["name"], (), shape, numel, entry["dtype"], trainable, entry.get("division", ""))
-            pieces.setdefault(index, []).append(ParamSlice(spec, entry["begin"]))
-            kinds[index] = (dtype, trainable)
-        states = state_format_of(generation)
-        return tuple(SectionLayout(0, i, *kinds[i], 1, tuple(pieces[i]), 0, 1, states) for i in range(len(pieces)))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{generation}: the list of parameters is damaged ({error!r})") from error
 
 
 @dataclass(frozen=True)

@@ -180,6 +180,12 @@ class Arena:
         self._frame_limit += count - spared
         return True
 
+    def widen(self, chosen: int, most: int, kept: int) -> None:
+        """Add so many frames to the limit, to how far it may go, and to those that are kept."""
+        self._frame_limit += chosen
+        self._frame_limit_max += most
+        self._num_kept += kept
+
     @property
     def frame_bytes(self) -> int:
         """Bytes in frames, leased or free."""

@@ -66,6 +66,11 @@ class FrameBudget:
         self._frame_limit += count
         return True
 
+    def widen(self, chosen: int, most: int) -> None:
+        """Add so many frames to the limit, and to how far it may go."""
+        self._frame_limit += chosen
+        self._frame_limit_max += most
+
     def take(self, count: int) -> None:
         assert count <= self.free_frames
         self._taken += count

@@ -53,11 +53,11 @@ class ComputeDtypes:
         return self.params.get(name, self.compute)
 
 
-def resolve(root: nn.Module, config: OffloadConfig) -> ComputeDtypes:
+def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> ComputeDtypes:
     """The dtypes of `root` under `config.precision`.
 
-    Raises ConfigError, all problems at once, for a key that matches nothing, and for a parameter or module with
-    several names that would have several dtypes.
+    Raises ConfigError, all problems at once, for a key that matches nothing, if it is `strict`, and for a parameter or
+    module with several names that would have several dtypes.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     asked = {key: getattr(torch, name) for key, name in config.compute_exceptions.items()}
@@ -67,7 +67,7 @@ def resolve(root: nn.Module, config: OffloadConfig) -> ComputeDtypes:
     # Buffers keep their dtypes whatever is asked; a list of what a model keeps in fp32 may name them.
     problems = [
         _unmatched(key, modules)
-        for key in asked
+        for key in (asked if strict else ())
         if key not in exceptions and not (key in of_tensors and any(fnmatchcase(name, key) for name in tensors))
     ]
     compute = getattr(torch, config.compute_dtype_name)

@@ -142,17 +142,20 @@ class ShardLayout:
         return tuple(section for unit in self.units for section in unit.sections)
 
 
-def make_layout(spec: ModelSpec, dtypes: ComputeDtypes, num_shards: int) -> ShardLayout:
+def make_layout(
+    spec: ModelSpec, dtypes: ComputeDtypes, num_shards: int, before: ShardLayout | None = None
+) -> ShardLayout:
     """Lay out `spec` for `num_shards` ranks; floating parameters become what `dtypes` says.
 
+    `before` stays as it is, and the units of `spec` come behind its own.
     Raises ConfigError for dtypes that have no place: float64, complex, trainable integers.
     """
     problems = [text for unit in spec.units for param in unit.params if (text := _problem(param))]
     if problems:
         raise ConfigError("\n".join(problems))
-    units: list[UnitLayout] = []
-    next_index = 0
-    for number, unit in enumerate(spec.units):
+    units: list[UnitLayout] = [] if before is None else list(before.units)
+    next_index = sum(len(unit.sections) for unit in units)
+    for number, unit in enumerate(spec.units, start=len(units)):
         found = _sections(number, unit, dtypes, num_shards, next_index)
         sections = tuple(replace(section, state_format=dtypes.states) for section in found)
         next_index += len(sections)

@@ -9,7 +9,7 @@ or a leftover such as the embedding. Calls, in order: `find_units` picks the mod
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -73,13 +73,16 @@ class ModelSpec:
     hook_points: tuple[HookPoint, ...]
 
     @classmethod
-    def from_module(cls, root: nn.Module, units: UnitChoice | None = None) -> ModelSpec:
+    def from_module(
+        cls, root: nn.Module, units: UnitChoice | None = None, only: Collection[nn.Parameter] | None = None
+    ) -> ModelSpec:
         """Read `root`; `units` names the unit modules (names, classes or modules), else they are found.
 
-        Raises ConfigError when a named unit is not in the model or the model has no parameter.
+        Of its parameters those in `only`, by default all. Raises ConfigError when a named unit is not in the model or
+        the model has no parameter.
         """
         anchors = _resolve(root, units) if units is not None else find_units(root)
-        specs = _param_specs(root)
+        specs = _param_specs(root, only)
         if not specs:
             raise ConfigError("the model has no parameter to offload")
         if problems := [*_scripted(root), *_overlaps(root)]:
@@ -185,15 +188,18 @@ def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
     return tuple(name for name in modules if name in names)
 
 
-def _param_specs(root: nn.Module) -> dict[str, ParamSpec]:
+def _param_specs(root: nn.Module, only: Collection[nn.Parameter] | None) -> dict[str, ParamSpec]:
     """Parameters by first name, in order of definition; ties are one entry with aliases."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
+    chosen = None if only is None else set(map(id, only))
     for name, param in root.named_parameters(remove_duplicate=False):
+        if chosen is not None and id(param) not in chosen:
+            continue
         names.setdefault(id(param), []).append(name)
         tensors[id(param)] = param
     parts = {key: local_part(param) for key, param in tensors.items()}
-    mesh = mesh_of(tensors.values())
+    mesh = mesh_of(root.parameters())
     return {
         all_names[0]: ParamSpec(
             name=all_names[0],

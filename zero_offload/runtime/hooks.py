@@ -10,7 +10,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -33,21 +33,23 @@ GradReady = Callable[[nn.Parameter, Tensor], None]
 def install_hooks(
     root: nn.Module,
     points: Mapping[str, Sequence[Unit]],
+    params: Iterable[nn.Parameter],
     session: Session,
     casts: Mapping[str, Cast],
     grad_ready: GradReady,
     runtime: object,
     undo: contextlib.ExitStack,
 ) -> None:
-    """Hook `root`, the modules named in `points` and `casts`, and every trainable parameter.
+    """Hook the modules of `root` that are named in `points`, which may need no unit, and in `casts`; and those of
+    `params` that are trained.
 
     The hooks of modules, and the graphs that forwards make, keep `runtime` alive.
     """
     # First, so that outputs, which may be parameters, are cast while their unit is here.
     for name, cast in casts.items():
         _install_cast(root.get_submodule(name), cast, undo)
-    for name in dict.fromkeys(("", *points)):
-        units = tuple(points.get(name, ()))
+    for name, needed in points.items():
+        units = tuple(needed)
         module = root.get_submodule(name)
         before = _Hook(_untraced(_before), session, units, runtime)
         after = _Hook(_untraced(_after), session)
@@ -55,7 +57,7 @@ def install_hooks(
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         undo.callback(module.register_forward_hook(after, always_call=True).remove)
         _put_mark_around(module)
-    for param in root.parameters():
+    for param in params:
         if param.requires_grad:
             # A weak reference: the cycle parameter -> hook -> runtime -> parameter passes through C++, where the
             # garbage collector cannot follow, and would keep a dropped model for ever.
@@ -107,11 +109,10 @@ def mark_for_recompute(module: nn.Module, label: str, group: Group | None) -> No
     module.register_forward_hook(recompute.exit, always_call=True)
 
 
-def install_walk_hooks(root: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Let `state_dict()` and `load_state_dict()` of the model, and of each part of it, go over parameters that are
-    away."""
+def install_walk_hooks(modules: Iterable[nn.Module], undo: contextlib.ExitStack) -> None:
+    """Let `state_dict()` and `load_state_dict()` of each of these modules go over parameters that are away."""
     handles: list[Any] = []
-    for module in root.modules():
+    for module in modules:
         handles += (
             module.register_state_dict_pre_hook(_before_state_dict),
             module.register_state_dict_post_hook(_after_state_dict),

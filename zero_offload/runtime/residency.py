@@ -59,9 +59,16 @@ class Residency:
         self.give_way: Callable[[], bool] = lambda: False
         """Others give their frames back once what is in them is written; says whether any did."""
         self.schedule = FetchSchedule()
-        self._num_absent = sum(unit.state is not UnitState.PRESENT for unit in units)
+        self._num_absent = _count_absent(units)
         self._loans = Loans(units, collectives.world_size)
         self._victims = Victims(units, self.schedule, self._loans, collectives.world_size)
+
+    def grow(self, landing_bytes: int) -> None:
+        """The list of units has become longer, and so have the limits of memory."""
+        self._num_absent = _count_absent(self._units)
+        self._carrier.make_room(landing_bytes)
+        self.claims.release()
+        self.claims = Claims(self._store.arena, self._budget)
 
     def _advance(self, unit: Unit, to: UnitState) -> None:
         self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
@@ -281,6 +288,10 @@ class Residency:
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         self._advance(unit, UnitState.AWAY)
         unit.detach()
+
+
+def _count_absent(units: Sequence[Unit]) -> int:
+    return sum(unit.state is not UnitState.PRESENT for unit in units)
 
 
 def replaced(residency: Residency, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:

@@ -109,14 +109,22 @@ class Session:
         """Values were left out, and none have been loaded in their place."""
         self.half_loaded = ""
         """The checkpoint of which only a part was loaded, if there is one."""
-        self.any_leaves = not all(unit.resident for unit in units)
+        self.any_leaves = False
         """Whether it matters that a use ends, and who holds views of parameters."""
-        # Memory is short where units are away from it: then some ms per step for the heap are well spent.
-        self._trimmer = HeapTrimmer() if any(unit.on_host and not unit.resident for unit in units) else None
+        self._trimmer: HeapTrimmer | None = None
         self._room = room
         self.updates: UpdatesInBackward | None = None
         """If `grads` are used by the backward that makes them: set by whoever uses them, which knows this object."""
-        self._saved = SavedTensors(units, activations, always=grads.passing)
+        self._saved = SavedTensors((), activations, always=grads.passing)
+        self.grow(units)
+
+    def grow(self, units: Sequence[Unit]) -> None:
+        """These are used too; the list that this object was given has them already."""
+        self.any_leaves = self.any_leaves or not all(unit.resident for unit in units)
+        # Memory is short where units are away from it: then some ms per step for the heap are well spent.
+        if self._trimmer is None and any(unit.on_host and not unit.resident for unit in units):
+            self._trimmer = HeapTrimmer()
+        self._saved.grow(units)
 
     def check_alive(self) -> None:
         """Raise in a forked child, and for a model that was closed."""

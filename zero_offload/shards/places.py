@@ -1,7 +1,8 @@
 """What a shard has and where: memory and extents, taken when there is something to put there.
 
 Owns which components of a shard rest in memory and how many slots it has on disk; moves no byte. The calls: `lay_out`,
-or `restore` what a manifest names; `place_memory`; later `add_states`, `make_writable`, `ensure_cache`.
+or `restore` what a manifest names, and `reserve` what it names of sections without a shard; `place_memory`; later
+`add_states`, `make_writable`, `ensure_cache`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from zero_offload.types import Tier, format_bytes
 
 
 class Places:
-    """Of all shards of a store."""
+    """Of the shards of a store."""
 
-    def __init__(self, shards: Sequence[Shard], arena: Arena, device: Device, disk: DiskArrays, num_slots: int) -> None:
-        self._shards = shards
+    def __init__(self, arena: Arena, device: Device, disk: DiskArrays, num_slots: int) -> None:
         self._arena = arena
         self._device = device
         self._disk = disk
         self._num_slots = num_slots
+        self._reserved: dict[int, tuple[dict[Component, Extent], ...]] = {}
+        """The slots of sections that a generation has and no shard yet; by index."""
 
-    def lay_out(self) -> None:
-        """Plan the extents of all shards, anew."""
-        for shard in self._shards:
+    def lay_out(self, shards: Iterable[Shard]) -> None:
+        """Plan the extents of shards, anew."""
+        for shard in shards:
             self._lay_out(shard, shard.components)
 
     def _lay_out(self, shard: Shard, components: Sequence[Component]) -> None:
@@ -59,7 +61,27 @@ class Places:
         `records` are those of extents, by component; `spare` is that of the other slot of a frozen shard, which was
         made later and somewhere else, or None. Raises IntegrityError for a slot that cannot be.
         """
-        layout, count = shard.layout, self._slots_on_disk(shard)
+        layout = shard.layout
+        shard.slots = self._reserved.pop(layout.index, ()) or self._find(
+            layout, slot, records, spare, self._slots_on_disk(shard)
+        )
+        shard.current = slot
+        states = [each for each in map(Component, records) if each not in master_components(layout)]
+        self._take_memory(shard, states)
+        self._keep(shard, states)
+
+    def has_reserved(self, section: int) -> bool:
+        return section in self._reserved
+
+    def reserve(self, layout: SectionLayout, slot: int, records: Mapping[str, Any], spare: Any) -> None:
+        """Leave alone what a manifest records of a section that has no shard yet; see `restore`, which takes it."""
+        count = self._num_slots if layout.trainable else 1
+        self._reserved[layout.index] = self._find(layout, slot, records, spare, count)
+
+    def _find(
+        self, layout: SectionLayout, slot: int, records: Mapping[str, Any], spare: Any, count: int
+    ) -> tuple[dict[Component, Extent], ...]:
+        """The extents of each of `count` slots, or of as many as are recorded."""
         components = [Component(name) for name in records]
         lacking = sorted(set(master_components(layout)) - set(components))
         if lacking or not 0 <= slot < 2:
@@ -78,10 +100,7 @@ class Places:
                 extents = self._disk.restore_copies(*_named(layout, component, together), *where)
                 for number, extent in zip(together, extents, strict=True):
                     slots[number][component] = extent
-        shard.slots, shard.current = slots, slot
-        states = [each for each in components if each not in master_components(layout)]
-        self._take_memory(shard, states)
-        self._keep(shard, states)
+        return slots
 
     def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
         """Take memory for the components that rest in memory; `existing` brings those that have it already."""

@@ -3,6 +3,7 @@
 Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
 nothing. The calls, and who makes them:
     `places.lay_out`, or `restore` each section of a generation; `places.place_memory`, `write_components`   (offload);
+    `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`                             parameters for forward and backward (runtime);
     `open_chunks` in `update_staging`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
@@ -109,9 +110,11 @@ class ShardStore:
         self.swap = swap
         self.counters = Counters()
         self.disk = DiskArrays(swap, self.counters)
-        self.shards = tuple(_new_shard(section, placements[section.unit], device) for section in layout.sections)
+        self._device = device
+        self.shards = [_new_shard(section, placements[section.unit], device) for section in layout.sections]
+        """Of all sections, by index; `grow` adds to it."""
         self.snapshots = Snapshots(self.shards, self.disk, self.counters, DeviceStaging(device, arena))
-        self.places = Places(self.shards, arena, device, self.disk, num_slots)
+        self.places = Places(arena, device, self.disk, num_slots)
         self.update_staging = UpdateStaging(arena, self.disk)
         self.grad_ring: GradRing | None = None
         """Where gradients pass through, if the update runs inside of backward."""
@@ -122,6 +125,18 @@ class ShardStore:
         """Staging that `open_chunks` may use."""
         self.staging = LazyRegion(self.arena, self.state_staging_bytes)
         """For whole-shard calls; dropped when they are over, it is taken again by the next."""
+
+    def grow(self, sections: Sequence[SectionLayout], placements: Sequence[Mapping[StateKind, Tier]]) -> list[Shard]:
+        """Have shards for further sections, which `shrink` takes back; while no update and no commit is under way."""
+        added = [_new_shard(section, placements[section.unit], self._device) for section in sections]
+        self.shards += added
+        self._size_staging()
+        return added
+
+    def shrink(self, num_shards: int) -> None:
+        """Forget the shards that came behind the first `num_shards`. Their room on disk stays taken."""
+        del self.shards[num_shards:]
+        self._size_staging()
 
     def add_states(self, shard: Shard, states: Iterable[Component]) -> None:
         """Have these states too, all zero, where the optimizer's states rest; after updates and commits under way.

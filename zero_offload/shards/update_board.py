@@ -40,6 +40,10 @@ class UpdateBoard:
         """Whether somebody has had the error raised."""
         self._listeners: list[Callable[[BaseException], None]] = []
 
+    def grow(self, num_units: int) -> None:
+        """There are so many units now."""
+        self._status += [UpdateStatus.IDLE] * (num_units - len(self._status))
+
     def tell(self, listener: Callable[[BaseException], None]) -> None:
         """Call `listener` with an error that stops all work, on the thread that has it: somebody waits elsewhere."""
         self._listeners.append(listener)

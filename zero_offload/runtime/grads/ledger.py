@@ -115,6 +115,10 @@ class GradLedger:
         self.zeroed: set[nn.Parameter] = set()
         """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
         self.sections: list[SectionGrads] = []
+        self.grow(units, new_shard)
+
+    def grow(self, units: Sequence[Unit], new_shard: Callable[[Section, SectionLayout], GradShard]) -> None:
+        """Hold gradients of further units."""
         for unit in units:
             by_section = {id(s): self._section(unit, s, new_shard) for s in unit.sections}
             for section, _, param in unit.placed_params:

@@ -47,9 +47,7 @@ class GradReducer:
         device: Device,
     ) -> None:
         self._device = device
-        self.keeper = GradKeeper(device, store, units, collectives.partition, collectives.shard_index)
-        # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
-        residency.give_way = partial(_settle, weakref.ref(self.keeper))
+        self._units = units
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._reduced)
         self._residency = residency
@@ -57,6 +55,7 @@ class GradReducer:
         self._collectives = collectives
         self._store = store
         self._spans = store.counters.spans
+        self.keeper = self._new_keeper()
         self.ledger = GradLedger(units, self._new_shard, collectives)
         self.passing = store.grad_ring is not None
         """Whether gradients are used by the backward that makes them, unless it defers."""
@@ -65,6 +64,20 @@ class GradReducer:
         self._deferred = False
         self.coming: Mapping[int, Sized] = {}
         """What this backward has still to bring, by the numbers of `arrive_together`; empty where nobody knows."""
+
+    def grow(self, added: Sequence[Unit]) -> None:
+        """The list of units has become longer by `added`; nothing is on its way to where it rests."""
+        self.keeper.drain()
+        self.keeper.settle()
+        self.keeper = self._new_keeper()
+        self.ledger.grow(added, self._new_shard)
+
+    def _new_keeper(self) -> GradKeeper:
+        partition, index = self._collectives.partition, self._collectives.shard_index
+        keeper = GradKeeper(self._device, self._store, self._units, partition, index)
+        # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
+        self._residency.give_way = partial(_settle, weakref.ref(keeper))
+        return keeper
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -133,7 +133,7 @@ class Activations:
         fractions: Mapping[Tier, float],
         tiers: Mapping[Tier, ActivationTier],
         counters: Counters,
-        staying: Collection[int],
+        staying: Iterable[int],
         device_type: str,
         trimmer: HeapTrimmer | None = None,
     ) -> None:
@@ -143,7 +143,7 @@ class Activations:
         self._fractions = fractions
         self._tiers = tiers
         self._counters = counters
-        self._staying = staying
+        self._staying = set(staying)
         self._device_type = device_type
         self._trimmer = trimmer
         self._dealer = Dealer(fractions)
@@ -158,6 +158,10 @@ class Activations:
         self.part: Part = (0, 0)
         """Set by who makes a backward of several: what it packs now. Parts are read from the last one down."""
         self._in_parts = False
+
+    def keep(self, buffers: Iterable[Tensor]) -> None:
+        """These stay too."""
+        self._staying |= storages_of(buffers)
 
     def begin(self) -> None:
         """An outermost forward: alike forwards place their tensors alike."""
@@ -278,6 +282,11 @@ class Activations:
                 stored.leave()
 
 
+def storages_of(buffers: Iterable[Tensor]) -> set[int]:
+    """By address."""
+    return {buffer.untyped_storage()._cdata for buffer in buffers}
+
+
 def open_activations(
     config: OffloadConfig, device: Device, store: ShardStore, scratch: SwapFile | None, buffers: Iterable[Tensor]
 ) -> Activations | None:
@@ -290,6 +299,5 @@ def open_activations(
         tiers[Tier.NVME] = DiskTier(device, store.arena, DiskArrays(scratch, counters))
     if not tiers:
         return None
-    staying = frozenset(buffer.untyped_storage()._cdata for buffer in buffers)
     trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None
-    return Activations(fractions, tiers, counters, staying, device.torch_device.type, trimmer)
+    return Activations(fractions, tiers, counters, storages_of(buffers), device.torch_device.type, trimmer)

@@ -147,10 +147,16 @@ class SavedTensors:
         """`store` takes tensors that are no views of parameters, if they may leave; `always`: it matters who reads
         parameters in backward, even if they never leave."""
         self._store = store
-        self._needed = always or store is not None or not all(unit.updates_in_place for unit in units)
+        self._needed = always or store is not None
         """Where nothing ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
+        self._unit_of_storage: dict[int, Unit] = {}
+        self.grow(units)
+
+    def grow(self, units: Sequence[Unit]) -> None:
+        """Know further units."""
+        self._needed = self._needed or not all(unit.updates_in_place for unit in units)
         # A view shares its base's storage object, whether memory is under it or not.
-        self._unit_of_storage = {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
+        self._unit_of_storage |= {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
     def begin(self) -> None:
         """An outermost forward."""

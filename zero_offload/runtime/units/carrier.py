@@ -44,6 +44,9 @@ class Carrier(Protocol):
 
     def abandon(self, unit: Unit) -> None: ...
 
+    def make_room(self, nbytes: int) -> None:
+        """From now on units on their way may take so many bytes of host memory."""
+
 
 class HostCarrier:
     """The compute device is the CPU."""
@@ -86,6 +89,9 @@ class HostCarrier:
         self._transfers.pop(unit.index, None)
 
     abandon = finish
+
+    def make_room(self, nbytes: int) -> None:
+        pass  # they have frames
 
 
 @dataclass
@@ -231,6 +237,19 @@ class DeviceCarrier:
                 transfer.wait()
         self._land(landing.landed())
         del self._flying[unit.index]
+
+    def make_room(self, nbytes: int) -> None:
+        if nbytes <= self._pool.nbytes:
+            return
+        while (oldest := self._oldest_kept()) is not None:
+            self._end_keeping(oldest)
+        for flying in self._flying.values():
+            self._upload(flying)
+            self._land(flying.landed())
+            flying.region = None
+        while self._landed:
+            self._land(self._landed.pop(0))
+        self._pool = SpanPool(self._store.arena, nbytes)
 
     def _end_keeping(self, keeping: _Keeping) -> None:
         keeping.download.take_on_host()
