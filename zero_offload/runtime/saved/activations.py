@@ -176,6 +176,8 @@ class Activations:
             return None
         if tensor.device.type != self._device_type:
             return None  # a mask on the host, beside a GPU
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return None  # a part of what torch.func's transforms compute, which has no memory of its own
         storage = tensor.untyped_storage()
         is_input = tensor.is_leaf and tensor.requires_grad
         if storage.nbytes() < SMALLEST_BYTES or is_input or storage._cdata in self._staying:

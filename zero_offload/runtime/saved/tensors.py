@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.runtime.units.unit import Unit
 
 Pack = Callable[[Tensor], Any]
@@ -168,15 +169,17 @@ class SavedTensors:
         hooks = saving_hooks()
         if not self._needed or self._is_ours(hooks) or recomputed_later(hooks):
             return None
+        autograd: Any = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return None  # inside of torch.func.grad and its kin: what is saved is a view like any that is held
         entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
         entered.__enter__()
         return entered
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """The unit whose buffer the tensor views."""
-        if tensor.layout is not torch.strided:
-            return None
-        return self._unit_of_storage.get(local_part(tensor).untyped_storage()._cdata)
+        storage = storage_of(local_part(tensor))
+        return None if storage is None else self._unit_of_storage.get(storage._cdata)
 
     def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""

@@ -86,6 +86,17 @@ class ReadOnly(View):
         return _plain(self).clone().__reduce_ex__(protocol)
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory that a tensor is in, if it is in one; under torch.func's transforms that of the tensor inside."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return storage_of(torch._C._functorch.get_unwrapped(tensor)) if wrapped else None
+
+
 def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
     """What an operation has made of `sources` (with names); where it shares memory with them it is for reading only."""
     return wrap_views(result, sources, _read_only)
@@ -93,12 +104,13 @@ def lend(result: Any, sources: Sequence[tuple[Tensor, str]]) -> Any:
 
 def wrap_views(result: Any, sources: Sequence[tuple[Tensor, T]], view: Callable[[Tensor, T], Tensor]) -> Any:
     """`result` with `view` in the place of each tensor that shares memory with one of `sources`."""
-    storages = {source.untyped_storage()._cdata: (source.untyped_storage(), tag) for source, tag in sources}
+    storages = {
+        storage._cdata: (storage, tag) for source, tag in sources if (storage := storage_of(source)) is not None
+    }
 
     def wrap(tensor: Tensor) -> Tensor:
-        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
-            return tensor
-        found = storages.get(tensor.untyped_storage()._cdata)
+        storage = storage_of(tensor) if type(tensor) is Tensor else None
+        found = None if storage is None else storages.get(storage._cdata)
         return tensor if found is None else view(tensor, found[1])
 
     if isinstance(result, Tensor | tuple):

@@ -22,6 +22,7 @@ from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
 from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.runtime.units.guard import guard, unguard
+from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.state import StateTracker, UnitState
 
@@ -47,9 +48,8 @@ class Section:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor views the buffer."""
-        if tensor.layout is not torch.strided:
-            return False
-        return bool(tensor.untyped_storage()._cdata == self._storage)
+        storage = storage_of(tensor)
+        return storage is not None and bool(storage._cdata == self._storage)
 
     def _num_tensors(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage))
