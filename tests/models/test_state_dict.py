@@ -310,8 +310,12 @@ def test_hooks_of_parts_run_once(tiers: zo.OffloadConfig) -> None:
 
 def test_a_part_that_is_copied_is_ordinary(tiers: zo.OffloadConfig) -> None:
     model = zo.offload(build(TinyLM), tiers)
-    with zo.gathered(model.blocks[0].up):
-        twin = copy.deepcopy(model.blocks[0].up)
+    with zo.gathered(model):
+        block, twin = copy.deepcopy((model.blocks[0], model.blocks[0].up))
+    x = torch.randn(2, NARROW)
+    assert torch.equal(block(x), build(TinyLM).blocks[0](x)) and {type(each) for each in block.parameters()} == {
+        nn.Parameter
+    }
     twin.load_state_dict({name: value * 0 for name, value in twin.state_dict().items()})
     assert not twin.weight.any() and {type(value) for value in twin.state_dict().values()} == {Tensor}
     assert not pickle.loads(pickle.dumps(twin)).weight.any()

@@ -66,9 +66,17 @@ def install_hooks(
 
 
 class _Hook(functools.partial[Any]):
-    """A bound hook. Who copies or pickles a module copies its hooks before its parameters."""
+    """A bound hook. Who pickles a module pickles its hooks before its parameters."""
 
     __reduce_ex__ = refuse_copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """Inside of `zo.gathered` a module can be copied, and has ordinary parameters then."""
+        return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """A hook of a module that was copied."""
 
 
 @functools.cache

@@ -221,8 +221,9 @@ def _check_conversion(param: Tensor, converted: Tensor) -> bool:
 
 def refuse_copy(self: object, *_: Any) -> NoReturn:
     raise ZeroOffloadError(
-        "an offloaded parameter cannot be copied or pickled: its data rests elsewhere. "
-        "Use zo.save_checkpoint(model, optimizer, path), or model.state_dict() for the weights"
+        "an offloaded parameter cannot be copied or pickled: its data rests elsewhere. To copy a part of the model, as "
+        "peft does for modules_to_save, do it in 'with zo.gathered(module):'. To keep the model use "
+        "zo.save_checkpoint(model, optimizer, path), or model.state_dict() for the weights"
     )
 
 
@@ -263,9 +264,8 @@ def _check_not_wrapped(caller: FrameType, args: tuple[Any, ...]) -> None:
     while frame is not None and (name := frame.f_globals.get("__name__", "")).startswith("torch."):
         if (what := wrapper_of(name)) is not None:
             param = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, AtRest)), None)
-            owner = None if param is None else owner_of(cast(nn.Parameter, param))
-            named = "" if owner is None else f"parameter {owner.access.describe(cast(nn.Parameter, param))}"
-            raise cannot_wrap(what, named or "an offloaded parameter")
+            which = "an offloaded parameter" if param is None else f"parameter {_describe(cast(nn.Parameter, param))}"
+            raise cannot_wrap(what, which)
         frame = frame.f_back
 
 
@@ -323,6 +323,28 @@ class AtRest:
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = tuple(param.shape), param.dtype
         return f"Parameter(shape={shape}, dtype={dtype}{where})"
+
+
+def _needs_other(name: str) -> Callable[[Any, Any], Any]:
+    """An operator of two tensors. To None torch itself says a TypeError, which does not tell what is None, or why."""
+    operator = getattr(Tensor, name)
+
+    def call(param: nn.Parameter, other: Any) -> Any:
+        if other is None:
+            raise ZeroOffloadError(
+                f"{name} of parameter {_describe(param)}, and None. If that is its .grad: step() uses a gradient up, "
+                "where torch keeps it until zero_grad(). Read it before step(), by 'with zo.gathered(model, "
+                'kind="grads") as grads:\', which gives copies by name. For code that reads .grad after step(), such '
+                "as peft's update_and_allocate, docs/GUIDE.md has the lines"
+            )
+        return operator(param, other)
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    for _side in ("__", "__r"):
+        setattr(AtRest, f"{_side}{_name}__", _needs_other(f"{_side}{_name}__"))
 
 
 class GuardedParameter(AtRest, nn.Parameter):  # type: ignore[misc]
