@@ -154,7 +154,7 @@ def compare(name: str, tier: str, nvme: Path, tmp_path: Path) -> None:
             assert found == expected
 
 
-WAITS = ("embeddings", "trainable_token_indices", "target_parameters", "loha", "vera", "dora", "ia3", "tokens")
+WAITS = ("trainable_token_indices", "target_parameters", "dora", "ia3", "tokens")
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in WAITS])
