@@ -1,4 +1,4 @@
-"""`zero-offload clean RUNDIR`: delete a run's files, and nothing else.
+"""`zero-offload clean RUNDIR`: delete a run's files, and nothing else, once the user has seen which and said yes.
 
 Owns which files belong to a run: those named by `files.json` in the run directory and by the manifests in
 its NVMe directories. Anything else stays and is listed. Refuses a directory that a run has locked.
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_offload.checkpoint.history import History
 from zero_offload.cli.saved import described, read_object
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.recipes.run_dir import FILES_FILE
@@ -35,36 +37,75 @@ class Cleaned:
     deleted: tuple[str, ...]
     left: tuple[str, ...]
     """Names that no manifest of the run lists."""
+    file_bytes: dict[str, int]
+    """What each deleted file took on the disk."""
+    generations: dict[str, str]
+    """What the deleted manifests name."""
+    is_gone: bool
+    """True if nothing is left in the directory, which is then deleted too."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "clean",
         help="delete a run's files by manifest",
-        description="Delete the files of a run: only those that its manifests name.",
+        description="Delete the files of a run: only those that its manifests name. Lists them and asks first; without "
+        "a terminal it deletes with --yes only.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUNDIR", help="run directory, or directory of the NVMe tier")
     parser.add_argument("--dry-run", action="store_true", help="delete nothing; print what would be deleted")
+    parser.add_argument("--yes", "-y", action="store_true", help="delete without asking, as scripts have to")
     parser.add_argument("--json", action="store_true", help="print what was deleted as JSON")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    results = clean(args.run_dir.expanduser(), dry_run=args.dry_run)
+    run_dir = args.run_dir.expanduser()
+    if args.dry_run or not args.yes:
+        planned = clean(run_dir, dry_run=True)
+        if not args.json or not args.dry_run:
+            print("\n".join(_lines(planned, dry_run=True)), file=sys.stderr if args.json else sys.stdout)
+        if not args.dry_run and not _agreed(run_dir, planned):
+            print("nothing was deleted", file=sys.stderr)
+            return ConfigError.exit_code
+    results = planned if args.dry_run else clean(run_dir)
     if args.json:
         print(json.dumps({"directories": [asdict(result) for result in results]}, indent=2))
-        return 0
-    freed, left = ("would free", "would leave") if args.dry_run else ("freed", "left")
-    for result in results:
-        print(f"{result.path}: {freed} {format_bytes(result.freed_bytes)} in {len(result.deleted)} files")
-        for name in result.left:
-            print(f"  {left} {name}: no manifest names it")
+    elif not args.dry_run:
+        print("\n".join(_lines(results, dry_run=False)))
     return 0
+
+
+def _agreed(run_dir: Path, planned: Sequence[Cleaned]) -> bool:
+    """Whether the user says yes. Raises ConfigError where there is no terminal to ask at."""
+    count, nbytes = sum(len(each.deleted) for each in planned), sum(each.freed_bytes for each in planned)
+    what = f"{count} files ({format_bytes(nbytes)}) of {run_dir}"
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            f"clean would delete {what}, and there is no terminal to ask at; nothing was deleted. Add --yes to delete "
+            "them, or --dry-run to see them only"
+        )
+    sys.stderr.write(f"Delete these {what}? They cannot be brought back. [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _lines(results: Sequence[Cleaned], *, dry_run: bool) -> Iterator[str]:
+    freed, left, deleted = ("would free", "would leave", "would delete") if dry_run else ("freed", "left", "deleted")
+    for result in results:
+        yield f"{result.path}: {freed} {format_bytes(result.freed_bytes)} in {len(result.deleted)} files"
+        for name in result.left:
+            yield f"  {left} {name}: no manifest names it"
+        for name in result.deleted:
+            what = f", {result.generations[name]}" if name in result.generations else ""
+            yield f"  {deleted} {name}: {format_bytes(result.file_bytes[name])}{what}"
+        if result.is_gone:
+            yield f"  {deleted} the directory, with nothing else in it"
 
 
 def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
     """Delete the run's files and the directories that are then empty; or only say which files those are."""
-    opened, delete = (RunDirectory.look, _measure) if dry_run else (RunDirectory.open, _delete)
+    opened = RunDirectory.look if dry_run else RunDirectory.open
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir} is no directory; give the run directory that `train` wrote")
     if not any(run_dir.glob("*.json")):
@@ -81,7 +122,17 @@ def clean(run_dir: Path, dry_run: bool = False) -> list[Cleaned]:
         home_names |= set(_strings(read_object(home.path / FILES_FILE).get("files")))
         if not tier_names | home_names:
             raise _no_run(run_dir)
-        return [*(delete(directory, tier_names) for directory in tier), delete(home, home_names)]
+        # What lies in a directory that goes is gone when that one's turn comes.
+        gone: list[Path] = []
+        results = []
+        for directory, names in (*((each, tier_names) for each in tier), (home, home_names)):
+            results.append(_measure(directory, names, gone))
+            if results[-1].is_gone:
+                gone.append(directory.path)
+            if not dry_run:
+                directory.remove(sorted(names))
+                directory.close_and_remove()
+        return results
 
 
 def _no_run(path: Path) -> ConfigError:
@@ -134,15 +185,10 @@ def _strings(value: object) -> list[str]:
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
-def _measure(directory: RunDirectory, names: set[str]) -> Cleaned:
-    present = tuple(name for name in directory.names() if name in names)
-    left = tuple(name for name in directory.names() if name not in names)
-    return Cleaned(str(directory.path), directory.measure(present), present, left)
-
-
-def _delete(directory: RunDirectory, names: set[str]) -> Cleaned:
-    present = tuple(name for name in directory.names() if name in names)
-    freed_bytes = directory.remove(sorted(names))
-    left = tuple(directory.names())
-    directory.close_and_remove()
-    return Cleaned(str(directory.path), freed_bytes, present, left)
+def _measure(directory: RunDirectory, names: set[str], gone: Sequence[Path]) -> Cleaned:
+    """What of a directory goes; `gone` are directories that go before it."""
+    there = [name for name in directory.names() if directory.path / name not in gone]
+    present, left = tuple(n for n in there if n in names), tuple(n for n in there if n not in names)
+    file_bytes = {name: directory.measure([name]) for name in present}
+    steps = {name: str(each) for name, each in History.read(directory).generations.items() if name in present}
+    return Cleaned(str(directory.path), sum(file_bytes.values()), present, left, file_bytes, steps, not left)
