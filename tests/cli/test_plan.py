@@ -103,6 +103,47 @@ def test_wear_of_commits_and_of_several_drives(capsys: pytest.CaptureFixture[str
     assert result["wear"]["is_upper_bound"]
 
 
+def test_the_default_interval_spares_the_drives(capsys: pytest.CaptureFixture[str]) -> None:
+    """2 seconds a step: a generation in each would wear a drive out in a week."""
+    flags = ["--model", "3200M", *NVME_ROOM, "--step-time", "2"]
+    _, result = plan(capsys, *flags)
+    steps, generation = result["commit_every"], 12 * 3_200_000_000
+    assert steps == result["recommended_commit_every"] == 1010
+    assert result["wear"]["commit_bytes_per_step"] == generation // steps
+    assert 365 <= result["wear"]["days_to_tbw"] < 366
+    _, better = plan(capsys, *flags, "--tbw", "1200")
+    assert better["commit_every"] == 505
+    _, each = plan(capsys, *flags, "--commit-every", "1")
+    assert (each["commit_every"], each["recommended_commit_every"]) == (1, 1010)
+    assert each["wear"]["days_to_tbw"] < 0.4
+    _, scratch = plan(capsys, *flags, "--durability", "scratch")
+    assert (scratch["commit_every"], scratch["recommended_commit_every"]) == (1, None)
+
+
+def test_beside_states_that_wear_a_drive_generations_add_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "3200M", *NVME_ROOM, "--step-time", "2", "--optimizer-tier"]
+    _, result = plan(capsys, *flags[:-1], "--params-tier", "cpu", *flags[-1:], "nvme")
+    assert result["recommended_commit_every"] is None  # what rests there is a generation already
+    main(["plan", "--ram", "64GiB", "--nvme", "2x7GB/s", "--gpu", "rtx4090", "--model", "llama-8b", "--json"])
+    wear = json.loads(capsys.readouterr().out)["wear"]
+    assert 0.09 < wear["commit_bytes_per_step"] / wear["states_bytes_per_step"] <= 0.1
+
+
+def test_how_often_to_commit_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--model", "3200M", *MEMORY, *NVME_ROOM, "--step-time", "2"]
+    main(flags)
+    text = capsys.readouterr().out
+    assert "give train --commit-every 1010, or zo.OffloadConfig commit_every=1010;" in text
+    assert "with one in each step, their default, 600 TBW last 0.362 days\n" in text
+    for given in ("10", "auto"):
+        main([*flags, "--commit-every", given])
+        assert "--commit-every 1010 spares the drives: 600 TBW then last 365 days\n" in capsys.readouterr().out
+    main([*flags, "--commit-every", "2000"])
+    assert "spares the drives" not in capsys.readouterr().out
+    main([*flags, "--params-tier", "nvme", "--optimizer-tier", "nvme"])
+    assert "  states that rest on drives are written in each step: --states compact writes" in capsys.readouterr().out
+
+
 def test_wear_of_gradients_in_a_loop(capsys: pytest.CaptureFixture[str]) -> None:
     """A micro-batch by itself writes the fp32 sums of a unit; all of them at a unit write them once."""
     tiers = ["--params-tier", "nvme", "--grads-tier", "nvme", "--optimizer-tier", "nvme"]
@@ -138,6 +179,8 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
     assert lines[0] == "8B: 8,000,000,000 parameters in 32 units on 1 rank"
     assert any("GiB missing" in line for line in lines)
     assert any(line.startswith("would fit: optimizer='nvme'") for line in lines)
+    for way in ("optimizer='nvme', params='nvme'", "--states compact", "LoRA", "2 ranks"):
+        assert any(line.startswith(f"would fit: {way}") for line in lines), way
     assert "it does not fit" in lines
 
 

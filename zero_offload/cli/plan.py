@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from zero_offload.cli import measure, plan_text
-from zero_offload.cli.planning import Request, offers, plan_request
+from zero_offload.cli.planning import Request, by_wear, offers, plan_request
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.forecast import forecast
@@ -30,7 +31,7 @@ _SETTINGS = {
     "cpu_memory": "CPU memory of one rank, for example 48GiB",
     "nvme_capacity": "disk space of one rank, for example 400GiB",
     "durability": "commit, process or scratch",
-    "commit_every": "optimizer steps between generations, or auto",
+    "commit_every": "optimizer steps between generations, or auto; where not given, as many as spare the drives",
 }
 _TIERS = ("params", "grads", "optimizer", "activations")
 
@@ -78,7 +79,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     defaults = flag_values(OffloadConfig())
     for name, text in _SETTINGS.items():
-        if defaults[name] is not None:
+        if defaults[name] is not None and name != "commit_every":
             text = f"{text} (default {defaults[name]})"
         flag = f"--{name.replace('_', '-')}" + ("-tier" if name in _TIERS else "")
         parser.add_argument(flag, dest=name, help=text, type=_TYPES.get(name, str))
@@ -117,13 +118,16 @@ def run(args: argparse.Namespace) -> int:
     request = Request.of(args, config, drives)
     if args.measure:
         measure.measure(config, () if drives else config.nvme_dirs)
+    recommended = by_wear(request, args.tbw, args.step_time)
+    if args.commit_every is None and recommended is not None:
+        request = replace(request, config=replace(request.config, commit_every=recommended))
     planned = plan_request(request)
     found = None
     more = []
     if planned.memory.fits:
         found = forecast(planned.job, planned.placement, planned.machine)
         more = list(offers(request, planned, found.prediction))
-    report = plan_text.Report(request, planned, found, more, args.tbw, args.step_time)
+    report = plan_text.Report(request, planned, found, more, args.tbw, args.step_time, recommended)
     print(json.dumps(plan_text.as_json(report), indent=2) if args.json else plan_text.as_text(report))
     return 0 if planned.memory.fits else CapacityError.exit_code
 

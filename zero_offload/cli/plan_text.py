@@ -6,14 +6,14 @@ Owns words and layout; every number is made elsewhere. Calls: `as_text`, `as_jso
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_offload.cli.planning import Offer, Planned, Request
+from zero_offload.cli.planning import Offer, Planned, Request, drive_wear
 from zero_offload.plan.costs import Job
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.unit_bytes import PLACED_KINDS
-from zero_offload.plan.wear import TB, Wear
+from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
 from zero_offload.telemetry.spans import Cause
 from zero_offload.types import StateKind, Tier, format_bytes
 
@@ -38,6 +38,8 @@ class Report:
     offers: Sequence[Offer]
     tbw: float
     given_step_s: float | None
+    recommended: int | None
+    """Steps between generations that spare the drives; None where they make no difference."""
 
     @property
     def num_parameters(self) -> int:
@@ -57,11 +59,7 @@ class Report:
 
     @property
     def wear(self) -> Wear:
-        """Of one drive, the fastest: bytes are dealt by speed."""
-        request = self.request
-        fastest = 1.0 if request.drives is None else request.drives.fastest
-        num_drives = max(len(request.config.nvme_dirs), 1)
-        return self.planned.memory.wear.of_one_drive(request.cluster.ranks_per_node, num_drives, fastest)
+        return drive_wear(self.request, self.planned.memory)
 
     @property
     def outgrows(self) -> bool:
@@ -85,7 +83,8 @@ def as_text(report: Report) -> str:
         memory.table(),
         *report.planned.ways,
         *_forecast_lines(report),
-        *(_wear_lines(report.wear, report.tbw, report.step_s)),
+        *_wear_lines(report.wear, report.tbw, report.step_s),
+        *_interval_lines(report),
     ]
     return "\n".join(lines)
 
@@ -194,9 +193,34 @@ def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
     else:
         lines.append(
             f"that is {wear.tb_per_day(step_s):.3g} TB per day at {step_s:g} s per step; {tbw:g} TBW last "
-            f"{num_steps * step_s / 86400:.3g} days, {num_steps:,} steps (--tbw says another rating)"
+            f"{_days(wear.days_to(tbw, step_s))}, {num_steps:,} steps (--tbw says another rating)"
         )
     return lines
+
+
+def _interval_lines(report: Report) -> Iterator[str]:
+    """How often to commit, and what else a drive lasts longer with."""
+    wear, tbw, step_s, steps = report.wear, report.tbw, report.step_s, report.recommended
+    if step_s is None or wear.bytes_per_step == 0:
+        return
+    if steps is not None and wear.commit_every != steps:
+        days = replace(wear, commit_every=steps).days_to(tbw, step_s)
+        if isinstance(wear.commit_every, str) or steps > wear.commit_every:
+            yield f"--commit-every {steps} spares the drives: {tbw:g} TBW then last {_days(days)}"
+    elif steps is not None and steps > 1:
+        each = replace(wear, commit_every=1).days_to(tbw, step_s)
+        yield (
+            f"a generation every {steps} steps is chosen by that, and a crash costs as many at most: give train "
+            f"--commit-every {steps}, or zo.OffloadConfig commit_every={steps}; with one in each step, their default, "
+            f"{tbw:g} TBW last {_days(each)}"
+        )
+    if wear.states_bytes and replace(wear, commit_bytes=0.0).days_to(tbw, step_s) < LIFE_DAYS:
+        compact = "" if report.request.config.numerics.states == "compact" else "--states compact writes fewer bytes, "
+        yield f"  states that rest on drives are written in each step: {compact}what rests in RAM is not written"
+
+
+def _days(days: float) -> str:
+    return f"{days:.3g} days" if days < LIFE_DAYS * 2 else f"{days / 365:.3g} years"
 
 
 def _wear_json(wear: Wear, tbw: float, step_s: float | None) -> dict[str, Any]:
@@ -240,6 +264,8 @@ def as_json(report: Report) -> dict[str, Any]:
         "placement": {kind.value: _shares(report, kind) for kind in PLACED_KINDS},
         "activation_bytes": report.request.activation_bytes(),
         "step": None if found is None else _forecast_json(report, found),
+        "commit_every": report.request.config.commit_every,
+        "recommended_commit_every": report.recommended,
         "wear": _wear_json(report.wear, report.tbw, report.step_s),
     }
 

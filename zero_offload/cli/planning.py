@@ -7,6 +7,7 @@ plans again with more of something.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.cli.measure import remembered, remembered_drives
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.plan.commit_interval import INTERVAL_MAX
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.hardware import (
@@ -30,14 +32,15 @@ from zero_offload.plan.hardware import (
 )
 from zero_offload.plan.memory import MemoryPlan, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import AUTO_FRACTION, assign_tiers, tier_budget, ways_to_fit
+from zero_offload.plan.placement import AUTO_FRACTION, Variant, assign_tiers, tier_budget, ways_to_fit
 from zero_offload.plan.search import Outlook
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
 from zero_offload.plan.simulate import Prediction, simulate
-from zero_offload.plan.unit_bytes import PLACED_KINDS, value_bytes
+from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, value_bytes
+from zero_offload.plan.wear import Wear
 from zero_offload.probe import probe_hardware
 from zero_offload.recipes import gpt
-from zero_offload.types import HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
+from zero_offload.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}
@@ -45,6 +48,8 @@ SEQUENCE_USUAL = 4096
 RAM_SHARE, GPU_SHARE = 0.9, 0.95
 """Of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
 MORE_GIB_MAX = 64
+ADAPTER_SHARE = 0.01
+WAYS_MAX = 8
 LOGITS_TOKENS = 1024
 """Whose logits are in memory at once, with `zo.nn.chunked_cross_entropy`."""
 
@@ -228,8 +233,50 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     wear = memory.wear.of_backwards(job.as_run(placement.tiers, machine).batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
     memory = replace(memory, wear=replace(wear, activation_bytes=activations))
-    ways = [] if memory.fits else ways_to_fit(job.units, config, hardware, partition)
+    ways = []
+    if not memory.fits:
+        ways = ways_to_fit(job.units, config, hardware, partition, list(_variants(request)), WAYS_MAX)
     return Planned(job, placement, machine, memory, tuple(ways), outlook)
+
+
+def _variants(request: Request) -> Iterator[Variant]:
+    """Of the model, in fewer bytes."""
+    config, partition, batch = request.config, request.partition, request.batch
+    compact = replace(config.numerics, states="compact")
+    if config.numerics != compact:
+        smaller = replace(config, precision=compact)
+        units = Job.of(request.work, smaller, partition, batch).units
+        words = f"--states compact (precision=zo.Precision({compact.compute!r}, states='compact'))"
+        yield Variant(words, units, smaller)
+    frozen = [replace(each, numel=_with_adapters(each.numel)) for each in request.work]
+    words = "LoRA, parameters frozen and adapters of 1% of them trained (peft.get_peft_model, then zo.offload)"
+    yield Variant(words, Job.of(frozen, config, partition, batch).units, config)
+
+
+def _with_adapters(numel: UnitNumel) -> UnitNumel:
+    trained = math.ceil(ADAPTER_SHARE * numel.trained)
+    return replace(numel, trained=trained, frozen=numel.frozen + numel.trained, sizes=None)
+
+
+def by_wear(request: Request, tbw: float, step_s: float | None) -> int | None:
+    """Steps between generations that spare the drives; None where it makes no difference, or nothing fits.
+
+    `step_s` where it is known better than by prediction.
+    """
+    if not request.config.nvme_dirs or request.config.effective_durability is Durability.SCRATCH:
+        return None
+    # Hardly any commits, of which there will be few.
+    planned = plan_request(replace(request, config=replace(request.config, commit_every=INTERVAL_MAX)))
+    if not planned.memory.fits or planned.memory.wear.commit_bytes == 0:
+        return None
+    seconds = step_s or simulate(planned.job, planned.placement, planned.machine).step_s
+    return drive_wear(request, planned.memory).interval(tbw, seconds)
+
+
+def drive_wear(request: Request, memory: MemoryPlan) -> Wear:
+    """Of one drive, the fastest: bytes are dealt by speed."""
+    fastest = 1.0 if request.drives is None else request.drives.fastest
+    return memory.wear.of_one_drive(request.cluster.ranks_per_node, max(len(request.config.nvme_dirs), 1), fastest)
 
 
 @dataclass(frozen=True)

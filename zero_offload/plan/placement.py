@@ -8,7 +8,7 @@ tiers ("auto" by `search`), `place` does both and raises CapacityError when the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_offload.config import OffloadConfig
@@ -20,7 +20,7 @@ from zero_offload.plan.search import Outlook, Room, UnitTiers, fastest, weight
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
 from zero_offload.types import HardwareProfile, Tier, format_bytes
 
-__all__ = ["Placement", "UnitBytes", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
+__all__ = ["Placement", "UnitBytes", "Variant", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
 
 AUTO_FRACTION = 0.5
 """What "auto" fills of memory that has no budget: activations and the program need room too."""
@@ -136,10 +136,24 @@ _WAYS_MAX = 2
 _UNKNOWN_BYTES = 1 << 62
 
 
+@dataclass(frozen=True)
+class Variant:
+    """The same model held in other bytes: in another format, or trained in part."""
+
+    title: str
+    units: Sequence[UnitBytes]
+    config: OffloadConfig
+
+
 def ways_to_fit(
-    units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
+    units: Sequence[UnitBytes],
+    config: OffloadConfig,
+    hardware: HardwareProfile,
+    partition: Partition,
+    variants: Sequence[Variant] = (),
+    most: int = _WAYS_MAX,
 ) -> list[str]:
-    """Changes of settings under which the same model fits."""
+    """Up to `most` changes of settings under which the same model fits; of each variant the least change."""
     elsewhere = _try(units, config, _with_any_disk(hardware), partition)
     another = f"a directory with {format_bytes(elsewhere.used_bytes(Tier.NVME), at_least=True)} free"
     if config.nvme_dirs and elsewhere.fits and hardware.nvme_free_bytes == 0:
@@ -153,6 +167,9 @@ def ways_to_fit(
         plan = _try(units, trial, machine, partition)
         if changes and plan.fits:
             ways[f"would fit: {_describe(changes, plan)}"] = None
+    for variant in variants:
+        if way := _least_change(variant, hardware, partition):
+            ways[way] = None
     for factor in _RANK_FACTORS if partition.divides_params else ():
         more = replace(partition, world_size=partition.world_size * factor)
         if _try([_divide(unit, factor, partition) for unit in units], config, hardware, more).fits:
@@ -160,7 +177,18 @@ def ways_to_fit(
             break
     if config.nvme_dirs and elsewhere.fits:
         ways[f"would fit: nvme= {another}"] = None
-    return list(ways)[:_WAYS_MAX] or ["nothing else fits this machine: use a smaller model or more memory"]
+    return list(ways)[:most] or ["nothing else fits this machine: use a smaller model or more memory"]
+
+
+def _least_change(variant: Variant, hardware: HardwareProfile, partition: Partition) -> str:
+    """What a variant needs beside itself to fit; empty where nothing helps."""
+    for every in ({}, {"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}):
+        changes = {name: value for name, value in every.items() if getattr(variant.config, name) != value}
+        trial, machine = _with_changes(variant.config, changes, hardware)
+        plan = _try(variant.units, trial, machine, partition)
+        if plan.fits:
+            return f"would fit: {variant.title}" + (f", {_describe(changes, plan)}" if changes else "")
+    return ""
 
 
 def _try(

@@ -7,12 +7,17 @@ out are manifests (kilobytes) and what is written once: the states at the start,
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 TB = 10**12
 """As drives are sold."""
 TBW_USUAL = 600.0
 """The rating of many consumer drives of 1 TB."""
+LIFE_DAYS = 365.0
+"""What a drive that trains day and night shall last."""
+COMMIT_SHARE = 0.1
+"""Of what states that rest on a drive write, what generations may add where those alone wear it out sooner."""
 _DAY_S = 86400
 
 
@@ -61,6 +66,16 @@ class Wear:
 
     def tb_per_day(self, step_s: float) -> float:
         return self.bytes_per_step * _DAY_S / step_s / TB
+
+    def days_to(self, tbw: float, step_s: float) -> float:
+        """Until a drive has written `tbw` terabytes, at steps of this length. Something must be written."""
+        return self.steps_to(tbw) * step_s / _DAY_S
+
+    def interval(self, tbw: float, step_s: float) -> int:
+        """Steps between generations with which a drive lasts `LIFE_DAYS`, or nearly as long as without any."""
+        others = self.states_bytes + self.activation_bytes
+        a_step = tbw * TB / LIFE_DAYS * step_s / _DAY_S
+        return max(math.ceil(self.commit_bytes / max(a_step - others, COMMIT_SHARE * others)), 1)
 
     def steps_to(self, tbw: float) -> int:
         """Whole steps until a drive has written `tbw` terabytes. Something must be written."""
