@@ -57,6 +57,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     places = {owner.access.place(param): param for param in owned}
     if mode == "write":
         _one_rank(owner, "params", owner.parts.ranks.world_size)
+        owner.parts.store.read_lazy()
         owner.drain()  # a commit under way must not see half of what is written
     read: dict[str, Callable[[OffloadedModel, dict[Place, nn.Parameter]], Values]] = {
         "master": _masters,

@@ -6,6 +6,8 @@ the user's. What this library makes may not, so it makes host tensors here; `tes
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,14 @@ from torch import Tensor
 def host_empty(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:
     """As torch.empty, on the CPU."""
     return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def host_reserved(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory page by page, when they are touched."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes == 0:
+        return host_empty(shape, dtype)
+    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
 
 
 def host_zeros(shape: int | Sequence[int], dtype: torch.dtype) -> Tensor:

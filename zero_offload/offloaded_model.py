@@ -458,6 +458,7 @@ def _close(session: Session, commits: Commits, parts: Parts) -> None:
     raised, exchange = sys.exc_info()[1] is not None, parts.ranks.exchange
     whole = together = same = False
     try:
+        parts.store.read_lazy()
         commits.forget_unfit()
         try:
             # First of all: a commit under way talks to the other ranks, on the same group.
@@ -545,4 +546,5 @@ def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:
     # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
     if owner.parts.ranks.world_size > 1:
         return
+    owner.parts.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
     _finish(owner.session, owner._commits, owner.parts)

@@ -25,13 +25,13 @@ from zero_offload.checkpoint.values import (
     read_state,
 )
 from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.host import host_zeros
+from zero_offload.host import host_reserved, host_zeros
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
 from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.session import Session
-from zero_offload.runtime.units.state_copy import state_copy
+from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import Touched
 from zero_offload.shards.shard import Component
@@ -78,8 +78,7 @@ class ParamAccess:
         self.grow(units)
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
-        self._last: tuple[Section, torch.Tensor] | None = None
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, StateCopy] = {}
         self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
 
     def grow(self, units: Iterable[Unit]) -> None:
@@ -133,7 +132,7 @@ class ParamAccess:
         # What a backward that broke off has left in use would be read and written as a plain parameter.
         self._session.settle()
         _need_whole(self._places.values(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
-        self._walk, self._walks_over, self._last = call, module, None
+        self._walk, self._walks_over = call, module
         self._writes.clear()
         self._copies.clear()
 
@@ -141,7 +140,7 @@ class ParamAccess:
         """Write what was copied in, section by section; if anything was. `before_writing` gets the names."""
         if self._walks_over is not module:
             return
-        self._walk, self._walks_over, self._last = None, None, None
+        self._walk, self._walks_over = None, None
         if self._writes:
             before_writing({piece.spec.name for values in self._writes.values() for piece in values})
         self._copies.clear()
@@ -164,12 +163,11 @@ class ParamAccess:
         if id(param) not in self._copies:
             place = self.place(param)
             self._board.wait(place.unit.index)
-            if self._last is None or self._last[0] is not place.section:
-                self._last = (place.section, self._store.read_component(place.section.shard, Component.VALUE))
             with torch.inference_mode(False):  # whose tensors count no changes
-                values = _part(self._last[1], place.piece)
-            self._copies[id(param)] = state_copy(param, place.name, values)
-        return self._copies[id(param)].detach()
+                values = host_reserved(place.piece.spec.shape, place.section.layout.dtype)
+                lazy = self._store.read_lazily(place.section.shard, place.piece.begin, values)
+            self._copies[id(param)] = state_copy(param, place.name, values, lazy.read)
+        return again(self._copies[id(param)])
 
     def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Take new values, of the parameter's shape; written when the walk ends."""
@@ -203,7 +201,6 @@ class ParamAccess:
         for (piece, component), values in states.items():
             arrays[component][piece.begin : piece.end] = values.detach().reshape(-1)
         self._store.write_components(shard, ComponentSource(shard, fill_from_array(new_master), arrays))
-        self._last = None
 
     # Gradients
 
@@ -332,7 +329,6 @@ class ParamAccess:
         self._board.wait(shard.layout.unit)
         source = EditedStates(self._store, shard, edits)
         self._store.write_components(shard, source, (source.rows, list(edits)))
-        self._last = None
 
 
 def _part(array: torch.Tensor, piece: ParamSlice) -> torch.Tensor:

@@ -49,6 +49,7 @@ class Updates:
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
+        self._parts.store.read_lazy()
         for unit in {section.unit for section in sections}:
             self._parts.board.wait(unit)
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.

@@ -24,6 +24,7 @@ from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same, train
 from zero_offload.runtime.units.state_copy import StateCopy
+from zero_offload.shards.store import ShardStore
 
 WEIGHT = "blocks.1.up.weight"
 State = dict[str, Tensor]
@@ -364,3 +365,53 @@ def test_state_dicts_of_modules_around(around: str, tiers: zo.OffloadConfig) -> 
 
 
 KEPT: list[list[nn.Module]] = []
+
+
+# When values are read
+
+
+def noting_reads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sections of which a chunk is read from now on."""
+    read, real = [], ShardStore.read_chunk
+
+    def read_chunk(store: ShardStore, shard: Any, *where: Any) -> Tensor:
+        read.append(shard.layout.index)
+        return real(store, shard, *where)
+
+    monkeypatch.setattr(ShardStore, "read_chunk", read_chunk)
+    return read
+
+
+def test_only_what_is_looked_at_is_read(tiers: zo.OffloadConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who saves an adapter asks for the whole state dict and takes a few tensors of it."""
+    model = zo.offload(build(TinyLM), tiers)
+    read = noting_reads(model, monkeypatch)
+    state = model.state_dict()
+    few = {name: tensor for name, tensor in state.items() if name.startswith("norm.")}
+    assert read == []
+    with zo.gathered(model.norm):
+        assert torch.equal(few["norm.weight"].clone(), model.norm.weight)
+    assert len(set(read)) == 1
+
+
+@pytest.mark.parametrize("change", ["step", "gathered", "load", "close", "drop"])
+def test_values_are_those_of_the_call(change: str, tiers: zo.OffloadConfig) -> None:
+    """Whatever changes parameters, or takes them away, afterwards."""
+    model = zo.offload(build(TinyLM), tiers)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    list(train(model, optimizer, range(2)))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    if change == "step":
+        list(train(model, optimizer, range(2, 3)))
+    elif change == "gathered":
+        with zo.gathered(model, mode="write"), torch.no_grad():
+            model.norm.weight.zero_()
+            model.embedding.weight.zero_()
+    elif change == "load":
+        model.load_state_dict(build(TinyLM, seed=3).state_dict())
+    elif change == "close":
+        zo.close(model)
+    else:
+        del model, optimizer
+    assert same(state, expected)

@@ -77,6 +77,7 @@ class Residency:
     def begin_cycle(self, kind: str) -> None:
         """A forward starts; `kind` tells cycles apart that use units differently."""
         self.gatherer.agreement.begin()
+        self._store.read_lazy()  # a forward may change values where they rest
         self._store.counters.add("departures", self.schedule.num_departures)
         self._loans.forget()
         for unit in self._units:

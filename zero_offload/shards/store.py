@@ -15,6 +15,7 @@ Whatever is launched returns transfers; the caller waits for them.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -93,6 +94,23 @@ class OpenChunks:
         return {each: array_bytes(self.shard.layout, [each], CHUNK_NUMEL) for each in self.addresses}
 
 
+class LazyRead:
+    """Elements [begin, end) of a shard's values, to be read into `out` when somebody looks or before they change."""
+
+    def __init__(self, store: ShardStore, shard: Shard, begin: int, out: torch.Tensor) -> None:
+        """`out`: of the values' dtype, contiguous, host."""
+        self._store: ShardStore | None = store
+        self._shard = shard
+        self._begin = begin
+        self._out = out
+
+    def read(self) -> None:
+        """Read, unless that is done."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.read_range(self._shard, self._begin, self._out.view(-1))
+
+
 class ShardStore:
     """All shards of one model on one rank."""
 
@@ -108,6 +126,7 @@ class ShardStore:
         """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk."""
         self.arena = arena
         self.swap = swap
+        self._lazy: weakref.WeakSet[LazyRead] = weakref.WeakSet()
         self.counters = Counters()
         self.disk = DiskArrays(swap, self.counters)
         self._device = device
@@ -266,6 +285,30 @@ class ShardStore:
         extent = shard.slots[shard.current][component]
         return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
 
+    def read_range(self, shard: Shard, begin: int, out: torch.Tensor) -> None:
+        """Values from element `begin` of the shard on, into `out`, (n,) of their dtype, host."""
+        end = begin + out.numel()
+        for row, (first, last) in enumerate(shard.layout.chunks()):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                values = self.read_chunk(shard, Component.VALUE, row)
+                out[low - begin : high - begin].copy_(values[low - first : high - first])
+
+    def read_lazily(self, shard: Shard, begin: int, out: torch.Tensor) -> LazyRead:
+        """The same, when its `read` is called, or before any value changes."""
+        lazy = LazyRead(self, shard, begin, out)
+        self._lazy.add(lazy)
+        return lazy
+
+    def read_lazy(self) -> None:
+        """What was to be read lazily: values are about to change, or to be out of reach."""
+        for lazy in list(self._lazy):
+            lazy.read()
+        self._lazy.clear()
+
+    def forget_lazy(self) -> None:
+        self._lazy.clear()
+
     def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
         """The component's array, host: a view where it rests in host memory, else a copy."""
         if component in shard.memory:
@@ -289,6 +332,7 @@ class ShardStore:
 
         Raises ZeroOffloadError where the source gives an array of another dtype, size or device than the component's.
         """
+        self.read_lazy()
         self.snapshots.wait_for_slots()
         self.update_staging.drop()
         self.places.make_writable(shard)

@@ -28,11 +28,12 @@ _SET_DATA: Any = cast(Any, Tensor.data).__set__
 class _Source:
     """A parameter, and the copy of it that all views share."""
 
-    def __init__(self, param: nn.Parameter, name: str, values: Tensor) -> None:
-        """`values` has the parameter's shape; host."""
+    def __init__(self, param: nn.Parameter, name: str, values: Tensor, read: Callable[[], None]) -> None:
+        """`values` has the parameter's shape; host. `read` fills it, at its first call."""
         self._param: Any = TensorWeakRef(param)
         self.name = name
         self._values = values
+        self.read = read
         self._version = _version(param)
 
     def write(self) -> None:
@@ -67,6 +68,8 @@ class StateCopy(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         copies = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, StateCopy)]
+        for each in copies:
+            each.source.read()
         if func == _SET_DATA and args[0] is copies[0]:
             copies[0].set_()
         before = [_version(each) for each in copies]
@@ -109,23 +112,31 @@ class StateCopy(Tensor):
     @_is_param.setter
     def _is_param(self, _: bool) -> None:
         """`nn.Parameter(tensor)` marks a tensor of another class. It is a parameter of another model: plain."""
+        self.source.read()
         del self.source
         self.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
-def state_copy(param: nn.Parameter, name: str, values: Tensor) -> Tensor:
-    """`values`, a copy of the parameter, for a state dict."""
-    return _view(values, _Source(param, name, values))
+def state_copy(param: nn.Parameter, name: str, values: Tensor, read: Callable[[], None]) -> StateCopy:
+    """`values`, a copy of the parameter, for a state dict; `read` fills it, when something is done with it."""
+    return _view(values, _Source(param, name, values, read))
 
 
-def _view(tensor: Tensor, source: _Source) -> Tensor:
+def again(copy: StateCopy) -> StateCopy:
+    """The same copy under another name."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _view(copy.detach(), copy.source)
+
+
+def _view(tensor: Tensor, source: _Source) -> StateCopy:
     view = tensor.as_subclass(StateCopy)
     view.source = source
     return view
 
 
-def _plain(state_copy: Tensor) -> Tensor:
+def _plain(state_copy: StateCopy) -> Tensor:
     """The same memory and version, without the class."""
+    state_copy.source.read()
     with torch._C.DisableTorchFunctionSubclass():
         return state_copy.detach().as_subclass(Tensor)
 
