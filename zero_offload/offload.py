@@ -180,6 +180,18 @@ def _install(
     if not owner.has_root(root):
         points = {"": [], **points}
     params = [param for unit in units for param in unit.params]
+    _hook(root, owner, points, params, casts, undo)
+
+
+def _hook(
+    root: nn.Module,
+    owner: OffloadedModel,
+    points: Mapping[str, Sequence[Unit]],
+    params: Sequence[nn.Parameter],
+    casts: Mapping[str, Cast],
+    undo: contextlib.ExitStack,
+) -> None:
+    """The model of `owner` has these points, parameters and casts; what else it has hooks already."""
     new_casts = {name: cast for name, cast in casts.items() if root.get_submodule(name) not in owner.modules}
     install_hooks(root, points, params, owner.session, new_casts, owner.grad_ready, owner, undo)
     install_walk_hooks([each for each in root.modules() if each not in owner.modules], undo)
@@ -253,6 +265,8 @@ def _adopt(
         parts.frames.widen(on_device.chosen - before[1].chosen, on_device.most - before[1].most)
         owner.grow(layout, sizes, new, _landing_bytes(build), steps)
         _install(root, owner, new, spec, dtypes.casts, undo)
+        if model not in owner.modules:  # around the root: what it does with parameters is a forward too
+            _hook(model, owner, {"": []}, (), {}, undo)
         if not awaited:
             owner.session.lacks_weights |= skips_values
             parts.left_out |= left_out

@@ -230,6 +230,43 @@ def test_a_module_around_the_model(nvme: Path, pool: RankPool) -> None:
         check(found, expected)
 
 
+class Regularized(nn.Module):
+    """Reads adapters outside of the forward of the model that they are in."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        loss = self.model(tokens)
+        return loss + sum((block.up.down.weight @ block.up.down.weight.T).sum() for block in self.model.blocks)  # type: ignore[no-any-return]
+
+
+def regularizes(model: nn.Module, rows: Rows, average: Average) -> Iterator[float]:
+    adapters, whole = adapt(model, "up"), Regularized(model)
+    adopt(model, whole)
+    yield from train(whole, zo.AdamW(adapters, lr=1e-2), rows, average, range(3))
+
+
+def test_the_module_that_was_given_reads_what_is_inside(nvme: Path) -> None:
+    config = zo.OffloadConfig(precision="fp32", nvme=nvme, params="nvme", optimizer="nvme")
+    check(run_offloaded(regularizes, make, config), run_plain(regularizes, make))
+
+
+def differ_on_ranks(rank: int, world_size: int) -> None:
+    model = zo.offload(build(TinyLM), zo.OffloadConfig())
+    try:
+        adapt(model, "up", seed=rank)
+        zo.offload(model)
+    finally:
+        zo.close(model)
+
+
+def test_ranks_adopt_the_same(pool: RankPool) -> None:
+    found = pool.call(differ_on_ranks)
+    assert all(each.kind == "ConfigError" and "blocks.0.up.down.weight and" in each.message for each in found)
+
+
 def test_deferred_parameters_are_made_as_they_are_adopted() -> None:
     models = [zo.offload(build(TinyLM), zo.OffloadConfig(precision="fp32")) for _ in range(2)]
     for model, surroundings in zip(models, (zo.deferred_init, warnings.catch_warnings), strict=True):
