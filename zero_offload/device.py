@@ -88,6 +88,15 @@ class Device(Protocol):
     def mark(self) -> Event:
         """When compute launched so far is done."""
 
+    def stream(self) -> Any:
+        """The one on which this thread computes; streams are compared by `==`."""
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        """Let what is launched from now on `into`, by default this thread's stream, run after all on `streams`."""
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        """This thread's stream computes with a tensor whose memory may be another's: it goes back after that."""
+
     def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
         """What is launched inside, on a stream of its own, comes after these and after compute launched so far.
 
@@ -125,6 +134,15 @@ class HostDevice:
 
     def mark(self) -> Event:
         raise AssertionError("a CPU computes at once")
+
+    def stream(self) -> Any:
+        raise AssertionError("a CPU has no streams")
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        raise AssertionError("a CPU has no streams")
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("a CPU has no streams")
 
     def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
         raise AssertionError("a CPU has no streams")
@@ -227,6 +245,18 @@ class CudaDevice:
 
     def mark(self) -> Event:
         return _CudaEvent(_recorded(torch.cuda.current_stream(self.torch_device)), self.torch_device)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        then = self.stream() if into is None else into
+        for first in streams:
+            if first != then:
+                then.wait_event(_recorded(first))
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.stream())
 
     @contextlib.contextmanager
     def following(self, events: Iterable[Event]) -> Iterator[None]:

@@ -117,6 +117,7 @@ class ParamAccess:
                 self._residency.bring(unit)  # a step or a load may have replaced its values meanwhile
             else:
                 self._board.wait(unit.index)
+                self._residency.use(unit)
         return Touched.FOR_READING
 
     def is_gathered(self, param: nn.Parameter) -> bool:

@@ -12,6 +12,9 @@ host memory, and the source of an upload must stay as it is: a change is an erro
 when the same memory is uploaded again, or in `check_sources`. Results of compute that tests read (a loss) tell nobody
 anything, though on a GPU they would.
 
+A program computes on stream 0, and inside `on` on another one. What one stream has waited for another has not: tests
+say by `computes_with` what an operation reads, since nothing else knows, and by `goes_back` which memory goes.
+
 Not seen: a copy that begins too early, after a mark that is older than compute which uses its target; and memory that
 goes back to an allocator under a copy. Threads beside the one that computes must say after which compute a download
 comes.
@@ -117,8 +120,15 @@ class LateDevice:
         self.downloads = _Lane()
         self.known = Clock()
         """What the host knows to be over."""
-        self._compute = Clock()
-        """What compute launched so far has waited for."""
+        self._stream = 0
+        self._computes: dict[int, Clock] = {}
+        """By stream: what compute launched so far has waited for."""
+        self._uses: dict[int, dict[int, int]] = {}
+        """By stream: how many uses of each stream come before what it launches next."""
+        self._read_at: list[tuple[int, int, int, int]] = []
+        """What streams have read: from, to, stream, and which of its uses that was."""
+        self._uploaded: list[tuple[int, int, int]] = []
+        """Where uploads went: from, to, and the number."""
         self._read: dict[tuple[int, int], _Copy] = {}
         """Uploads that are made, and that may still be under way for all the host knows: by address and size."""
         self._arrived: deque[_Copy] = deque()
@@ -126,9 +136,52 @@ class LateDevice:
         self.pinned: dict[int, int] = {}
         self._computes_on = threading.get_ident()
 
+    @property
+    def _compute(self) -> Clock:
+        return self._computes.get(self._stream, Clock())
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self._stream = self._stream, stream
+        yield
+        self._stream = before
+
+    def stream(self) -> int:
+        return self._stream
+
+    def join(self, streams: Iterable[int], into: int | None = None) -> None:
+        then = self._stream if into is None else into
+        for first in streams:
+            clocks = [self._computes.get(each, Clock()) for each in (first, then)]
+            self._computes[then] = clocks[0].joined(clocks[1])
+            known, others = self._uses.setdefault(then, {}), self._uses.get(first, {})
+            known.update({each: max(count, known.get(each, 0)) for each, count in others.items()})
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        """Nothing here gives memory back early."""
+
+    def computes_with(self, tensor: torch.Tensor) -> None:
+        """An operation on this stream reads it."""
+        own = self._uses.setdefault(self._stream, {})
+        own[self._stream] = own.get(self._stream, 0) + 1
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        self._read_at.append((begin, end, self._stream, own[self._stream]))
+        number = max((number for low, high, number in self._uploaded if low < end and begin < high), default=0)
+        assert number <= self._compute.uploads, f"stream {self._stream} reads what it has not waited for"
+
+    def goes_back(self, storage: torch.UntypedStorage, home: int) -> None:
+        """Memory is given to whatever comes next on the stream `home`."""
+        begin, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        known = self._uses.get(home, {})
+        inside = [each for each in self._read_at if each[0] < end and begin < each[1]]
+        late = {stream for _, _, stream, count in inside if count > known.get(stream, 0)}
+        assert not late, f"memory goes before streams {late} are done with it"
+        self._read_at = [each for each in self._read_at if each not in inside]
+
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         self._check_pinned(source)
         with self._lock:
+            self._uploaded.append((target.data_ptr(), target.data_ptr() + target.nbytes, self.uploads.launched + 1))
             before = self.uploads.launch(target, source, self._before(after))
             return Handoff(target, LateEvent(self, before._replace(uploads=self.uploads.launched)))
 
@@ -170,7 +223,7 @@ class LateDevice:
     def compute_waits(self, clock: Clock) -> None:
         with self._lock:
             self._make(clock)
-            self._compute = self._compute.joined(clock)
+            self._computes[self._stream] = self._compute.joined(clock)
 
     def host_waits(self, clock: Clock) -> None:
         with self._lock:

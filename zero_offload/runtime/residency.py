@@ -107,12 +107,17 @@ class Residency:
         """The same for a use that belongs to no forward or backward."""
         if unit.state is UnitState.PRESENT and not self.board.pending(unit.index):
             self.board.check()
+            self._carrier.use(unit)
             return
         with self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
             while unit.state is not UnitState.PRESENT or self.board.pending(unit.index):
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
+
+    def use(self, unit: Unit) -> None:
+        """A unit in use is read once more, maybe on another stream."""
+        self._carrier.use(unit)
 
     def meet(self, place: str) -> None:
         """Where ranks use different units: take part in what others gather, until all have come to `place`."""
@@ -251,6 +256,7 @@ class Residency:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
         attached = unit.attach()
         assert attached
+        self._carrier.attached(unit)
         unit.to_read = unit.sections
         self._advance(unit, UnitState.AWAITING)
         self._offer(unit)
@@ -265,6 +271,7 @@ class Residency:
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
         """The unit's update is over: its values are here, or their fetch is launched."""
         if not unit.to_read:
+            self._carrier.arrived(unit)
             self._advance(unit, UnitState.PRESENT)
             return
         self._advance(unit, UnitState.FETCHING)
@@ -279,6 +286,7 @@ class Residency:
     def _finish(self, unit: Unit) -> None:
         self._carrier.finish(unit)
         self.gatherer.finish(unit)
+        self._carrier.arrived(unit)
         unit.to_read = ()
         self._advance(unit, UnitState.PRESENT)
 
@@ -288,6 +296,7 @@ class Residency:
         self.gatherer.abandon(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         self._advance(unit, UnitState.AWAY)
+        self._carrier.leave(unit)
         unit.detach()
 
 

@@ -203,7 +203,7 @@ class Session:
             except BaseException:
                 self.forwards.clear()
                 raise
-        self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime))
+        self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._residency.use)
         if self._spans.on and len(self.forwards) == 1 and self.round is None:
             self.forwards[-1].begin_ns = now()  # the whole, with its waits
         for unit in units:
@@ -291,7 +291,9 @@ class Session:
         unit.forward_uses += 1
         unit.num_uses += not in_backward()
         unit.passing = False
-        if unit.forward_uses == 1:
+        if unit.forward_uses > 1:
+            self._residency.use(unit)
+        else:
             self._residency.acquire(unit)
             unit.open()
             if self._watches:
@@ -373,7 +375,7 @@ class Session:
             return
         self.note_backward()
         self._inner_forwards.append(scope)
-        scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime))
+        scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._residency.use)
         for unit in scope.units:
             if self.updates is not None:
                 self.updates.before_use(unit)
@@ -427,6 +429,7 @@ class Session:
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
         if unit.backward_uses > 0:
             unit.backward_uses += 1
+            self._residency.use(unit)
         else:
             self._use_in_backward(unit)
         # What is saved in a recomputed forward passes no hook of ours, so nobody asks for it.
@@ -441,7 +444,9 @@ class Session:
             self.updates.before_use(unit)
         if self._spans.on:
             self._spans.backward.uses(unit.name)
-        if unit.backward_uses == 0:
+        if unit.backward_uses > 0:
+            self._residency.use(unit)
+        else:
             # Counted first: what is in use is not evicted to fetch what comes next.
             unit.backward_uses = 1
             self._note_inner(unit)

@@ -8,6 +8,8 @@ gradient arrives, after `has_room`; `put` for each; `fill` when no more come; `d
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from zero_offload.device import Device
@@ -27,6 +29,8 @@ class Partials:
         self._attach = attach
         self.attached: list[SectionGrads] = []
         """Sections whose sum has pages, in the order in which they got them."""
+        self._streams: dict[int, tuple[Any, Any]] = {}
+        """On a GPU, by `id` of a section with a sum: whose memory that is, and the stream that used it last."""
 
     def has_room(self, grads: SectionGrads) -> bool:
         """Whether one more may be made for this section, or another must be dropped first."""
@@ -42,41 +46,53 @@ class Partials:
             grads.partial = grads.pages.region.tensor(dtype, numel)
         else:
             grads.partial = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
+        if not self._device.is_host:
+            self._streams[id(grads)] = (self._device.stream(),) * 2
+        return grads.partial
+
+    def here(self, grads: SectionGrads) -> torch.Tensor:
+        """The sum, for what is launched from now on: gradients may be made on several streams."""
+        assert grads.partial is not None
+        if not self._device.is_host:
+            home, last = self._streams[id(grads)]
+            self._device.join([last])
+            self._streams[id(grads)] = home, self._device.stream()
         return grads.partial
 
     def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
         """A parameter's gradient has arrived, or one more of them in the same backward."""
-        assert grads.partial is not None
-        piece, again = grads.layout.params[index], index in grads.arrived
-        wide = self.widen(grads) if again or grad.dtype != grads.partial.dtype else grads.partial
+        partial, piece, again = self.here(grads), grads.layout.params[index], index in grads.arrived
+        wide = self.widen(grads) if again or grad.dtype != partial.dtype else partial
         place = wide[piece.begin : piece.end]
         place.add_(grad.reshape(-1)) if again else place.copy_(grad.reshape(-1))
 
     def fill(self, grads: SectionGrads) -> None:
         """What has no gradient takes part as zeros."""
-        assert grads.partial is not None
-        end = 0
+        partial, end = self.here(grads), 0
         for index, piece in enumerate(grads.layout.params):
             if index in grads.arrived:
-                grads.partial[end : piece.begin].zero_()
+                partial[end : piece.begin].zero_()
                 end = piece.end
-        grads.partial[end:].zero_()
+        partial[end:].zero_()
 
     def widen(self, grads: SectionGrads) -> torch.Tensor:
         """Switch to fp32, keeping the values, which is exact."""
-        assert grads.partial is not None
-        if grads.partial.dtype == torch.float32:
-            return grads.partial
+        partial = self.here(grads)
+        if partial.dtype == torch.float32:
+            return partial
         if grads.pages is None:
-            grads.partial = grads.partial.float()
+            grads.partial = partial.float()
         else:
-            narrow = grads.partial.clone()  # both begin at the same page
+            narrow = partial.clone()  # both begin at the same page
             grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).copy_(narrow)
         return grads.partial
 
     def drop(self, grads: SectionGrads) -> None:
         """The sum is of no use any more, if there is one."""
         grads.partial = None
+        if (streams := self._streams.pop(id(grads), None)) is not None:
+            home, last = streams
+            self._device.join([last, self._device.stream()], into=home)
         if grads.pages is not None and grads.pages.attached:
             grads.pages.detach()
             self.attached = [each for each in self.attached if each is not grads]

@@ -49,7 +49,7 @@ class GradReducer:
         self._device = device
         self._units = units
         self._partials = Partials(device, store.arena, residency.attach)
-        self._reductions = Reductions(collectives, self._reduced)
+        self._reductions = Reductions(collectives, self._partials.here, self._reduced)
         self._residency = residency
         self._board = board
         self._collectives = collectives
@@ -235,8 +235,9 @@ class GradReducer:
         open_ = (each for each in self._partials.attached if not self._reductions.has(each))
         # An update inside of backward takes whole sections.
         chosen = (each for each in open_ if not self.passing or self._awaits_more(each))
-        if (grads := next(chosen, None)) is None or (partial := grads.partial) is None:
+        if (grads := next(chosen, None)) is None:
             return
+        partial = self._partials.here(grads)
         self._deferred = True
         self.keeper.begin_waiting(grads)
         grads.aside = True

@@ -36,8 +36,10 @@ def is_small(grads: SectionGrads) -> bool:
 class Reductions:
     """Idle where a rank is alone."""
 
-    def __init__(self, collectives: Collectives, done: Done) -> None:
+    def __init__(self, collectives: Collectives, lend: Callable[[SectionGrads], torch.Tensor], done: Done) -> None:
+        """`lend` gives a section's `partial`, for what this thread launches."""
         self._collectives = collectives
+        self._lend = lend
         # Weak: whoever takes the results holds this object, and a cycle would outlive a dropped model.
         self._done = weakref.WeakMethod(done)
         self._bucket: list[SectionGrads] = []
@@ -92,5 +94,5 @@ class Reductions:
     def _launch(self, sections: Sequence[SectionGrads]) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self.finish_oldest()
-        partials = [grads.partial for grads in sections if grads.partial is not None]
+        partials = [self._lend(grads) for grads in sections if grads.partial is not None]
         self._flying.append((sections, self._collectives.launch_reduce(partials, sections[-1].unit.name)))

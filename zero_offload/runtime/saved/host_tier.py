@@ -11,7 +11,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,11 +148,14 @@ class _FromHost:
         self._counters = counters
         self._pieces = pieces
         self._target: Tensor | None = None
+        self._home: Any = None
+        """The stream whose memory that is."""
 
     def start(self) -> bool:
         if self._target is None:
             sizes = [piece.memory.nbytes for piece in self._pieces]
             self._counters.read(Tier.CPU, sum(sizes))
+            self._home = self._device.stream()
             self._target = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device.torch_device)
             for piece, part in zip(self._pieces, self._target.split(sizes), strict=True):
                 # The lanes know nothing of each other: through compute, the upload comes after the download.
@@ -166,10 +169,12 @@ class _FromHost:
             piece.last.take()
         target, self._target = self._target, None
         assert target is not None
+        self._device.use_here(target)
         return target
 
     def abandon(self) -> None:
         if self._target is not None:
             for piece in self._pieces:
                 piece.last.take()  # what gets its memory next comes after the uploads
+            self._device.join([self._device.stream()], into=self._home)
             self._target = None

@@ -111,6 +111,10 @@ def _as_it_is(packed: Any) -> Any:
     return packed
 
 
+def _read_already(unit: Unit) -> None:
+    """A node of backward has unpacked what it reads."""
+
+
 KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
 """What saves a tensor where there are no hooks."""
 
@@ -164,15 +168,18 @@ class SavedTensors:
         if self._store is not None:
             self._store.begin()
 
-    def hooks(self, use: Use) -> saved_tensors_hooks | None:
-        """For a forward that begins: entered hooks, unless ours are in place; it may turn gradients on by itself."""
+    def hooks(self, use: Use, reads: Use) -> saved_tensors_hooks | None:
+        """For a forward that begins: entered hooks, unless ours are in place; it may turn gradients on by itself.
+
+        `reads`: an operation is about to read a unit that is here, on a stream that may be the module's own.
+        """
         hooks = saving_hooks()
         if not self._needed or self._is_ours(hooks) or recomputed_later(hooks):
             return None
         autograd: Any = torch._C._autograd
         if not autograd._saved_tensors_hooks_is_enabled():
             return None  # inside of torch.func.grad and its kin: what is saved is a view like any that is held
-        entered = saved_tensors_hooks(partial(self._pack, hooks), partial(self._unpack, use))
+        entered = saved_tensors_hooks(partial(self._pack, hooks, reads), partial(self._unpack, use))
         entered.__enter__()
         return entered
 
@@ -187,13 +194,15 @@ class SavedTensors:
         if not self._is_ours(hooks) and not recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             unpack = partial(self._unpack, use)
-            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks), unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks, _read_already), unpack)
 
     def _is_ours(self, hooks: SavingHooks | None) -> bool:
         return hooks is not None and getattr(hooks[0], "func", None) == self._pack
 
-    def _pack(self, users: SavingHooks | None, tensor: Tensor) -> Saved | SavedByOthers:
+    def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | SavedByOthers:
         unit = self.unit_of(tensor)
+        if unit is not None:
+            reads(unit)
         if unit is None and users is not None:
             return SavedByOthers(users[0](tensor), users[1])
         if unit is None and self._store is not None and (stored := self._store.pack(tensor)) is not None:

@@ -4,6 +4,8 @@
 values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT` of the largest. Both launch without waiting;
 `advance` pushes on what can go on, `finish` makes the values valid for compute, `abandon` ends it so that the
 buffers may be detached. After `finish` copies may be under way for all the host knows: `Shard.last_copy`.
+A program may compute on streams of its own. `attached`, `arrived`, `use` and `leave` follow a unit's memory, so that
+each stream waits for the values, and the memory goes back after the last use.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -46,6 +48,18 @@ class Carrier(Protocol):
 
     def make_room(self, nbytes: int) -> None:
         """From now on units on their way may take so many bytes of host memory."""
+
+    def attached(self, unit: Unit) -> None:
+        """The buffers have memory, of this thread's stream."""
+
+    def arrived(self, unit: Unit) -> None:
+        """After `finish` and all else: this thread's stream has waited for the values."""
+
+    def use(self, unit: Unit) -> None:
+        """This thread's stream is about to compute with a unit that is here."""
+
+    def leave(self, unit: Unit) -> None:
+        """The memory of the buffers goes back."""
 
 
 class HostCarrier:
@@ -93,12 +107,30 @@ class HostCarrier:
     def make_room(self, nbytes: int) -> None:
         pass  # they have frames
 
+    def attached(self, unit: Unit) -> None:
+        pass
+
+    arrived = use = leave = attached
+
+
+@dataclass
+class _Streams:
+    """Who computes with a unit's buffers."""
+
+    home: Any
+    """The allocator gives their memory to others in the order of this stream."""
+    users: list[Any] = field(default_factory=list)
+    """Have waited for the values, and may compute with them."""
+    arrival: Event | None = None
+    """When the values are there; None before `arrived`."""
+
 
 @dataclass
 class _Landing:
     """One unit's values on their way through a landing region; `uploads` is empty until the reads are done."""
 
     region: Region | None
+    streams: _Streams
     reads: list[tuple[torch.Tensor, int, list[Transfer]]] = field(default_factory=list)
     """What to fill on the device, from which byte of the region, once these reads are done."""
     uploads: list[Handoff] = field(default_factory=list)
@@ -141,14 +173,16 @@ class DeviceCarrier:
         self._landed: list[_Landed] = []
         """Uploads that compute may still be waiting for; their regions are reused once they are done."""
         self._keeping: dict[int, list[_Keeping]] = {}
+        self._streams: dict[int, _Streams] = {}
+        """By unit: of those whose buffers have memory."""
 
     def ready(self, unit: Unit) -> bool:
         self._reclaim()
         return self._pool.fits(self._landing_bytes(unit.sections))
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
-        landing = _Landing(None)
-        self._flying[unit.index] = landing
+        landing = self._flying[unit.index] = _Landing(None, self._streams[unit.index])
+        self._catch_up(landing.streams)
         offset, nbytes = 0, self._landing_bytes(sections)
         for section in sections:
             target, source = self._ends(section)
@@ -226,6 +260,31 @@ class DeviceCarrier:
         self._keeping.setdefault(unit.index, []).append(_Keeping(replica, download, region))
         replica.fresh = True
 
+    def attached(self, unit: Unit) -> None:
+        self._streams[unit.index] = _Streams(self._device.stream())
+
+    def arrived(self, unit: Unit) -> None:
+        streams = self._streams[unit.index]
+        streams.users, streams.arrival = [self._device.stream()], self._device.mark()
+
+    def use(self, unit: Unit) -> None:
+        streams = self._streams.get(unit.index)
+        if streams is None or streams.arrival is None:  # what never leaves has no memory of a stream's
+            return
+        if self._device.stream() not in streams.users:
+            streams.arrival.wait()
+            streams.users.append(self._device.stream())
+
+    def leave(self, unit: Unit) -> None:
+        streams = self._streams.pop(unit.index, None)
+        if streams is not None:
+            # Here, too: a gather that was given up is waited for by this stream.
+            self._device.join([*streams.users, self._device.stream()], into=streams.home)
+
+    def _catch_up(self, streams: _Streams) -> None:
+        """What is launched here writes to the buffers, after all that others have done with their memory."""
+        self._device.join([streams.home, *streams.users])
+
     def abandon(self, unit: Unit) -> None:
         for keeping in self._keeping.pop(unit.index, []):
             self._end_keeping(keeping)
@@ -260,6 +319,8 @@ class DeviceCarrier:
             self._pool.release(keeping.region)
 
     def _upload(self, landing: _Landing) -> None:
+        if landing.reads:
+            self._catch_up(landing.streams)
         while landing.reads:
             target, offset, transfers = landing.reads[0]
             for transfer in transfers:
