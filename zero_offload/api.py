@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -146,22 +146,24 @@ def clip_grad_norm_(
     ordinary gradients that differ between ranks; NonFiniteError if asked to.
     """
     call = "zo.clip_grad_norm_"
-    params, max_norm = params_of(call, model), number("max_norm", max_norm)
-    check_adopted(call, params)
+    params = params_of(call, model)
     owners, ordinary = _by_owner(params)
+    with _together(call, owners):
+        max_norm = number("max_norm", max_norm)
+        check_adopted(call, params)
+        if owners and not max_norm > 0:
+            raise ConfigError(f"max_norm={max_norm} is not positive")
+        if owners and number("norm_type", norm_type) != 2:
+            raise ConfigError(
+                f"norm_type={norm_type}: gradients of an offloaded model have their 2-norm; leave it out, or 2"
+            )
+        for owner, _ in owners:
+            check_holds_grads(owner.parts.config, call)
+            owner.session.settle()
+        grads = [param.grad for param in ordinary if param.grad is not None]
+        squares = squares_of(grads) if owners else 0.0
     if not owners:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    if not max_norm > 0:
-        raise ConfigError(f"max_norm={max_norm} is not positive")
-    if number("norm_type", norm_type) != 2:
-        raise ConfigError(
-            f"norm_type={norm_type}: gradients of an offloaded model have their 2-norm; leave it out, or 2"
-        )
-    for owner, _ in owners:
-        check_holds_grads(owner.parts.config, call)
-        owner.session.settle()
-    grads = [param.grad for param in ordinary if param.grad is not None]
-    squares = squares_of(grads)
     if ordinary:
         owners[0][0].check_ordinary(call, lambda: squares)
     norm = math.sqrt(math.fsum([squares, *(owner.grads.squares(members) for owner, members in owners)]))
@@ -173,6 +175,15 @@ def clip_grad_norm_(
     for grad in grads if factor != 1.0 else ():
         grad.detach().mul_(factor)
     return host_tensor(norm, torch.float32)
+
+
+@contextmanager
+def _together(call: str, owners: Iterable[tuple[OffloadedModel, object]]) -> Iterator[None]:
+    """`OffloadedModel.together` of each."""
+    with ExitStack() as met:
+        for owner, _ in owners:
+            met.enter_context(owner.together(call))
+        yield
 
 
 def _by_owner(
@@ -197,14 +208,20 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
     backwards; one pass over the gradients where they rest. Before or after `clip_grad_norm_`, as in torch. What is not
     offloaded goes to torch's function. With several ranks every rank must call.
     """
-    params, clip_value = params_of("zo.clip_grad_value_", model), number("clip_value", clip_value)
-    if not clip_value >= 0:
-        raise ConfigError(f"clip_value={clip_value} is negative; gradients are clipped to [-clip_value, clip_value]")
-    check_adopted("zo.clip_grad_value_", params)
+    call = "zo.clip_grad_value_"
+    params = params_of(call, model)
     owners, ordinary = _by_owner(params)
+    with _together(call, owners):
+        clip_value = number("clip_value", clip_value)
+        if not clip_value >= 0:
+            raise ConfigError(
+                f"clip_value={clip_value} is negative; gradients are clipped to [-clip_value, clip_value]"
+            )
+        check_adopted(call, params)
+        for owner, _ in owners:
+            check_holds_grads(owner.parts.config, call)
+            owner.session.settle()
     for owner, members in owners:
-        check_holds_grads(owner.parts.config, "zo.clip_grad_value_")
-        owner.session.settle()
         owner.grads.clip_value(members, clip_value)
     if held := [param for param in ordinary if param.grad is not None]:
         torch.nn.utils.clip_grad_value_(held, clip_value, foreach)

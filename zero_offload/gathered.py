@@ -7,7 +7,7 @@ several ranks every rank must enter, since parameters are gathered from all of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -51,8 +51,10 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     owner = next((o for o in map(owner_of, params) if isinstance(o, OffloadedModel)), None)
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
-    owner.session.check_usable()
-    owner.session.settle()
+    # With stage 3 they come from all ranks; else mostly from this one.
+    with owner.together("zo.gathered") if owner.parts.collectives.partition.param_shards > 1 else nullcontext():
+        owner.session.check_usable()
+        owner.session.settle()
     owned = [param for param in params if owner_of(param) is owner]
     places = {owner.access.place(param): param for param in owned}
     if mode == "write":

@@ -17,7 +17,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -136,9 +136,10 @@ class OffloadedModel:
             self._in_backward.trainers.add(optimizer)
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
-        check_holds_grads(self.parts.config, "zo.GradScaler")
-        self._scaler = scaler
-        self.session.settle()
+        with self.together("scaler.unscale_"):
+            check_holds_grads(self.parts.config, "zo.GradScaler")
+            self._scaler = scaler
+            self.session.settle()
         self.grads.reduce_waiting()
         return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
 
@@ -235,10 +236,13 @@ class OffloadedModel:
 
     # The step
 
-    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
-        """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
-        spans = self.parts.store.counters.spans
-        begin = now() if spans.on else 0
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise."""
+        self.session.check_alive()  # a forked child has its parent's channel to the others
+        return self.parts.collectives.together(call)
+
+    def check_step(self) -> None:
+        """Raise where no step can be made now."""
         self.session.check_usable()
         self.check_whole("step()")
         if written := next((unit.name for unit in self.parts.units if unit.writable), ""):
@@ -246,6 +250,19 @@ class OffloadedModel:
                 f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
                 "over the update; call step() after it"
             )
+
+    def check_between_steps(self, call: str) -> None:
+        """Raise where the states are not those of a whole step."""
+        self.session.check_usable()
+        self.check_whole(call)
+        self.check_adopted(call)
+        check_closed(self.grads.ledger, call)
+
+    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+        """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
+        spans = self.parts.store.counters.spans
+        begin = now() if spans.on else 0
+        self.check_step()
         self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:
@@ -342,10 +359,6 @@ class OffloadedModel:
 
     def commit(self, capture: Capture, extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
-        self.session.check_usable()
-        self.check_whole("zo.commit")
-        self.check_adopted("zo.commit")
-        check_closed(self.grads.ledger, "zo.commit")
         config = self.parts.config
         if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
             warnings.warn(
@@ -361,22 +374,17 @@ class OffloadedModel:
         self._commits.drain()
 
     def save(self, path: Path, capture: Capture, extra: Any) -> None:
-        """Write a checkpoint of the states as they are now. Collective."""
-        self.session.check_usable()
-        self.check_whole("zo.save_checkpoint")
-        self.check_adopted("zo.save_checkpoint")
-        check_closed(self.grads.ledger, "zo.save_checkpoint")
-        self.drain()
-        record = self._record(capture, extra)
+        """Write a checkpoint of the states as they are now, after `check_between_steps` and `drain`. Collective."""
+        with self.parts.ranks.exchange.together():
+            record = self._record(capture, extra)
         save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
 
     def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:
         """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective.
 
         `check` may raise before anything is replaced. A failure after that leaves a mix, which is neither used nor
-        committed: the model has to be loaded again.
+        committed: the model has to be loaded again. What is under way is over.
         """
-        self.drain()
         index, exchange = self.parts.collectives.shard_index, self.parts.ranks.exchange
         with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
             with exchange.together():

@@ -68,7 +68,12 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     Raises CheckpointError with everything that does not fit, before anything is changed, IntegrityError when a file is
     damaged, and StorageError when one cannot be read; weights may then be part old and part new: load again.
     """
-    owner = _owner_of_whole(model, "zo.load_pretrained")
+    owner = need_runtime(model, "zo.load_pretrained")
+    with owner.together("zo.load_pretrained"):
+        _check_whole(model, owner, "zo.load_pretrained")
+        if not owner.resume_pending:
+            _check_untrained(owner)
+            owner.drain()
     if owner.resume_pending:
         warnings.warn(
             f"the generation of step {owner.step_count} is resumed, so {path} is not loaded. Write "
@@ -76,9 +81,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
             stacklevel=2,
         )
         return
-    _check_untrained(owner)
     exchange = owner.parts.ranks.exchange
-    owner.drain()
     with contextlib.ExitStack() as files:
         with exchange.together():
             stored = files.enter_context(open_weights(Path(path)))
@@ -111,22 +114,26 @@ def export_pretrained(
     `path` must not exist or be empty, and gets its name when everything is written; after an error nothing is left.
     Raises ConfigError and StorageError.
     """
-    owner = _owner_of_whole(model, "zo.export_pretrained")
-    owner.session.check_usable()
-    target = _export_dtype(dtype)
-    model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
+    owner = need_runtime(model, "zo.export_pretrained")
+    with owner.together("zo.export_pretrained"):
+        _check_whole(model, owner, "zo.export_pretrained")
+        owner.session.check_usable()
+        target = _export_dtype(dtype)
+        model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
+        owner.drain()
     if is_peft(model):
         _export_adapters(model, owner, Path(path), target)
         return
-    if names := adapter_names(name for name, _ in model.named_parameters()):
-        raise ConfigError(
-            f"{len(names)} parameters are an adapter's or wrapped by one ({names[0]}); from_pretrained does not know "
-            "their names. Export the peft.PeftModel, which writes its adapters, or merge and unload the adapters first"
-        )
-    entries = _entries(model, owner, target)
-    plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
+    with owner.together("zo.export_pretrained"):
+        if names := adapter_names(name for name, _ in model.named_parameters()):
+            raise ConfigError(
+                f"{len(names)} parameters are an adapter's or wrapped by one ({names[0]}); from_pretrained does not "
+                "know their names. Export the peft.PeftModel, which writes its adapters, or merge and unload the "
+                "adapters first"
+            )
+        entries = _entries(model, owner, target)
+        plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
     exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
-    owner.drain()
     with contextlib.ExitStack() as files:
         writer = None
         with exchange.together():
@@ -149,9 +156,8 @@ def export_pretrained(
     owner.parts.store.staging.drop()
 
 
-def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
-    """The runtime of a model, all of whose parameters are its own."""
-    owner = need_runtime(model, call)
+def _check_whole(model: nn.Module, owner: OffloadedModel, call: str) -> None:
+    """Raise unless all parameters of the model, and no others, are those of its runtime."""
     if owner.parts.ranks.num_columns > 1:
         raise ConfigError(
             f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
@@ -165,7 +171,6 @@ def _owner_of_whole(model: nn.Module, call: str) -> OffloadedModel:
             f"{len(offloaded)} parameters are not in this {type(model).__name__}, {len(given - offloaded)} here were "
             "never offloaded with it"
         )
-    return owner
 
 
 # Load

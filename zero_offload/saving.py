@@ -50,11 +50,13 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     durability="scratch" says so. Raises ConfigError when `extra` is of something else, or `optimizer` not this model's.
     """
     owner = need_runtime(model, "zo.commit")
-    check_optimizer("zo.commit", optimizer)
-    _check_keeps(optimizer, owner, "zo.commit")
-    # A scheduler has changed the learning rate since `step`.
-    owner.groups = group_records(optimizer)
-    owner.commit(partial(_capture, model, owner), _json(extra))
+    with owner.together("zo.commit"):
+        check_optimizer("zo.commit", optimizer)
+        _check_keeps(optimizer, owner, "zo.commit")
+        owner.check_between_steps("zo.commit")
+        # A scheduler has changed the learning rate since `step`.
+        owner.groups, kept = group_records(optimizer), _json(extra)
+    owner.commit(partial(_capture, model, owner), kept)
 
 
 def _capture(model: nn.Module, owner: OffloadedModel) -> dict[str, Any]:
@@ -100,10 +102,13 @@ def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: st
     CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
     """
     owner = need_runtime(model, "zo.save_checkpoint")
-    check_optimizer("zo.save_checkpoint", optimizer)
-    _check_keeps(optimizer, owner, "zo.save_checkpoint")
-    owner.groups = group_records(optimizer)
-    owner.save(Path(path), partial(_capture, model, owner), _json(extra))
+    with owner.together("zo.save_checkpoint"):
+        check_optimizer("zo.save_checkpoint", optimizer)
+        _check_keeps(optimizer, owner, "zo.save_checkpoint")
+        owner.check_between_steps("zo.save_checkpoint")
+        owner.groups, kept, target = group_records(optimizer), _json(extra), Path(path)
+        owner.drain()
+    owner.save(target, partial(_capture, model, owner), kept)
 
 
 def load_checkpoint(
@@ -117,15 +122,19 @@ def load_checkpoint(
     written, LockError when a run is at work in `path`.
     """
     owner = need_runtime(model, "zo.load_checkpoint")
-    check_optimizer("zo.load_checkpoint", optimizer)
-    _check_trains(optimizer, owner, "zo.load_checkpoint")
+    with owner.together("zo.load_checkpoint"):
+        check_optimizer("zo.load_checkpoint", optimizer)
+        _check_trains(optimizer, owner, "zo.load_checkpoint")
+        source = Path(path)
+        owner.drain()
 
     def check(found: Generation) -> None:
         check_groups(optimizer, _groups(found), str(path))
         check_buffers(model, _buffers(found), str(path))
 
-    generation, rng = owner.load(Path(path), check)
-    _restore(generation, model, (optimizer, scaler), rng, str(path))
+    generation, rng = owner.load(source, check)
+    with owner.together("zo.load_checkpoint"):
+        _restore(generation, model, (optimizer, scaler), rng, str(path))
     return _resumed(generation)
 
 
@@ -174,6 +183,13 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     CheckpointError when the optimizer differs or a buffer has another shape, ConfigError when steps were taken since.
     """
     owner = need_runtime(model, "zo.resume")
+    with owner.together("zo.resume"):
+        return _resume(model, owner, optimizer, scaler)
+
+
+def _resume(
+    model: nn.Module, owner: OffloadedModel, optimizer: torch.optim.Optimizer, scaler: GradScaler | None
+) -> Resumed | None:
     check_optimizer("zo.resume", optimizer)
     _check_trains(optimizer, owner, "zo.resume")
     keeper = owner.parts.keeper
@@ -198,7 +214,7 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
             f"{where} has the random number generators of {found.world_size} ranks, this run has "
             f"{owner.parts.ranks.world_size}: they are not restored. Parameters, optimizer states and "
             "hyperparameters are; seed the generators of each rank as for a new run",
-            stacklevel=2,
+            stacklevel=3,
         )
     return _resumed(found)
 

@@ -56,7 +56,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
     Raises CheckpointError when the directory holds one already, CapacityError, StorageError.
     """
     with _naming_path(path), contextlib.ExitStack() as cleanup:
-        [directory] = open_in_turn([path], ranks, cleanup, RunDirectory.open, RunDirectory.join)
+        [directory] = open_in_turn([path], ranks, cleanup, _open_new, _join_new)
         keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
         keeper.run_id = ranks.exchange.agree(keeper.run_id)
         with ranks.exchange.together():
@@ -82,7 +82,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
                     copy.finish_update(target)
                 else:
                     copy.write_components(target, _copy_chunks(store, source.layout))
-        keeper.adopt(copy, swap)
+            keeper.adopt(copy, swap)
         keeper.commit(record)
     with ranks.exchange.together():
         pass  # every rank has let go of the directory: whoever opens it next does not meet a lock
@@ -97,6 +97,16 @@ def _naming_path(path: Path) -> Iterator[None]:
         if str(path) in str(error):
             error.args = (str(error).replace(OR_KEEP_MORE, "").replace("nvme=", "path="),)
         raise
+
+
+def _open_new(path: Path) -> RunDirectory:
+    with _naming_path(path):  # here: other ranks are told
+        return RunDirectory.open(path)
+
+
+def _join_new(path: Path) -> RunDirectory:
+    with _naming_path(path):
+        return RunDirectory.join(path)
 
 
 def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:
@@ -161,16 +171,18 @@ class SavedCheckpoint:
 
         A run's directory is locked meanwhile: LockError where one is at work.
         """
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is no directory; name one that zo.save_checkpoint has written")
+        with ranks.exchange.together():
+            if not path.is_dir():
+                raise CheckpointError(f"{path} is no directory; name one that zo.save_checkpoint has written")
         with contextlib.ExitStack() as cleanup:
             generation, directories = open_generation(path, ranks, cleanup)
-            with reading(str(path)):
-                check_fingerprint(generation.payload.get("params"), layout, str(path))
-            engine = open_engine(num_drives=len(directories))
-            cleanup.callback(engine.close)
-            saved = SavedGeneration(generation, directories, engine)
-            cleanup.callback(saved.close)
+            with ranks.exchange.together():
+                with reading(str(path)):
+                    check_fingerprint(generation.payload.get("params"), layout, str(path))
+                engine = open_engine(num_drives=len(directories))
+                cleanup.callback(engine.close)
+                saved = SavedGeneration(generation, directories, engine)
+                cleanup.callback(saved.close)
             cleanup.callback(engine.close)  # before its files
             yield cls(saved, ranks.first_of_column(generation.world_size))
 

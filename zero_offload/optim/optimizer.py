@@ -11,6 +11,7 @@ import math
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -151,7 +152,26 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         hypers: dict[nn.Parameter, Hyper] = {}
-        ordinary = []
+        ordinary: list[Any] = []
+        with ExitStack() as met:
+            for owner in dict.fromkeys(filter(None, map(owner_of, self._params()))):
+                met.enter_context(owner.together(f"{type(self).__name__}.step"))
+            groups, owners = self._check_step(hypers, ordinary)
+        if owners and len(hypers) < sum(len(group["params"]) for group in self.param_groups):
+            grads = [param.grad for param, _, _ in ordinary if param.grad is not None]
+            # What ranks have trained apart would be wrong on all of them, and nobody would see it.
+            owners[0][0].check_ordinary(f"{type(self).__name__}.step", lambda: squares_of(grads))
+        for of_ordinary in ordinary:
+            self._update_ordinary(*of_ordinary)
+        self._hand_over(hypers)
+        for owner, params in owners:
+            owner.update({param: hypers[param] for param in params}, groups)
+        return loss
+
+    def _check_step(
+        self, hypers: dict[nn.Parameter, Hyper], ordinary: list[Any]
+    ) -> tuple[list[dict[str, Any]], list[tuple[Owner, list[nn.Parameter]]]]:
+        """What a step takes, `hypers` of offloaded parameters and the `ordinary` ones; raise for what it cannot."""
         for group in self.param_groups:
             hyper = self._hyper(group)
             for param in group["params"]:
@@ -171,17 +191,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = group_records(self) if any(owner.makes_generations for owner, _ in owners) else []
         check_adopted(f"{type(self).__name__}.step", (param for param, _, _ in ordinary))
         for owner, params in owners:
+            owner.check_step()
             owner.access.check_frozen(params)
-        if owners and len(hypers) < sum(len(group["params"]) for group in self.param_groups):
-            grads = [param.grad for param, _, _ in ordinary if param.grad is not None]
-            # What ranks have trained apart would be wrong on all of them, and nobody would see it.
-            owners[0][0].check_ordinary(f"{type(self).__name__}.step", lambda: squares_of(grads))
-        for of_ordinary in ordinary:
-            self._update_ordinary(*of_ordinary)
-        self._hand_over(hypers)
-        for owner, params in owners:
-            owner.update({param: hypers[param] for param in params}, groups)
-        return loss
+        return groups, owners
 
     def hyper_of(self, param: nn.Parameter) -> Hyper | None:
         """By value; None of a parameter that is another optimizer's."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -160,6 +161,12 @@ class Owner(Protocol):
 
     def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """Replace a parameter's values, as `load_state_dict` does."""
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""
+
+    def check_step(self) -> None:
+        """Raise where no step can be made now."""
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """Launch one step over the parameters that have gradients; `groups` goes into generations.

@@ -9,14 +9,17 @@ rank comes to (the end of a forward) returns None when all are there. Control th
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 import torch
 import torch.distributed as dist
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.host import host_empty, host_tensor
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
+from zero_offload.runtime.ranks.watch import Told, raise_first, told
 from zero_offload.types import Branches
 
 
@@ -24,6 +27,7 @@ class Intent(IntEnum):
     UNIT = 0  # gather this unit
     PLACE = 1  # wait here, taking part in gathers that others want
     CALL = 2  # a collective that all make together
+    ERROR = 3  # this rank has failed before it
 
 
 class Agreement:
@@ -48,6 +52,34 @@ class Agreement:
         """Every rank makes the same call now, or all raise."""
         self._exchange(Intent.CALL, zlib.crc32(call.encode()), call)
 
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise.
+
+        The first rank's error is raised where nothing went wrong. Inside there must be no communication.
+        """
+        if self._group is None:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            failure = error
+        try:
+            intent = Intent.CALL if failure is None else Intent.ERROR
+            with self._watch.waiting(call):
+                said = set(self._tell(intent, zlib.crc32(call.encode())))
+            if len(said) > 1:
+                raise self._mismatch(call, failure)
+        except RankError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+
     def next_unit(self, wish: int, name: str) -> int:
         """The unit that all ranks gather now, of those that some rank wants: this one wants `wish`."""
         return min(self._exchange(Intent.UNIT, wish, f"the gather of parameters of {name}"))
@@ -68,7 +100,7 @@ class Agreement:
             said = set(self._tell(intent, value))
         wanted = [value for intent, value in said if intent == Intent.UNIT]
         others = {each for each in said if each[0] != Intent.UNIT}
-        if len(others) > 1 or (wanted and any(intent == Intent.CALL for intent, _ in others)):
+        if len(others) > 1 or (wanted and any(intent in (Intent.CALL, Intent.ERROR) for intent, _ in others)):
             raise self._mismatch(text)
         return wanted
 
@@ -80,10 +112,16 @@ class Agreement:
         all_gather(every, mine, group=self._group)
         return [tuple(pair) for pair in every.view(-1, 2).tolist()]
 
-    def _mismatch(self, text: str) -> ZeroOffloadError:
-        texts: list[str] = [""] * self._num_ranks
+    def _mismatch(self, text: str, failure: Exception | None = None) -> Exception:
+        """What to raise where ranks differ: an error that some rank has met, or that they went different ways."""
+        found: list[tuple[str, Told]] = [("", None)] * self._num_ranks
         with self._watch.waiting(text):
-            dist.all_gather_object(texts, text, group=self._group)
+            dist.all_gather_object(found, (text, told(failure)), group=self._group)
+        try:
+            raise_first(failure, zip(self._members, (theirs for _, theirs in found), strict=True))
+        except Exception as error:
+            return error
+        texts = [each for each, _ in found]
         first = next(rank for rank in range(self._num_ranks) if texts[rank] != texts[0])
         remedy = (
             "Each rank went its own way through the model (its own experts, dropped layers, early exit, evaluation on "

@@ -8,8 +8,8 @@ them only `CommitGroup` communicates, on a process group of its own because comm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -74,6 +74,14 @@ class Collectives:
             self._reductions = lane(group, group.everyone, device)
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
+
+    @contextmanager
+    def together(self, call: str) -> Iterator[None]:
+        """As `Agreement.together`; ranks that hold the other parts of the model are told as well."""
+        row = self._group.row if len(self._group.columns) > 1 else None
+        members = [] if row is None else dist.get_process_group_ranks(row)
+        with self._watch.together(row, members, call), self.agreement.together(call):
+            yield
 
     def launch_gather(self, flat: torch.Tensor, unit: str) -> Callable[[], None]:
         """Fill `flat`, (numel,), parameters of `unit` of which this rank's part is in place; returns the wait."""
