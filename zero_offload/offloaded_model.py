@@ -9,9 +9,7 @@ inside of backward (`backward_updates.py`), `update` closes the step.
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
 import sys
 import threading
 import warnings
@@ -30,6 +28,7 @@ from zero_offload.backward_updates import BackwardUpdates, check_holds_grads
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
+from zero_offload.ends import at_exit
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.memory.heap import HeapRoom
@@ -104,7 +103,7 @@ class OffloadedModel:
             self.session.updates = weakref.proxy(self._in_backward)
         self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
-        atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
+        at_exit(self._close_at_exit)
 
     @property
     def states(self) -> OptimizerStates:
@@ -458,6 +457,12 @@ class OffloadedModel:
         """From here on files and threads live as long as this object, which the model's hooks and graphs keep."""
         weakref.finalize(self, _close_dropped, self.session, self._commits, self.parts).atexit = False
 
+    def _close_at_exit(self) -> None:
+        # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
+        if self.parts.ranks.world_size == 1 and self.session.in_own_process:
+            self.parts.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
+            _finish(self.session, self._commits, self.parts)
+
 
 def _close(session: Session, commits: Commits, parts: Parts) -> None:
     if session.closed:
@@ -545,14 +550,3 @@ def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], 
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
-
-
-def _close_at_exit(reference: weakref.ref[OffloadedModel], pid: int) -> None:
-    owner = reference()
-    if owner is None or os.getpid() != pid:
-        return
-    # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
-    if owner.parts.ranks.world_size > 1:
-        return
-    owner.parts.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
-    _finish(owner.session, owner._commits, owner.parts)

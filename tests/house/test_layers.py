@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "errors",
         "types",
         "host",
+        "ends",
         "problems",
         "config",
         "precision",

@@ -8,7 +8,6 @@ and the results until they are waited for. Never opens or closes a file.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import ctypes
 import errno
 import itertools
@@ -25,6 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from aiofiles import os as async_os
 
+from zero_offload.ends import at_exit
 from zero_offload.errors import ConfigError
 from zero_offload.storage.checksum import crc32c
 from zero_offload.storage.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
@@ -163,7 +163,7 @@ class AiofilesEngine:
             self._loop.close()
             raise
         # The end of the process does not wait for daemons, but frees the memory that they read and write.
-        atexit.register(self._end_transfers)
+        at_exit(self._end_transfers)
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._check_open()
@@ -204,7 +204,6 @@ class AiofilesEngine:
             return
         self._end_transfers()
         self._closed = True
-        atexit.unregister(self._end_transfers)
         if self.is_stuck:
             return  # its threads wait for a drive that does not answer; so would we
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -214,7 +213,7 @@ class AiofilesEngine:
     def _end_transfers(self) -> None:
         """Wait for everything launched, but for no longer than any other wait."""
         watch = StallWatch()
-        while os.getpid() == self._owner_pid and not self.is_stuck:
+        while os.getpid() == self._owner_pid and not self.is_stuck and not self._closed:
             left = next((batch for batch in list(self._open.values()) if not batch.done), None)
             if left is None:
                 return

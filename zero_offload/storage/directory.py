@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from zero_offload.ends import in_child
 from zero_offload.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.storage.failures import remedy_of
 from zero_offload.storage.lock import LOCK_NAME, hold_lock, join_lock, take_lock, unlock
@@ -124,7 +125,7 @@ class RunDirectory:
         """What the run that holds the lock has written into it; no two runs write the same."""
         self.stays_locked = False
         """A drive may still write what was given up: no other run comes here before this process has ended."""
-        os.register_at_fork(after_in_child=_closer_in_child(weakref.ref(self)))
+        in_child(self._close_descriptors)  # not unlocking: a forked worker that outlives a killed run holds no lock
 
     @classmethod
     def open(cls, path: str | Path, system: FileSystem = REAL) -> RunDirectory:
@@ -350,17 +351,6 @@ def _open_unnamed(system: FileSystem, dir_fd: int) -> int:
     fd = system.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, dir_fd)
     system.unlink(name, dir_fd)
     return fd
-
-
-def _closer_in_child(reference: weakref.ref[RunDirectory]) -> Callable[[], None]:
-    """Closing, not unlocking: a forked worker that outlives a killed run must not hold its lock."""
-
-    def close_in_child() -> None:
-        directory = reference()
-        if directory is not None:
-            directory._close_descriptors()
-
-    return close_in_child
 
 
 def _make_private(path: Path, system: FileSystem) -> None:

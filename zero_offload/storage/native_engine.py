@@ -10,10 +10,10 @@ import ctypes as C
 import os
 import time
 import weakref
-from collections.abc import Callable
 
 from zero_offload import abi, native
 from zero_offload.abi import IoResultStruct
+from zero_offload.ends import in_child
 from zero_offload.storage.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
 from zero_offload.storage.failures import (
     BlockFailure,
@@ -53,7 +53,7 @@ class NativeEngine:
         config = native.IoConfig(
             _KINDS[settings.kind], num_drives, settings.num_threads, settings.depth, settings.request_bytes
         )
-        self._handle = native.io_open(config)
+        self._handle = self._inherited = native.io_open(config)
         self._owner_pid = os.getpid()
         self._free = weakref.finalize(self, _free, self._handle, self._owner_pid)
         self._paths: dict[int, str] = {}
@@ -61,7 +61,7 @@ class NativeEngine:
         self._in_flight: dict[int, tuple[Ticket, IoResultStruct]] = {}
         self._lasting: list[Lasting] = []
         self.is_stuck = False
-        os.register_at_fork(after_in_child=_releaser_in_child(weakref.ref(self), self._handle))
+        in_child(self._let_go)
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
         self._paths[fd] = path
@@ -105,6 +105,11 @@ class NativeEngine:
     def done(self, ticket: Ticket) -> bool:
         handle, result = self._open_handle(), self._result(ticket)
         return result.status != abi.IoStatus.TIMEOUT or native.io_done(handle, ticket.number)
+
+    def _let_go(self) -> None:
+        """In a child: one that outlives its parent must not keep the parent's files and rings alive."""
+        if self._free.alive or self.is_stuck:
+            native.io_abandon(self._inherited)
 
     def inject_fault(self, fault: abi.Fault, nth: int = 1) -> None:
         """For tests: make the nth read or write from now on fail in this way, once."""
@@ -173,14 +178,3 @@ def _is_busy(handle: int) -> bool:
 def _free(handle: int, owner_pid: int) -> None:
     if os.getpid() == owner_pid:
         native.io_close(handle)
-
-
-def _releaser_in_child(reference: weakref.ref[NativeEngine], handle: int) -> Callable[[], None]:
-    """A child that outlives its parent must not keep the parent's files and rings alive."""
-
-    def let_go() -> None:
-        engine = reference()
-        if engine is not None and (engine._free.alive or engine.is_stuck):
-            native.io_abandon(handle)
-
-    return let_go

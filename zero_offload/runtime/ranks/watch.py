@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -90,6 +90,8 @@ class Witness:
 class RankWatch:
     """One rank's view of the others, for the life of the process."""
 
+    _at_exit: ClassVar[Finalize | None] = None
+
     def __init__(self, members: Sequence[int]) -> None:
         """`members` are the program's ranks that work together."""
         self._others: tuple[int, ...] = ()
@@ -104,8 +106,11 @@ class RankWatch:
         for kind in ("failed", "waits", "ended"):
             self._say(kind, "")
         # At the end of the interpreter, and of multiprocessing's children, which do not run atexit's functions. Held
-        # until then: a model that is gone must not take the last word with it.
-        Finalize(None, self._say_at_exit, exitpriority=0)
+        # until then: a model that is gone must not take the last word with it. All watches of a rank write it to the
+        # same place, so the latest is enough.
+        if RankWatch._at_exit is not None:
+            RankWatch._at_exit.cancel()
+        RankWatch._at_exit = Finalize(None, self._say_at_exit, exitpriority=0)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
