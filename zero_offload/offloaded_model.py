@@ -210,9 +210,11 @@ class OffloadedModel:
     def added_since(self) -> dict[nn.Parameter, str]:
         found: dict[nn.Parameter, str] = {}
         for root in self._live_roots() if not self.session.closed else ():
-            for name, param in root.named_parameters():
-                if param.requires_grad and owner_of(param) is None:
-                    found.setdefault(param, name)
+            held = (param for module in root.modules() for param in module._parameters.values() if param is not None)
+            # In every commit: names are asked for where there are some, and what is at rest answers through Python.
+            if any(not self.access.has(param) and _is_ordinary(param) for param in held):
+                named = root.named_parameters()
+                found |= {param: name for name, param in named if param not in found and _is_ordinary(param)}
         return found
 
     def check_adopted(self, call: str) -> None:
@@ -529,6 +531,11 @@ def _finish(session: Session, commits: Commits, parts: Parts) -> None:
     except ZeroOffloadError as error:
         if not told:  # else the program has had it, and the user
             print(f"zero_offload: the last step is not made a generation: {error}", file=sys.stderr)
+
+
+def _is_ordinary(param: nn.Parameter) -> bool:
+    """Whether it is trained, and no model's."""
+    return owner_of(param) is None and param.requires_grad
 
 
 def _first_uses_of(parts: Parts) -> Callable[[], tuple[int, ...]]:

@@ -90,6 +90,10 @@ class ParamAccess:
     def place(self, param: nn.Parameter) -> Place:
         return self._places[id(param)]
 
+    def has(self, param: nn.Parameter) -> bool:
+        """Whether it is this model's."""
+        return id(param) in self._places
+
     def places(self) -> list[Place]:
         return list(self._places.values())
 

@@ -225,7 +225,7 @@ def _owner(found: object) -> Owner | None:
 
 def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
     """Raise ConfigError if some of these are trained parameters that an offloaded model has got since `zo.offload`."""
-    ordinary = {id(param) for param in params if param.requires_grad and owner_of(param) is None}
+    ordinary = {id(param) for param in params if owner_of(param) is None and param.requires_grad}
     if not ordinary:
         return
     owners = {id(each): each for each in (_owner(found) for found in _owners.values()) if each is not None}
