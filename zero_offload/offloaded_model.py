@@ -296,7 +296,7 @@ class OffloadedModel:
     def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Of parameters whose gradient the program has set to zeros: a step with a learning rate of 0 is how
         torch.distributed.checkpoint has an optimizer make its states. It is no step here, and no generation."""
-        if moved := next((param for param, hyper in hypers.items() if hyper.lr), None):
+        if (moved := next((param for param, hyper in hypers.items() if hyper.lr), None)) is not None:
             raise ZeroOffloadError(
                 f"the gradient of {self.access.name_of(moved)} was assigned zeros, and a step with a learning rate "
                 "above 0 would decay its value and states. Assign None to leave the parameter out, or call backward"

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero_offload as zo
 from zero_offload.shards.store import ShardStore
@@ -28,6 +30,7 @@ TIERS: dict[str, dict[str, Any]] = {
     "states on nvme": {"params": "cpu", "optimizer": "nvme", "grads": "nvme", "commit_every": 3},
     "in backward": {"params": "nvme", "optimizer": "nvme", "overlap": "backward"},
 }
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not made a generation", "ignore:a resume goes on")
 COMPACT = zo.Precision(compute="bf16", states="compact")
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
 
@@ -228,8 +231,12 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("name", MAKERS)
+PAIRS = [("AdamW", edit) for edit in EDITS] + [
+    (name, edit) for number, name in enumerate([*MAKERS][1:]) for edit in [*EDITS][number::4]
+]
+
+
+@pytest.mark.parametrize(("name", "edit"), PAIRS)
 def test_an_edit_does_what_it_does_to_a_plain_optimizer(name: str, edit: str, tmp_path: Path) -> None:
     found = {}
     for tier in (None, *TIERS):
@@ -332,8 +339,16 @@ def train_16(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int)
     return train(model, optimizer, num_steps, torch.bfloat16)
 
 
-@pytest.mark.parametrize("edit", ["clear", "pop_one", "assign_entries", "in_place", "in_views", "held_entries", "swap"])
-@pytest.mark.parametrize("states", ["fp32", "bf16", "compact"])
+@pytest.mark.parametrize(
+    ("states", "edit"),
+    [
+        ("fp32", "in_place"),
+        ("bf16", "assign_entries"),
+        ("bf16", "swap"),
+        ("compact", "in_views"),
+        ("compact", "pop_one"),
+    ],
+)
 def test_an_edit_does_the_same_on_every_tier(states: str, edit: str, tmp_path: Path) -> None:
     found = []
     for tier in TIERS:
@@ -438,8 +453,7 @@ def test_each_optimizer_has_its_own_parameters(tmp_path: Path) -> None:
 # Before the first step
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("tier", ["cpu", "nvme", "in backward"])
+@pytest.mark.parametrize(("name", "tier"), [("AdamW", "cpu"), *zip(MAKERS, ["nvme", "in backward"] * 3, strict=False)])
 def test_reading_before_the_first_step_makes_nothing(tier: str, name: str, tmp_path: Path) -> None:
     expected = train(*build(name, None, tmp_path), 3)
     model, optimizer = build(name, tier, tmp_path)
@@ -467,6 +481,88 @@ def test_entries_may_be_set_before_the_first_step(tier: str, tmp_path: Path) -> 
             }
         found.append((train(model, optimizer, 2), values_of(optimizer)))
     assert found[0] == found[1]
+
+
+# What torch.distributed.checkpoint does
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("name", "tier"), [("AdamW", "cpu"), *zip(MAKERS, [*TIERS, "nvme"][1:] * 2, strict=False)])
+def test_distributed_checkpoint_changes_no_number(name: str, tier: str, tmp_path: Path) -> None:
+    """It makes states by a step with zero gradients, which plain torch counts."""
+    expected = train(*build(name, None, tmp_path), 4)
+    model, optimizer = build(name, tier, tmp_path / "run")
+    template = get_optimizer_state_dict(model, optimizer)["state"]
+    assert (
+        zo.stats(model).step == 0
+        and len(optimizer.state) == 5
+        and template.keys() == dict(model.named_parameters()).keys()
+    )
+    assert not any(float(entry["step"]) for entry in optimizer.state.values())
+    initial = 0.1 if name == "Adagrad" else 0.0
+    assert all(bool((entry[first_of(optimizer)[1]] == initial).all()) for entry in template.values())
+    losses = train(model, optimizer, 2)
+    saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(saved, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert losses + train(model, optimizer, 2) == expected
+    zo.close(model)
+
+    model, optimizer = build(name, tier, tmp_path / "other")
+    with torch.no_grad(), zo.gathered(model, mode="write"):
+        model[0].weight.zero_()
+    taken = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(taken, checkpoint_id=tmp_path / "saved", no_dist=True)
+    set_optimizer_state_dict(model, optimizer, taken["optimizer"])
+    assert train(model, optimizer, 2) == expected[2:]
+    zo.close(model)
+
+
+def test_a_gradient_of_zeros_is_no_gradient() -> None:
+    model, optimizer = build("AdamW", "cpu", Path())
+    expected = train(*build("AdamW", None, Path()), 2)
+    param = next(model.parameters())
+    param.grad = torch.zeros(8, 8)
+    assert param.grad is not None and not param.grad.any()
+    with pytest.raises(RuntimeError):
+        param.grad.add_(1.0)
+    with pytest.raises(zo.ZeroOffloadError, match="gradient of 0.weight was assigned zeros"):
+        optimizer.step()
+    assert train(model, optimizer, 2) == expected
+    with pytest.raises(zo.ZeroOffloadError, match="cannot be assigned; only None, which drops it, or zeros"):
+        param.grad = torch.ones(8, 8)
+    param.grad = torch.zeros(8, 8)
+    optimizer.zero_grad()
+    assert param.grad is None
+    optimizer.step()
+    assert zo.stats(model).step == 2
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD])
+@pytest.mark.parametrize("grads", ["cpu", "device"])
+def test_an_optimizer_of_torchs_is_told_which_one_to_use(kind: Any, grads: str) -> None:
+    model = zo.offload(nn.Linear(8, 8), zo.OffloadConfig(precision="fp32", grads=grads))
+    optimizer = kind(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    with pytest.raises(zo.ZeroOffloadError, match=r"zo\.AdamW.* not (by )?torch\.optim's"):
+        optimizer.step()
+
+
+def test_a_state_dict_goes_into_an_optimizer_of_torchs(tmp_path: Path) -> None:
+    """Which has copies of its own, made when it needs them."""
+    expected = train(*build("AdamW", None, tmp_path), 4)
+    model, optimizer = build("AdamW", "nvme", tmp_path)
+    losses = train(model, optimizer, 2)
+    other, taken = build("AdamW", None, tmp_path)[0], model.state_dict()
+    other.load_state_dict(taken)
+    torchs = zo.AdamW(other.parameters(), 1e-2)
+    torchs.load_state_dict(optimizer.state_dict())
+    moment = optimizer.state_dict()["state"][0]["exp_avg"].to("cpu")
+    kept = moment.clone()
+    moment.mul_(2)
+    assert torch.equal(moment, kept * 2) and torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], kept)
+    assert train(other, torchs, 2) == expected[2:]
+    assert losses + train(model, optimizer, 2) == expected
+    assert torch.equal(moment, kept * 2)
 
 
 # What is refused

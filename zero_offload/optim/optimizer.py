@@ -201,9 +201,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         return next(map(self._hyper, found), None)
 
     def hypers(self) -> dict[nn.Parameter, Hyper]:
-        """Of offloaded parameters, by value."""
-        of_groups = ((self._hyper(group), group["params"]) for group in self.param_groups)
-        return {param: hyper for hyper, params in of_groups for param in params if owner_of(param) is not None}
+        """Of offloaded parameters, by value. Raises ZeroOffloadError where their model was dropped."""
+        found: dict[nn.Parameter, Hyper] = {}
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            for param in group["params"]:
+                if owner_of(param) is not None:
+                    found[param] = hyper
+                elif is_dropped(param):
+                    raise dropped_error(param)
+        return found
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

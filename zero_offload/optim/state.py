@@ -69,18 +69,26 @@ class StateTensor(Tensor):
     """Of a state dict's: it may be read when the program has dropped the model."""
     _root: StateTensor | None
     """What this is a view of."""
+    _is_copy: bool
+    """Whether changes are its own: what `.to()` of a state dict's gives, which is made when it is read."""
     _kept: Tensor | ZeroOffloadError | None
     """Its values, once they are no longer those on the tier; or why they could not be read."""
 
     @staticmethod
     def __new__(
-        cls, param: nn.Parameter, name: str, dtype: torch.dtype, *, owner: Owner | None = None, device: Any = "cpu"
+        cls,
+        param: nn.Parameter,
+        name: str,
+        dtype: torch.dtype,
+        *,
+        owner: Owner | None = None,
+        copy_on: torch.device | None = None,
     ) -> StateTensor:
-        """`owner` is the parameter's, for a state of a state dict. On another device than the CPU it is a copy, which
-        is made when it is read."""
+        """`owner` is the parameter's, for a state of a state dict; `copy_on` a device, for a copy there."""
         shape = torch.Size() if name == STEP else param.shape
-        made = _wrapper(shape, dtype=dtype, device=device)
+        made = _wrapper(shape, dtype=dtype, device=copy_on or "cpu")
         made.param, made.state_name, made._owner, made._root, made._kept = param, name, owner, None, None
+        made._is_copy = copy_on is not None
         made._states().readers.add(made)
         return made
 
@@ -126,7 +134,9 @@ class StateTensor(Tensor):
         """Of the whole state."""
         if self._kept is not None:
             return
-        if self.device.type != "cpu":
+        if values.shape != self.shape:
+            raise ZeroOffloadError(f"{self._describe()} was to have shape {tuple(values.shape)}; it keeps its own")
+        if self._is_copy:
             self._kept = values
             return
         states = self._states()
@@ -175,15 +185,16 @@ class StateTensor(Tensor):
         return _run(func, args, kwargs or {})
 
     def _converted(self, convert: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """What needs no values: what it is already, and a state dict's on another device, which is read later."""
+        """What needs no values: what it is already, and a copy of a state dict's, of the same dtype."""
         with torch._C.DisableTorchFunctionSubclass():
             like = torch.empty(0, dtype=self.dtype, device=self.device)
             found = convert(like, *args, **kwargs)
-        if found is like:
-            return self if self.is_contiguous() or convert is not Tensor.contiguous else None
-        if found.dtype != self.dtype or found.device == self.device or not self.of_dict or self._kept is not None:
-            return None
-        return StateTensor(self.param, self.state_name, self.dtype, owner=self._owner, device=found.device)
+        if self._root is not None or self._kept is not None or found.dtype != self.dtype:
+            return self if found is like and convert is not Tensor.contiguous else None
+        if self.of_dict and convert is not Tensor.contiguous:
+            # torch's load_state_dict puts what `.to()` gives into another optimizer, which goes its own way.
+            return StateTensor(self.param, self.state_name, self.dtype, owner=self._owner, copy_on=found.device)
+        return self if found is like else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copy = memo[id(self)] = self.plain()

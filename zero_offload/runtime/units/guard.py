@@ -444,7 +444,8 @@ def _changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
         return _no_conversion(param)
     return ZeroOffloadError(
         f"{name_of(func)} changes parameter {_describe(param)}, outside of the model's forward: the change would be "
-        "lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone())"
+        "lost. Change it in 'with zo.gathered(module, mode=\"write\"):', or change a copy (.clone()). Steps are made "
+        "by zo.AdamW, zo.SGD, ..., and not by torch.optim's"
     )
 
 
