@@ -44,11 +44,16 @@ from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane, now
+from zero_offload.types import MIB, format_bytes
 
 _IN_ANOTHER_THREAD = (
     "of this model runs in another thread; what starts now could take its parameters out of memory. Run one forward at "
     "a time, and none beside a backward"
 )
+
+
+TOLD_CASTS_BYTES = 64 * MIB
+"""From so many bytes on that autocast's cache keeps, a warning says so."""
 
 
 def _lives(ending: weakref.ref[partial[None]]) -> bool:
@@ -90,6 +95,7 @@ class Session:
         """The forwards that take turns, while they do; whoever makes them begins and ends the cycle."""
         self._num_cycles = {"grad": 0, "no_grad": 0}
         """Outermost forwards, or rounds, that have begun."""
+        self._has_told_casts = False
         self._watches = False
         """Whether changes of parameters by this one are looked for beyond torch's versions."""
         self._backward_runs = False
@@ -230,11 +236,26 @@ class Session:
         whole = not self.forwards and self.round is None
         if whole:
             self._residency.meet("the end of a forward")
+            self._tell_casts()
         if scope.begin_ns and (scope.units or whole):
             self._spans.add(Lane.FORWARD, scope.name(whole=whole), scope.begin_ns)
         if changed:
             raise changed_in_forward(changed)
         return replaced
+
+    def _tell_casts(self) -> None:
+        """Autocast's cache cannot be emptied for one unit: gradients of weights that are used twice would add up
+        otherwise."""
+        nbytes, kinds = self._saved.cast_bytes, {unit.sections[0].flat.device.type for unit in self._units}
+        cached = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
+        if nbytes >= TOLD_CASTS_BYTES and cached and not self._has_told_casts:
+            self._has_told_casts = True
+            warnings.warn(
+                f"torch.autocast keeps {format_bytes(nbytes)} of casts of fp32 weights in memory until its block ends, "
+                "though the weights leave. torch.autocast(..., cache_enabled=False) keeps none; or offload with "
+                "precision='bf16'",
+                stacklevel=4,
+            )
 
     def _end_uses(self, scope: Scope, around: Sequence[Scope]) -> list[str]:
         """Names of parameters that the forward has changed."""
@@ -310,7 +331,6 @@ class Session:
         self.check_usable()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
-        self._saved.begin()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"
         self._num_cycles[kind] += 1
         if self._room is not None and kind == "grad":
@@ -318,6 +338,7 @@ class Session:
         # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
         # a unit may be used by several modules in turn.
         self._watches = self._num_cycles[kind].bit_count() == 1
+        self._saved.begin(checks=self._watches)
         self._grads.begin_forward()
         self._residency.begin_cycle(kind)
 

@@ -3,6 +3,12 @@
 Owns the saved-tensor hooks. Never moves bytes: before a view of a unit's buffer is given back, its unit is asked for.
 Who is asked is known to the graph, not here: a cycle would keep a dropped model until the garbage collector comes by.
 Hooks of the user's, around the forward or inside of it, get every other tensor.
+
+[Note: casts of weights]
+torch.autocast casts fp32 weights for an operation, which saves the cast. All of them would stay from forward to
+backward, though their units leave. So the parameter is saved in the cast's place, and cast again: the same bits. A cast
+of a trained parameter is known by its graph. One of a frozen parameter has none: on a CPU its values are compared, on a
+GPU, which that would stop, it is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.runtime.units.unit import Unit
 
@@ -63,6 +69,19 @@ class Saved:
     def give(self) -> Tensor:
         # One more tensor on the buffer, for as long as the node needs it: so the unit is seen to be in use.
         return self.kept if self.unit is None else self.kept.detach()
+
+
+class SavedCast(NamedTuple):
+    """A view of a whole parameter's cast; see [Note: casts of weights]."""
+
+    param: Saved
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def give(self) -> Tensor:
+        return self.param.give().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
 
 
 class SavedByOthers(NamedTuple):
@@ -152,6 +171,13 @@ class SavedTensors:
         """`store` takes tensors that are no views of parameters, if they may leave; `always`: it matters who reads
         parameters in backward, even if they never leave."""
         self._store = store
+        self._cast_units: list[Unit] = []
+        """Those that leave and have fp32 parameters."""
+        self._writes_casts = self._checks_casts = False
+        """Whether a program does; and whether this forward's are compared with what would be made again."""
+        self.cast_bytes = 0
+        """Of casts of trained parameters that this forward has dropped, which autocast may have in its cache."""
+        self._cast: set[int] = set()
         self._needed = always or store is not None
         """Where nothing ever leaves, autograd saves as it likes; torch.func, which refuses hooks, works then."""
         self._unit_of_storage: dict[int, Unit] = {}
@@ -160,11 +186,16 @@ class SavedTensors:
     def grow(self, units: Sequence[Unit]) -> None:
         """Know further units."""
         self._needed = self._needed or not all(unit.updates_in_place for unit in units)
+        leaving = [unit for unit in units if not unit.resident]
+        self._cast_units += [u for u in leaving if any(s.layout.dtype == torch.float32 for s in u.sections)]
         # A view shares its base's storage object, whether memory is under it or not.
         self._unit_of_storage |= {s.flat.untyped_storage()._cdata: unit for unit in units for s in unit.sections}
 
-    def begin(self) -> None:
-        """An outermost forward."""
+    def begin(self, *, checks: bool = False) -> None:
+        """An outermost forward; `checks`: what changes tensors past torch's versions is looked for."""
+        self._checks_casts = checks
+        self.cast_bytes = 0
+        self._cast.clear()
         if self._store is not None:
             self._store.begin()
 
@@ -199,8 +230,12 @@ class SavedTensors:
     def _is_ours(self, hooks: SavingHooks | None) -> bool:
         return hooks is not None and getattr(hooks[0], "func", None) == self._pack
 
-    def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | SavedByOthers:
+    def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | SavedCast | SavedByOthers:
         unit = self.unit_of(tensor)
+        if unit is None and (cast := self._cast_of(tensor)) is not None:
+            if cast.param.unit is not None:
+                reads(cast.param.unit)
+            return cast
         if unit is not None:
             reads(unit)
         if unit is None and users is not None:
@@ -209,12 +244,90 @@ class SavedTensors:
             return SavedByOthers(stored, self._store.unpack)
         return Saved(tensor, unit)
 
-    def _unpack(self, use: Use, saved: Saved | SavedByOthers) -> Tensor:
+    def _cast_of(self, tensor: Tensor) -> SavedCast | None:
+        """What is saved in the tensor's place, if it views a cast of a parameter that leaves memory."""
+        if (
+            not self._cast_units
+            or self._writes_casts
+            or tensor.dtype not in _CASTS
+            or type(tensor) is not Tensor
+            or tensor._version
+        ):
+            return None
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
+            return None
+        with torch._C.DisableTorchFunctionSubclass():  # a leaf may be another model's parameter, at rest
+            storage, param = tensor.untyped_storage(), _param_of_cast(tensor)
+            if tensor.grad_fn is None and tensor.device.type == "cpu":
+                param = self._frozen_like(tensor, storage)
+            unit = None if param is None else self.unit_of(param)
+            if param is None or unit is None or unit.resident or not _is_whole(param, tensor, storage):
+                return None
+            if self._checks_casts and not torch.equal(_flat(tensor, storage), _cast(param, tensor.dtype)):
+                self._writes_casts = True  # through `.data`
+                return None
+            if param.requires_grad and id(param) not in self._cast:
+                self._cast.add(id(param))
+                self.cast_bytes += storage.nbytes()
+            form = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return SavedCast(Saved(param, unit), tensor.dtype, *form)
+
+    def _frozen_like(self, tensor: Tensor, storage: torch.UntypedStorage) -> Tensor | None:
+        """The frozen parameter in use whose cast the tensor views."""
+        for unit in self._cast_units:
+            for param in unit.params if unit.forward_uses else ():
+                if not param.requires_grad and _is_whole(param, tensor, storage):
+                    flat = _flat(tensor, storage)
+                    ends = torch.equal(flat[:_FEW], _cast(param.detach().flatten()[:_FEW], tensor.dtype))
+                    if ends and torch.equal(flat, _cast(param, tensor.dtype)):
+                        return param
+        return None
+
+    def _unpack(self, use: Use, saved: Saved | SavedCast | SavedByOthers) -> Tensor:
         if isinstance(saved, SavedByOthers):
             return saved.unpack(saved.packed)
-        saved.check_version()
-        if saved.unit is not None:
-            use(saved.unit)
+        held = saved.param if isinstance(saved, SavedCast) else saved
+        held.check_version()
+        if held.unit is not None:
+            use(held.unit)
             if torch.is_grad_enabled():
                 self._save_in_backward(use)
         return saved.give()
+
+
+_CASTS = (torch.bfloat16, torch.float16)
+_VIEWS = frozenset(
+    f"{name}Backward{number}"
+    for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Unsqueeze", "Squeeze")
+    for number in range(3)
+)
+"""Nodes of operations that return a view of what they are given."""
+_FEW = 64
+"""Elements that are compared before all are."""
+
+
+def _param_of_cast(tensor: Tensor) -> Tensor | None:
+    """The leaf of which the tensor is a cast, or a view of one."""
+    node = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    leaf: Tensor | None = getattr(node.next_functions[0][0], "variable", None)
+    return leaf
+
+
+def _is_whole(param: Tensor, tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether the storage may be that of the parameter's cast, and of nothing else."""
+    same = param.dtype == torch.float32 and param.device == tensor.device and not is_dtensor(param)
+    return same and param.is_contiguous() and storage.nbytes() == param.numel() * tensor.itemsize
+
+
+def _flat(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """(numel,), all of a storage."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+
+
+def _cast(param: Tensor, dtype: torch.dtype) -> Tensor:
+    """(numel,) of a parameter, as autocast makes it."""
+    return param.detach().flatten().to(dtype)
