@@ -62,8 +62,8 @@ _QUESTIONS = (
 )
 """Those that often need no data: they are asked without it before a unit is fetched for them."""
 _ADDRESSES = (
-    *("data_ptr", "untyped_storage", "storage", "_typed_storage", "numpy", "tolist", "__array__", "__dlpack__"),
-    "as_subclass",
+    *("data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage", "storage_type"),
+    *("numpy", "tolist", "__array__", "__dlpack__", "as_subclass", "resize", "resize_as"),
 )
 """What reads memory past torch's operations."""
 
@@ -201,8 +201,8 @@ def _is_whole(values: Any, param: nn.Parameter) -> bool:
 
 
 def _detach_(param: nn.Parameter) -> nn.Parameter:
-    """A leaf is detached."""
-    return param
+    """A leaf is detached, and then requires no gradient."""
+    return _call_requires_grad_(param, False)
 
 
 def _format(param: nn.Parameter, spec: str) -> str:
@@ -417,7 +417,13 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = tree_map_only(AtRest, stand_in, (args, kwargs))
         if func in _named(*_ADDRESSES):
             raise _NeedsDataError(next(x.param for x in tree_leaves((args, kwargs)) if isinstance(x, Away)))
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            # Code of C++ that is no operation has asked for the address.
+            if "data is not allocated" in str(error):
+                raise _NeedsDataError(next(iter(stand_ins.values())).param) from None
+            raise
         params = {id(each.meta): each.param for each in stand_ins.values()}
         return tree_map_only(Away, lambda view: params.get(id(view.meta), view), result)
 
@@ -546,7 +552,7 @@ class Away(View):
                 return func(*on_meta, **names)
             if packet.__name__ == "_to_copy" and _is_as_it_is(view, kwargs.get("dtype"), to):
                 return Away.made(view.param, view.meta)
-            if not schema.is_mutable and schema.returns[0].alias_info is not None:
+            if not schema.is_mutable and schema.returns and schema.returns[0].alias_info is not None:
                 found = func(*on_meta, **names)
                 return tree_map_only(Tensor, lambda meta: Away.made(view.param, meta), found)
         raise _NeedsDataError(view.param)

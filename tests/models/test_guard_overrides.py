@@ -1,0 +1,171 @@
+"""Every function that torch lets a tensor class see, with a parameter at rest at each of its tensor arguments.
+
+What needs no data gives what it gives for a plain parameter; what reads or changes data raises one error, which names
+`zo.gathered`; what torch refuses for a plain one it refuses alike. Nothing else happens, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import get_testing_overrides
+from torch.testing._internal.generated.annotated_fn_args import annotated_args
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import zero_offload as zo
+from zero_offload.api import runtime_of
+from zero_offload.runtime.units.guard import AtRest, Away
+from zero_offload.runtime.units.read_only import changed_by
+
+SIZE = 4
+VALUES: dict[str, Any] = {
+    "double": 0.5,
+    "bool": False,
+    "IntArrayRef": [SIZE, SIZE],
+    "SymIntArrayRef": [SIZE, SIZE],
+    "ScalarType": torch.float32,
+    "c10::string_view": "mean",
+    "ArrayRef<double>": [0.5, 0.5],
+}
+"""By the types of arguments; all others are 1."""
+EXCEPTIONS = (
+    *("register_hook", "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "retain_grad", "backward"),
+    *("__reduce_ex__", "__repr__", "__format__", "requires_grad_", "detach_"),
+    *("_cdata", "set_", "as_strided"),
+)
+"""Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies and texts. The rest: an
+address; a function that torch shows to no class where it has no argument; one that asks how much memory there is."""
+ANSWERED = {
+    *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version", "output_nr", "data", "mT", "T"),
+    *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device", "dim_order"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_pinned"),
+    *("is_neg", "is_conj", "is_same_size", "is_set_to", "result_type", "type", "__len__", "__hash__", "__dir__"),
+    *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    *("to", "cpu", "float", "type_as", "view_as", "expand_as", "reshape_as", "contiguous", "detach", "view", "t"),
+}
+"""Among others."""
+TENSOR = object()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(SIZE, SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def arguments(func: Any, override: Any) -> tuple[list[Any], dict[str, Any]]:
+    """Some that fit, TENSOR in the place of each tensor."""
+    if func not in annotated_args:
+        needed = (each for each in inspect.signature(override).parameters.values() if each.default is each.empty)
+        return [TENSOR for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD] or [TENSOR], {}
+    args, kwargs = [], {}
+    for each in annotated_args[func]:
+        kind = each["simple_type"].rstrip("?")
+        value = {"Tensor": TENSOR}.get(kind, [TENSOR, TENSOR] if "TensorList" in kind else VALUES.get(kind, 1))
+        if each.get("is_kwarg_only") == "True":
+            kwargs[each["name"]] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def filled(given: Any, places: Iterator[Tensor]) -> Any:
+    if isinstance(given, list):
+        return [filled(each, places) for each in given]
+    return next(places) if given is TENSOR else given
+
+
+def calls(tensor: Callable[[], Tensor]) -> Iterator[tuple[Any, str, int, list[Any], dict[str, Any]]]:
+    """Every function with `tensor()` at each place in turn and ordinary tensors at the others."""
+    for func, override in get_testing_overrides().items():
+        args, kwargs = arguments(func, override)
+        count = sum(each is TENSOR for each in tree_leaves((args, kwargs)))
+        for place in range(count):
+            places = iter([tensor() if at == place else torch.ones(SIZE, SIZE) for at in range(count)])
+            given = filled(args, places)
+            yield (
+                func,
+                str(torch.overrides.resolve_name(func) or func),
+                place,
+                given,
+                {name: filled(each, places) for name, each in kwargs.items()},
+            )
+
+
+def outcome(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        return error
+
+
+def described(result: Any, *, values: bool) -> str:
+    """All there is to know of a result."""
+
+    def leaf(tensor: Tensor) -> str:
+        about = f"{tuple(tensor.shape)} {tensor.dtype} {tensor.device} {tensor.stride()} {tensor.requires_grad}"
+        return about + str(tensor.tolist() if values and not tensor.is_meta else "")
+
+    return str(tree_map_only(Tensor, leaf, result))
+
+
+@pytest.fixture
+def net(nvme: Path) -> Net:
+    return zo.offload(Net(), zo.OffloadConfig(params="nvme", optimizer="nvme", precision="fp32", nvme=nvme))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
+    """Without gradients: what in-place functions say of leaves that require one is torch's."""
+    wrong, answered = [], set()
+    plain = iter(calls(lambda: nn.Parameter(torch.eye(SIZE))))
+    fetched = runtime_of(net).parts.units[0].state
+    with torch.no_grad():
+        for func, name, place, args, kwargs in calls(lambda: net.weight):
+            _, _, _, plain_args, plain_kwargs = next(plain)
+            short = name.split(".")[-2 if name.endswith(("__get__", "__set__")) else -1]
+            if short in EXCEPTIONS:
+                continue
+            found = outcome(func, args, kwargs)
+            changes = any(isinstance(each, AtRest) for each in changed_by(func, tuple(args), kwargs))
+            if isinstance(found, zo.ZeroOffloadError):
+                if "weight" not in str(found) or "zo.gathered" not in str(found):
+                    wrong.append((name, place, "says", str(found)))
+                continue
+            expected = outcome(func, plain_args, plain_kwargs)
+            if isinstance(found, Exception):
+                if type(found) is not type(expected):
+                    wrong.append((name, place, "raises", repr(found), "not", repr(expected)[:80]))
+                continue
+            answered.add(short)
+            is_view = any(isinstance(each, AtRest | Away) for each in tree_leaves(found))
+            values = not is_view and "empty" not in short
+            if changes and short not in ("requires_grad", "data"):
+                wrong.append((name, place, "changes it"))
+            elif isinstance(expected, Exception):
+                wrong.append((name, place, "answers where torch raises", repr(expected)[:80]))
+            elif described(found, values=values) != described(expected, values=values):
+                wrong.append(
+                    (
+                        name,
+                        place,
+                        described(found, values=values)[:150],
+                        "not",
+                        described(expected, values=values)[:150],
+                    )
+                )
+    assert not wrong
+    assert answered >= ANSWERED, ANSWERED - answered
+    assert runtime_of(net).parts.units[0].state is fetched
