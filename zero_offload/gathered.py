@@ -85,20 +85,48 @@ def _params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterato
 
 @contextmanager
 def _changed_params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
+    given: Values = {place.name: param for place, param in places.items()}
     values: Values = {}
+    wrong: list[str] = []
     try:
         with _present(owner, places), _writable(places):
             try:
-                yield {place.name: param for place, param in places.items()}
+                yield given
             except BaseException:
                 owner.note_written(whole=False)
                 raise
             finally:
-                values = {place.name: param.detach().clone() for place, param in places.items()}
+                values, wrong = _taken(places, given)
     finally:
         # After an exception too: what is changed where it rests has lost what it was.
         if values:
             _write_back(owner, places, values)
+    if wrong:
+        raise ConfigError(
+            f"zo.gathered(mode='write') got {', '.join(wrong)}: it keeps its value, the others are written. Assign a "
+            "tensor of that shape, or change the one that is there in place"
+        )
+
+
+def _taken(places: dict[Place, nn.Parameter], given: Values) -> tuple[Values, list[str]]:
+    """Copies of what a program has left in these parameters, and what is wrong with some.
+
+    They count as they are, whatever memory they are in: `param.data = values` and `param.set_(values)` replace it, and
+    are taken with their dtype, so that an fp32 master has all their bits.
+    """
+    values, wrong = {}, []
+    for place, param in places.items():
+        value = given.get(place.name, param).detach()
+        if value.shape == place.piece.spec.shape and not value.is_meta:
+            values[place.name] = value.clone()
+        else:
+            wrong.append(f"{tuple(value.shape)} for {place.name}, which is {tuple(place.piece.spec.shape)}")
+    for unit in {place.unit.index: place.unit for place in places}.values():
+        unit.put_back()
+    for place, param in places.items():
+        if place.name not in values:
+            values[place.name] = param.detach().clone()
+    return values, wrong
 
 
 @contextmanager

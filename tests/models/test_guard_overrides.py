@@ -6,15 +6,17 @@ What needs no data gives what it gives for a plain parameter; what reads or chan
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import get_testing_overrides
+from torch.overrides import get_ignored_functions, get_testing_overrides
 from torch.testing._internal.generated.annotated_fn_args import annotated_args
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -44,11 +46,11 @@ address; a function that torch shows to no class where it has no argument; one t
 ANSWERED = {
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "_version", "output_nr", "data", "mT", "T"),
-    *("size", "dim", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device", "dim_order"),
+    *("size", "dim", "numel", "nelement", "element_size", "storage_offset", "get_device", "dim_order"),
     *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "is_inference", "is_shared", "is_pinned"),
-    *("is_neg", "is_conj", "is_same_size", "is_set_to", "result_type", "type", "__len__", "__hash__", "__dir__"),
-    *("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like"),
-    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    *("is_neg", "is_conj", "is_same_size", "is_set_to", "type", "__len__"),
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+    *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
     *("to", "cpu", "float", "type_as", "view_as", "expand_as", "reshape_as", "contiguous", "detach", "view", "t"),
 }
 """Among others."""
@@ -69,7 +71,8 @@ def arguments(func: Any, override: Any) -> tuple[list[Any], dict[str, Any]]:
     if func not in annotated_args:
         needed = (each for each in inspect.signature(override).parameters.values() if each.default is each.empty)
         return [TENSOR for each in needed if each.kind is each.POSITIONAL_OR_KEYWORD] or [TENSOR], {}
-    args, kwargs = [], {}
+    is_method = str(torch.overrides.resolve_name(func)).startswith("torch.Tensor")
+    args, kwargs = [TENSOR] * (is_method and all(each["name"] != "self" for each in annotated_args[func])), {}
     for each in annotated_args[func]:
         kind = each["simple_type"].rstrip("?")
         value = {"Tensor": TENSOR}.get(kind, [TENSOR, TENSOR] if "TensorList" in kind else VALUES.get(kind, 1))
@@ -88,7 +91,8 @@ def filled(given: Any, places: Iterator[Tensor]) -> Any:
 
 def calls(tensor: Callable[[], Tensor]) -> Iterator[tuple[Any, str, int, list[Any], dict[str, Any]]]:
     """Every function with `tensor()` at each place in turn and ordinary tensors at the others."""
-    for func, override in get_testing_overrides().items():
+    ignored = dict.fromkeys(func for func in get_ignored_functions() if func in annotated_args)
+    for func, override in {**get_testing_overrides(), **ignored}.items():
         args, kwargs = arguments(func, override)
         count = sum(each is TENSOR for each in tree_leaves((args, kwargs)))
         for place in range(count):
@@ -169,3 +173,125 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
     assert not wrong
     assert answered >= ANSWERED, ANSWERED - answered
     assert runtime_of(net).parts.units[0].state is fetched
+
+
+QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "typename": torch.typename,
+    "stride": lambda p: p.stride(),
+    "result type": lambda p: (torch.result_type(p, 1.0), torch.result_type(torch.ones(1, dtype=torch.float64), p)),
+    "random like it": lambda p: [torch.rand_like(p), torch.randn_like(p), torch.randint_like(p, 9)],
+    "full, by keyword": lambda p: torch.full_like(input=p, fill_value=2.0, dtype=torch.float64),
+    "new": lambda p: [p.new_tensor([1.0]), p.new_zeros(3), p.new_full((2,), 7)],
+    "another to it": lambda p: torch.zeros(2, dtype=torch.float64).to(p),
+    "another to it, by keyword": lambda p: torch.zeros(2, dtype=torch.float64).to(tensor=p),
+    "another as its type": lambda p: torch.zeros(2, dtype=torch.int64).type_as(p),
+    "others as its shape": lambda p: [torch.ones(1).expand_as(p), torch.ones(p.numel()).view_as(other=p)],
+    "hash": lambda p: hash(p) == id(p),
+    "in a set and a list": lambda p: p in {p} and p in [p],
+}
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "data": lambda p: p.data,
+    "detached": lambda p: p.detach(),
+    "flat": lambda p: p.view(-1),
+    "transposed row": lambda p: p.t()[1],
+    "like its data": lambda p: torch.zeros_like(p.data, memory_format=torch.preserve_format),
+    "on meta": lambda p: p.to("meta"),
+}
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "device": lambda p: p.to("cpu"),
+    "device with an index": lambda p: p.to("cpu:0"),
+    "device object": lambda p: p.to(torch.device("cpu", 0), torch.float32),
+    "dtype": lambda p: p.float().to(torch.float32).type(p.dtype).type_as(torch.ones(1)),
+    "another": lambda p: p.to(torch.ones(1)),
+    "itself": lambda p: p.to(p),
+    "layout": lambda p: p.contiguous(),
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS)
+def test_a_question(ask: str, net: Net) -> None:
+    torch.manual_seed(1)
+    expected = described(QUESTIONS[ask](nn.Parameter(torch.eye(SIZE))), values=True)
+    torch.manual_seed(1)
+    assert described(QUESTIONS[ask](net.weight), values=True) == expected
+
+
+@pytest.mark.parametrize("make", VIEWS)
+def test_a_view_without_data(make: str, net: Net) -> None:
+    expected = VIEWS[make](nn.Parameter(torch.eye(SIZE)))
+    view = VIEWS[make](net.weight)
+    assert described(view, values=False) == described(expected, values=False)
+    assert torch.typename(view) == torch.typename(expected)
+    if type(view) is Away:
+        assert "weight, offloaded to nvme" in repr(view)
+        for read in (Tensor.sum, Tensor.numpy, Tensor.tolist, Tensor.clone, Tensor.data_ptr, copy.copy, copy.deepcopy):
+            with pytest.raises(zo.ZeroOffloadError, match="weight, offloaded to nvme|zo.save_checkpoint"):
+                read(view)
+        for change in (Tensor.zero_, partial(Tensor.copy_, other=torch.ones(()))):
+            with pytest.raises((zo.ZeroOffloadError, TypeError)):
+                change(view)
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            torch.ones(SIZE, SIZE).data = view
+
+
+@pytest.mark.parametrize("call", SAME)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_what_it_is_already_is_the_parameter_itself(tier: str, call: str, nvme: Path) -> None:
+    config = zo.OffloadConfig(params=tier, optimizer=tier, precision="fp32", nvme=nvme if tier == "nvme" else None)
+    model = zo.offload(Net(), config)
+    assert SAME[call](model.weight) is model.weight
+
+
+def test_a_question_in_forward_fetches_nothing(nvme: Path) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Net(), Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.second.weight
+            x = x.to(weight) + torch.zeros_like(weight) + weight.new_zeros(1)
+            assert weight.float() is weight and type(weight) is not nn.Parameter
+            return self.second(self.first(x))
+
+    def settings() -> dict[str, Any]:
+        return {"params": "nvme", "optimizer": "nvme", "nvme": nvme, "precision": "fp32", "device_memory": "4MiB"}
+
+    model = zo.offload(Asks(), zo.OffloadConfig(**settings()), units=["first", "second"])
+    out = model(torch.eye(SIZE, dtype=torch.float64))
+    with zo.gathered(model):
+        assert torch.equal(out, model.first.weight @ model.second.weight)
+
+
+def test_texts_of_a_model(net: Net) -> None:
+    net.more = nn.ParameterDict({"one": net.weight})
+    assert "one" in repr(net) and "weight, offloaded to nvme" in f"{net.weight}" and "FloatTensor" in repr(net.more)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "meta": lambda m: m.to("meta"),
+    "half": lambda m: m.half(),
+    "double": lambda m: m.to(torch.float64),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "share_memory": lambda m: m.share_memory(),
+    "type": lambda m: m.type(torch.float16),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_conversion_of_the_model_is_refused_before_it_begins(tier: str, convert: str, nvme: Path) -> None:
+    config = zo.OffloadConfig(params=tier, optimizer=tier, precision="fp32", nvme=nvme if tier == "nvme" else None)
+    model = zo.offload(nn.Sequential(nn.BatchNorm1d(SIZE), Net()), config)
+    params = list(model.parameters())
+    with pytest.raises(zo.ZeroOffloadError, match=r"parameter 0\.weight.* keeps|keeps its dtype.*0\.weight.*precision"):
+        CONVERSIONS[convert](model)
+    assert all(one is other for one, other in zip(model.parameters(), params, strict=True))
+    assert {(each.dtype, each.device.type) for each in params} == {(torch.float32, "cpu")}
+    model.to("cpu:0").cpu().float().to(torch.device("cpu", 0))
+    model(torch.ones(2, SIZE)).sum().backward()
+
+
+def test_a_parameter_made_of_one_is_refused(net: Net) -> None:
+    with pytest.raises(zo.ZeroOffloadError, match=r"view of parameter weight cannot require a gradient.*clone"):
+        nn.Parameter(net.weight)

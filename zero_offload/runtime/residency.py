@@ -26,6 +26,7 @@ from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.runtime.victims import Victims
+from zero_offload.shards.shard import Component
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
@@ -52,6 +53,7 @@ class Residency:
         self.spans = store.counters.spans
         self.board = board
         self._is_alone = collectives.num_shards == 1
+        self._shard_index = collectives.shard_index
         self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
         self._budget = budget
@@ -198,6 +200,15 @@ class Residency:
         if not buffer.attach() and not (self.give_way() and buffer.attach()):
             raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
         self.claims.note()
+
+    def holds_value(self, section: Section) -> bool:
+        """Whether a unit's buffer still has this rank's shard as it rests elsewhere, which is read."""
+        if section.buffer is None:
+            return False  # it rests in the buffer
+        value = self._store.read_component(section.shard, Component.VALUE)
+        begin = self._shard_index * section.layout.shard_numel
+        own = section.flat[begin : begin + value.numel()].to(value.device)
+        return torch.equal(own.view(torch.int8), value.view(torch.int8))
 
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""

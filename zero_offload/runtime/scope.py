@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from torch.autograd.graph import saved_tensors_hooks
 
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.units.unit import Unit
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.telemetry.spans import Lane
 
 
@@ -44,10 +44,14 @@ class Round(Protocol):
         """A unit is here: it stays until all of them have passed it."""
 
 
-def end_use(unit: Unit) -> list[str]:
+def end_use(unit: Unit, holds_value: Callable[[Section], bool]) -> list[str]:
     """One forward has used the unit; names of parameters that forwards have changed."""
     unit.forward_uses = max(unit.forward_uses - 1, 0)
-    changed = unit.changed() if unit.forward_uses == 0 else []
+    changed: list[str] = []
+    if unit.forward_uses == 0:
+        changed = unit.changed(holds_value)
+        if not unit.writable:
+            unit.put_back()
     unit.close()
     return changed
 

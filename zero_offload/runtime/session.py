@@ -261,7 +261,7 @@ class Session:
         """Names of parameters that the forward has changed."""
         changed: list[str] = []
         for unit in (*scope.units, *scope.touched):
-            changed += end_use(unit)
+            changed += end_use(unit, self._residency.holds_value)
             if unit.forward_uses and self.round is None:
                 unit.passing = not any(unit in each.units for each in around)
         return changed
@@ -317,7 +317,7 @@ class Session:
         else:
             self._residency.acquire(unit)
             unit.open()
-            if self._watches:
+            if self._watches or unit.is_set:
                 unit.watch()
             if self.round is not None and not in_backward():
                 self.round.hold(unit)

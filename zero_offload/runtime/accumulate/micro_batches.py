@@ -138,7 +138,7 @@ class MicroBatches:
 
     def _release(self) -> None:
         held, self._held = self._held, []
-        changed = [name for unit in held for name in end_use(unit)]
+        changed = [name for unit in held for name in end_use(unit, self._pieces.residency.holds_value)]
         if changed:
             raise changed_in_forward(changed)
 

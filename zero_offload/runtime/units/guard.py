@@ -106,7 +106,6 @@ def _special() -> dict[Any, Callable[..., Any]]:
         Tensor.detach: _detach,
         Tensor.copy_: _copy_,
         data.__set__: _set_data,
-        Tensor.set_: _set_,
         Tensor.detach_: _detach_,
         Tensor.__format__: _format,
         torch._has_compatible_shallow_copy_type: _check_conversion,
@@ -181,13 +180,6 @@ def _set_data(param: nn.Parameter, values: Any) -> None:
     """`model.to("cpu")` assigns what it got from the parameter, and so may a program: that changes nothing."""
     if not _is_whole(values, param):
         _call(cast(Any, Tensor.data).__set__, (param, values), {})
-
-
-def _set_(param: nn.Parameter, *source: Any, **kwargs: Any) -> Tensor:
-    """A parametrization sets its parameter to itself when it is registered and removed."""
-    if len(source) == 1 and not kwargs and _is_whole(source[0], param):
-        return param
-    return cast(Tensor, _call(Tensor.set_, (param, *source), kwargs))
 
 
 def _is_whole(values: Any, param: nn.Parameter) -> bool:
@@ -417,6 +409,9 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs = tree_map_only(AtRest, stand_in, (args, kwargs))
         if func in _named(*_ADDRESSES):
             raise _NeedsDataError(next(x.param for x in tree_leaves((args, kwargs)) if isinstance(x, Away)))
+        if func in _named("new", "new_tensor") and args and isinstance(args[0], Away):
+            # They take dtype and device past the view's own answers.
+            args = (torch.empty(0, dtype=args[0].dtype, device=args[0].device), *args[1:])
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Resi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch import nn
 from zero_offload.kernels.fingerprint import fingerprints
 from zero_offload.memory.resizable import Buffer
 from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
-from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.shards.shard import Shard
@@ -50,6 +50,16 @@ class Section:
         """Whether the tensor views the buffer."""
         storage = storage_of(tensor)
         return storage is not None and bool(storage._cdata == self._storage)
+
+    def own_view(self, piece: ParamSlice) -> torch.Tensor:
+        """A parameter's part of the buffer, of its (local) shape."""
+        return self.flat[piece.begin : piece.end].view(piece.spec.shape)
+
+    def is_place(self, piece: ParamSlice, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is that part."""
+        begin = self.flat.storage_offset() + piece.begin
+        lies = tensor.storage_offset() == begin and tensor.shape == piece.spec.shape and tensor.is_contiguous()
+        return self.holds(tensor) and lies and tensor.dtype == self.flat.dtype
 
     def _num_tensors(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage))
@@ -91,7 +101,10 @@ class Unit:
         self._versions: list[int] = []
         """Of the parameters, when they were opened."""
         self._fingerprints: torch.Tensor | None = None
-        """The same, (params,) where they are; None in most uses."""
+        """Of their values, (params,) where they are; None in most uses."""
+        self.is_set = False
+        """Some parameter had another version after a use and the same value, as where a parametrization sets it to
+        itself: from then on its values are looked at in every use."""
         self.gathered_uses = 0
         """`gathered` contexts that hold it; no forward or backward ends these."""
         self.writable: list[Sequence[nn.Parameter]] = []
@@ -151,6 +164,8 @@ class Unit:
     def open(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
         unguard(self.params)
+        if self.writable:
+            self._take_replaced()
         self._versions = [param._version for param in self.params]
 
     def watch(self) -> None:
@@ -163,23 +178,49 @@ class Unit:
 
     def _take_fingerprints(self) -> torch.Tensor:
         with torch._C._DisableFuncTorch():  # its tensors have no storage
-            return fingerprints([local_part(param).detach() for param in self.params])
+            return fingerprints([section.own_view(piece) for section, piece, _ in self.placed_params])
 
-    def changed(self) -> list[str]:
-        """Names of parameters that were changed since `open`, where what is changed here is lost."""
-        names = []
+    def changed(self, holds_value: Callable[[Section], bool] = lambda section: False) -> list[str]:
+        """Names of parameters that were changed since `open`, where what is changed here is lost.
+
+        What counts is the value. A new version says that somebody may have written; without fingerprints of this use
+        `holds_value` says whether a buffer still holds what rests elsewhere.
+        """
+        names, doubtful = [], []
         # Without versions it was never opened: there was no room for it.
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
-            if not section.holds(local_part(param)) or (param._version != version and _loses(self, section)):
-                names.append(piece.spec.name)
-        if self._fingerprints is not None and not names:
+            part = local_part(param)
+            if not section.is_place(piece, part):
+                names += [piece.spec.name] * (not _equal(part, section.own_view(piece)))
+            elif param._version != version and _loses(self, section):
+                doubtful.append((section, piece.spec.name))
+        if self._fingerprints is not None:
             differ = (self._take_fingerprints() != self._fingerprints).tolist()
-            names = [
+            names += [
                 piece.spec.name
                 for (section, piece, _), differs in zip(self.placed_params, differ, strict=True)
                 if differs and _loses(self, section)
             ]
+        else:
+            kept = {id(section): holds_value(section) for section in dict.fromkeys(section for section, _ in doubtful)}
+            names += [name for section, name in doubtful if not kept[id(section)]]
+        self.is_set |= bool(doubtful)
         return names
+
+    def put_back(self) -> None:
+        """Parameters that a program has given other memory, as by `param.data = values`, are views of the buffers
+        again, which have the values that were there. To be called while the unit is here."""
+        with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
+            for section, piece, param in self.placed_params:
+                if not is_dtensor(param) and not section.is_place(piece, param):
+                    param.data = section.own_view(piece)
+
+    def _take_replaced(self) -> None:
+        """The same, with the values that the program gave them."""
+        for section, piece, param in self.placed_params:
+            if not section.is_place(piece, local_part(param)) and param.shape == piece.spec.shape:
+                section.own_view(piece).copy_(param.detach())
+        self.put_back()
 
     def close(self) -> None:
         """Guard the parameters again, unless someone still computes with them or may change them."""
@@ -221,6 +262,11 @@ class Unit:
 def is_viewed(unit: Unit, sections: Iterable[Section]) -> bool:
     """Whether somebody else holds a view of these sections of a unit: an update changes what such a view shows."""
     return sum(section.views_made() for section in sections) > len(unit.saved_views)
+
+
+def _equal(values: torch.Tensor, own: torch.Tensor) -> bool:
+    same_kind = (values.shape, values.dtype, values.device) == (own.shape, own.dtype, own.device)
+    return same_kind and torch.equal(values.detach(), own)
 
 
 def _loses(unit: Unit, section: Section) -> bool:
