@@ -35,7 +35,8 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     `kind="params"`: the parameters themselves (compute dtype) are read like any tensor, and the dict holds them; what
     would change one, or a view of one, raises before anything is changed. `kind="master"`: the dict holds fp32 masters
     (frozen: values), copies. `kind="grads"`: the dict holds copies of gradients that no step has consumed, fp32.
-    `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back; moments stay. With
+    `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back, whether they were changed
+    in place, by `param.data = values`, or replaced in the dict; moments stay. With
     "params" that is so after an exception too, as in plain torch; with "master" nothing is written then.
     Several ranks: `kind="params"` with `mode="read"` only, and every rank enters. Writes to an address (`data_ptr()`,
     DLPack) are not seen.

@@ -38,10 +38,10 @@ VALUES: dict[str, Any] = {
 """By the types of arguments; all others are 1."""
 EXCEPTIONS = (
     *("register_hook", "register_post_accumulate_grad_hook", "_post_accumulate_grad_hooks", "retain_grad", "backward"),
-    *("__reduce_ex__", "__repr__", "__format__", "requires_grad_", "detach_"),
+    *("__reduce_ex__", "__repr__", "__format__", "requires_grad_", "detach_", "share_memory_"),
     *("_cdata", "set_", "as_strided"),
 )
-"""Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies and texts. The rest: an
+"""Tested by themselves: hooks, of which an offloaded parameter has its own, gradients, copies, texts. The rest: an
 address; a function that torch shows to no class where it has no argument; one that asks how much memory there is."""
 ANSWERED = {
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),

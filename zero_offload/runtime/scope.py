@@ -50,8 +50,7 @@ def end_use(unit: Unit, holds_value: Callable[[Section], bool]) -> list[str]:
     changed: list[str] = []
     if unit.forward_uses == 0:
         changed = unit.changed(holds_value)
-        if not unit.writable:
-            unit.put_back()
+        unit.end_replacing()
     unit.close()
     return changed
 

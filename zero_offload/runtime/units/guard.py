@@ -441,7 +441,7 @@ def _needs_data(func: object, param: nn.Parameter) -> ZeroOffloadError:
 
 
 def _changes(func: object, param: nn.Parameter) -> ZeroOffloadError:
-    if _converts_module():
+    if _converts_module() or func is Tensor.share_memory_:
         return _no_conversion(param)
     return ZeroOffloadError(
         f"{name_of(func)} changes parameter {_describe(param)}, outside of the model's forward: the change would be "

@@ -56,10 +56,10 @@ class Section:
         return self.flat[piece.begin : piece.end].view(piece.spec.shape)
 
     def is_place(self, piece: ParamSlice, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is that part."""
-        begin = self.flat.storage_offset() + piece.begin
-        lies = tensor.storage_offset() == begin and tensor.shape == piece.spec.shape and tensor.is_contiguous()
-        return self.holds(tensor) and lies and tensor.dtype == self.flat.dtype
+        """Whether the tensor is that part of a buffer that is here. Asked for each parameter after each use."""
+        address = self.flat.data_ptr() + piece.begin * self.flat.itemsize
+        at = tensor.data_ptr() == address or tensor.numel() == 0
+        return at and tensor.shape == piece.spec.shape and tensor.is_contiguous()
 
     def _num_tensors(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage))
@@ -102,6 +102,8 @@ class Unit:
         """Of the parameters, when they were opened."""
         self._fingerprints: torch.Tensor | None = None
         """Of their values, (params,) where they are; None in most uses."""
+        self._is_replaced = False
+        """At the end of the last use some parameter was in other memory."""
         self.is_set = False
         """Some parameter had another version after a use and the same value, as where a parametrization sets it to
         itself: from then on its values are looked at in every use."""
@@ -187,10 +189,12 @@ class Unit:
         `holds_value` says whether a buffer still holds what rests elsewhere.
         """
         names, doubtful = [], []
+        self._is_replaced = False
         # Without versions it was never opened: there was no room for it.
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
             part = local_part(param)
             if not section.is_place(piece, part):
+                self._is_replaced = True
                 names += [piece.spec.name] * (not _equal(part, section.own_view(piece)))
             elif param._version != version and _loses(self, section):
                 doubtful.append((section, piece.spec.name))
@@ -207,9 +211,15 @@ class Unit:
         self.is_set |= bool(doubtful)
         return names
 
+    def end_replacing(self) -> None:
+        """After `changed`: put back what a forward has replaced, unless a program may write it now."""
+        if self._is_replaced and not self.writable:
+            self.put_back()
+
     def put_back(self) -> None:
         """Parameters that a program has given other memory, as by `param.data = values`, are views of the buffers
         again, which have the values that were there. To be called while the unit is here."""
+        self._is_replaced = False
         with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
             for section, piece, param in self.placed_params:
                 if not is_dtensor(param) and not section.is_place(piece, param):
