@@ -21,6 +21,7 @@ from zero_offload.inputs import check_optimizer
 from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.groups import check_groups, group_records, restore_groups
+from zero_offload.optim.optimizer import FusedOptimizer
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.shards.registry import owner_of
 
@@ -66,6 +67,8 @@ def _capture(model: nn.Module, owner: OffloadedModel) -> dict[str, Any]:
 def _check_keeps(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call: str) -> None:
     """Warn of parameters that the optimizer trains and the call does not write."""
     _check_trains(optimizer, owner, call)
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.hand_over()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if num_others := sum(owner_of(param) is None for param in params):
         warnings.warn(

@@ -230,6 +230,26 @@ def test_a_module_around_the_model(nvme: Path, pool: RankPool) -> None:
         check(found, expected)
 
 
+def test_states_of_ordinary_steps_are_in_the_next_generation(nvme: Path) -> None:
+    losses = []
+    for steps in (range(3), range(3, 5)):
+        model = build(Valued)
+        zo.offload(model.model, zo.OffloadConfig(precision="fp32", nvme=nvme, existing="resume"))
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        if steps.start == 0:
+            losses += train(model, optimizer, tokens_of, lambda _: None, steps)
+            zo.offload(model)
+            zo.commit(model, optimizer)
+        else:
+            zo.offload(model)
+            assert zo.resume(model, optimizer) is not None
+            losses += train(model, optimizer, tokens_of, lambda _: None, steps)
+        zo.close(model)
+    plain = build(Valued)
+    optimizer = zo.AdamW(plain.parameters(), lr=1e-2)
+    assert losses == list(train(plain, optimizer, tokens_of, lambda _: None, range(5)))
+
+
 class Regularized(nn.Module):
     """Reads adapters outside of the forward of the model that they are in."""
 

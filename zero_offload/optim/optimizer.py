@@ -319,6 +319,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 check_shapes(param, entries.get(param, {}), names, f"{type(self).__name__}: parameter {number}")
                 number += 1
 
+    def hand_over(self) -> None:
+        """Before a generation or a checkpoint is made of what the runtimes have."""
+        if self._states:
+            self._hand_over(self.hypers())
+
     def _hand_over(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """States of steps before the parameters were offloaded go to their runtime."""
         for param in [each for each in hypers if dict.__contains__(self._states, each)]:
