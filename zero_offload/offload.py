@@ -215,7 +215,8 @@ def _adopt(
     assert isinstance(owner, OffloadedModel)
     parts, keeper, device, collectives = owner.parts, owner.parts.keeper, owner.parts.device, owner.parts.collectives
     if not owner.session.closed:
-        owner.drain()  # a commit under way talks to the other ranks, as what follows does
+        with owner.together("zo.offload"):
+            owner.drain()  # a commit under way talks to the other ranks, as what follows does
     with parts.ranks.exchange.together() if not owner.session.closed else contextlib.nullcontext():
         _check_call(owner, config, mesh)
         found = [param for param in model.parameters() if owner_of(param) is None]
