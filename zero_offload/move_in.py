@@ -54,6 +54,8 @@ def param_problem(param: nn.Parameter) -> str | None:
         return "is still recorded; leave 'with zo.deferred_init():' before zo.offload"
     if param.is_meta:
         return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
+    if isinstance(param, nn.UninitializedParameter):
+        return "belongs to a lazy module, which gets its shape with its first input; run one forward before zo.offload"
     if type(param) is not nn.Parameter:
         return f"is a {type(param).__name__}; only plain parameters and DTensors can be offloaded"
     if param.device.type != "cpu":

@@ -95,7 +95,7 @@ def _json(extra: Any) -> Any:
     try:
         return to_json(extra, "extra")
     except (TypeError, RecursionError) as error:
-        raise ConfigError(f"extra= cannot be kept: {error}; pass plain numbers, texts, lists and dicts") from error
+        raise ConfigError(f"extra= cannot be kept: {error}; pass numbers, texts, tuples, lists and dicts") from error
 
 
 def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, extra: Any = None) -> None:

@@ -731,3 +731,13 @@ def test_a_memory_format_changes_nothing_that_is_offloaded(nvme: Path) -> None:
     model = zo.offload(nn.Conv2d(4, 4, 3), placed("fp32", ("nvme", "cpu", "nvme"), nvme))
     model.to(memory_format=torch.channels_last)
     assert model(torch.ones(1, 4, 5, 5)).shape == (1, 4, 3, 3)
+
+
+def test_a_lazy_module_is_offloaded_after_its_first_forward() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(zo.ConfigError, match=r"0\.weight belongs to a lazy module.*run one forward before zo\.offload"):
+        zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    expected = model(torch.ones(2, 4))
+    zo.offload(model, zo.OffloadConfig(precision="fp32"))
+    assert torch.equal(model(torch.ones(2, 4)), expected)
+    zo.close(model)

@@ -14,6 +14,7 @@ Calls, in order: `chunked_cross_entropy` -> `_TokenLosses` (a loss per token) ->
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -231,7 +232,9 @@ def _problems(
         yield f"bias is {tuple(bias.shape)}, not {vocabulary}, the vocabulary of the weight"
     if reduction not in REDUCTIONS:
         yield f"reduction={reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}"
-    if options.chunk_tokens < 1:
-        yield f"chunk_tokens={options.chunk_tokens} is no number of tokens; use 1 or more, or None"
+    if not isinstance(options.chunk_tokens, Integral) or options.chunk_tokens < 1:
+        yield f"chunk_tokens={options.chunk_tokens!r} is no number of tokens; use a whole number from 1 on, or None"
+    if not isinstance(options.ignore_index, Integral):
+        yield f"ignore_index={options.ignore_index!r} is no class number; use a whole number"
     if not 0.0 <= options.label_smoothing <= 1.0:
         yield f"label_smoothing={options.label_smoothing} is outside 0 to 1"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -146,8 +147,8 @@ class TiledLinear(nn.Module):
 
 
 def _check_tiles(name: str, count: int, features: str, size: int) -> None:
-    if not 1 <= count <= size:
-        raise ConfigError(f"TiledLinear: {name}={count} with {features}={size}; use 1 to {size}")
+    if not isinstance(count, Integral) or not 1 <= count <= size:
+        raise ConfigError(f"TiledLinear: {name}={count!r} with {features}={size}; use a whole number from 1 to {size}")
 
 
 def _sizes(total: int, count: int) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,17 +19,36 @@ from torch.optim import lr_scheduler
 import zero_offload as zo
 from zero_offload.checkpoint.extra import from_json, to_json
 
-KEYS = st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["__pairs__", "__float__", "__tensor__"])
+NUMPY = st.sampled_from([np.float32(0.1), np.float64(0.1), np.float16(-2), np.int64(-3), np.uint8(200), np.bool_(True)])
+PLAIN = st.none() | st.booleans() | st.integers() | st.text() | NUMPY
+KEYS = PLAIN | st.sampled_from(["__pairs__", "__float__", "__tensor__", "__tuple__", "__numpy__"]) | st.tuples(PLAIN)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    PLAIN | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
 
 @given(VALUES)
 def test_what_is_written_is_read(value: Any) -> None:
-    assert from_json(json.loads(json.dumps(to_json(value), allow_nan=False))) == value
+    found = from_json(json.loads(json.dumps(to_json(value), allow_nan=False)))
+    assert found == value
+    assert repr(found) == repr(value)  # of the same types, too
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_numbers_of_numpy_that_are_not_finite(number: float) -> None:
+    found = from_json(json.loads(json.dumps(to_json(np.float32(number)), allow_nan=False)))
+    assert type(found) is np.float32
+    np.testing.assert_equal(found, np.float32(number))
+
+
+def test_derived_classes_come_back_as_the_plain_one() -> None:
+    given = {"size": torch.Size([2, 3]), "counter": Counter([4, 4])}
+    found = from_json(json.loads(json.dumps(to_json(given), allow_nan=False)))
+    assert found == given and type(found["size"]) is tuple and type(found["counter"]) is dict
 
 
 def test_what_is_not_a_number_stays_none() -> None:
@@ -47,7 +68,10 @@ def test_an_error_names_the_place() -> None:
         to_json({"a": [1, {"b": torch.zeros(3)}]}, "extra")
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), {(1, 2): 3}, {"a": [torch.zeros(1)]}])
+REFUSED = [{1, 2}, object(), {frozenset(): 3}, {(1, b""): 3}, {"a": [torch.zeros(1)]}, np.zeros(1), np.complex64(1)]
+
+
+@pytest.mark.parametrize("value", REFUSED)
 def test_what_has_no_form_is_refused(value: Any) -> None:
     with pytest.raises(TypeError):
         to_json(value)

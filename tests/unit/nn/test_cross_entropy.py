@@ -366,7 +366,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "dtype": ({"targets": torch.zeros(3, 13, dtype=torch.int32)}, r"torch.int32.*targets.long\(\)"),
     "bias": ({"bias": torch.zeros(7)}, r"bias is \(7,\), not \(301,\)"),
     "reduction": ({"reduction": "median"}, "reduction='median'.*mean, sum, none"),
-    "chunk": ({"chunk_tokens": 0}, "chunk_tokens=0.*1 or more"),
+    "chunk": ({"chunk_tokens": 0}, "chunk_tokens=0.*whole number from 1 on"),
+    "part of a chunk": ({"chunk_tokens": 2.5}, "chunk_tokens=2.5.*whole number"),
+    "part of a class": ({"ignore_index": 0.5}, "ignore_index=0.5 is no class number"),
     "smoothing": ({"label_smoothing": 1.5}, "label_smoothing=1.5 is outside 0 to 1"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -144,12 +146,15 @@ def test_a_state_dict_is_loaded_into_another() -> None:
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        ({"tiles": 0}, "tiles=0 with out_features=101; use 1 to 101"),
+        ({"tiles": 0}, "tiles=0 with out_features=101; use a whole number from 1 to 101"),
+        ({"tiles": 2.5}, "tiles=2.5 with out_features=101; use a whole number"),
+        ({"tiles": "2"}, "tiles='2' with out_features=101"),
+        ({"tiles": 2, "in_tiles": 2.0}, "in_tiles=2.0 with in_features=64"),
         ({"tiles": 102}, "tiles=102 with out_features=101"),
-        ({"tiles": 2, "in_tiles": 65}, "in_tiles=65 with in_features=64; use 1 to 64"),
+        ({"tiles": 2, "in_tiles": 65}, "in_tiles=65 with in_features=64; use a whole number from 1 to 64"),
     ],
 )
-def test_impossible_numbers_of_tiles(counts: dict[str, int], words: str) -> None:
+def test_impossible_numbers_of_tiles(counts: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         TiledLinear(NUM_IN, NUM_OUT, **counts)
 
