@@ -16,6 +16,8 @@ import pytest
 
 import zero_offload.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
 from zero_offload.cli.main import main
+from zero_offload.errors import StorageError
+from zero_offload.recipes.run_dir import Metrics
 from zero_offload.storage.directory import RunDirectory
 
 SIZES = ["--model", "tiny", "--seq", "16", "--batch", "1", "--steps", "3"]
@@ -215,6 +217,25 @@ def test_a_disk_that_fills_up_stops_the_run_and_loses_nothing(
     assert done.code == 0 and "resuming from step" in done.out
     rows = (small_disk / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("first", [1, 3])
+def test_a_row_that_cannot_be_written_in_a_first_step_costs_no_resume(
+    first: int, text: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = [*SIZES, "--data", text, "--out", tmp_path / "run", "--steps"]
+    if first > 1:
+        assert _run(capsys, "train", *flags, first - 1).code == 0
+
+    def fail(*_: object) -> None:
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Metrics, "append", fail)
+        assert _run(capsys, "train", *flags, 4).code == 4
+    done = _run(capsys, "train", *flags, 4)
+    assert done.code == 0 and f"resuming from step {first} " in done.out
+    assert f"metrics.jsonl has no row of step {first}\n" in done.out
 
 
 def test_a_report_that_cannot_be_written_is_said_and_the_run_counts(

@@ -248,8 +248,15 @@ def _train_steps(
         if val_loss is not None:
             row["val_loss"] = val_loss
         if metrics is not None and place is not None:
-            place.check_in_place()
-            metrics.append(row)
+            try:
+                place.check_in_place()
+                metrics.append(row)
+            except ZeroOffloadError:
+                if step == first_step:
+                    # `zo.close` makes it a generation, as nothing has said yet that this run completes its records:
+                    # without this one a resume would refuse it.
+                    _commit(job, step)
+                raise
         started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
         _commit(job, step)
         trace.end_step()
