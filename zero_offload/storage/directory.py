@@ -293,11 +293,12 @@ class RunDirectory:
         return f", which is {place}" if place and place != str(self.path) else ""
 
     def close_and_remove(self) -> bool:
-        """Close; delete the directory too when nothing but the lock is left in it."""
+        """Close and delete the lock's file; delete the directory too when nothing else is left in it."""
         empty = not self.names()
-        if empty:
-            with naming_errors("delete", self.path):
-                self.system.unlink(LOCK_NAME, self.dir_fd)
+        with naming_errors("delete", self.path):
+            # While it is locked: who has opened this one meanwhile sees that it has no name any more.
+            self.system.unlink(LOCK_NAME, self.dir_fd)
+            if empty:
                 self.system.rmdir(self.path)
         self.close()
         return empty
