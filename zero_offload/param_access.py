@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 from zero_offload.checkpoint.values import (
-    ComponentSource,
-    EditedStates,
+    Edited,
+    Edits,
     completed,
-    fill_from_array,
+    master_edits,
     master_part,
     read_master,
     read_master_part,
     read_state,
+    read_values,
 )
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.host import host_reserved, host_zeros
@@ -186,8 +187,9 @@ class ParamAccess:
         if not shard.layout.trainable or shard.layout.dtype == torch.float32:
             return values
         self._board.wait(place.unit.index)
-        old = _part(self._store.read_component(shard, Component.VALUE), place.piece)
-        return torch.where(old == values, _part(read_master(self._store, shard), place.piece), values.float())
+        span, shape = (place.piece.begin, place.piece.end), place.piece.spec.shape
+        old = read_values(self._store, shard, span).view(shape)
+        return torch.where(old == values, read_master(self._store, shard, span).view(shape), values.float())
 
     def write_section(
         self,
@@ -196,16 +198,20 @@ class ParamAccess:
         states: Mapping[tuple[ParamSlice, Component], torch.Tensor],
     ) -> None:
         """Replace masters (fp32 or compute dtype) and optimizer states of some parameters of a section."""
+        edits: Edits = {}
+        for piece, values in masters.items():
+            for component, array in master_edits(section.shard, values).items():
+                edits.setdefault(component, []).append((piece.begin, piece.end, array))
+        for (piece, component), values in states.items():
+            edits.setdefault(component, []).append((piece.begin, piece.end, values.detach().reshape(-1)))
+        self._edit(section, edits)
+
+    def _edit(self, section: Section, edits: Edits) -> None:
         self._session.check_usable()
         shard = section.shard
         self._board.wait(shard.layout.unit)
-        new_master = read_master(self._store, shard)
-        for piece, values in masters.items():
-            new_master[piece.begin : piece.end] = values.detach().reshape(-1)
-        arrays = {component: read_state(self._store, shard, component) for component in shard.states}
-        for (piece, component), values in states.items():
-            arrays[component][piece.begin : piece.end] = values.detach().reshape(-1)
-        self._store.write_components(shard, ComponentSource(shard, fill_from_array(new_master), arrays))
+        source = Edited(self._store, shard, edits)
+        self._store.write_components(shard, source, (source.rows, list(edits)))
 
     # Gradients
 
@@ -306,7 +312,7 @@ class ParamAccess:
         if master is None:
             span = piece.begin, piece.end
             edits = {each: [(*span, state.detach().reshape(-1))] for each, state in values.items()}
-            self._edit_states(place.section, edits)
+            self._edit(place.section, edits)
             return
         self.write_section(
             place.section, {piece: master}, {(piece, component): values[component] for component in values}
@@ -324,21 +330,7 @@ class ParamAccess:
         for of_section in by_section.values():
             section = of_section[0].section
             edits = [(*section.layout.in_shard(place.piece, shard_index), zeros) for place in of_section]
-            self._edit_states(section, dict.fromkeys(section.shard.states, edits))
-
-    def _edit_states(
-        self, section: Section, edits: Mapping[Component, Sequence[tuple[int, int, torch.Tensor]]]
-    ) -> None:
-        self._session.check_usable()
-        shard = section.shard
-        self._board.wait(shard.layout.unit)
-        source = EditedStates(self._store, shard, edits)
-        self._store.write_components(shard, source, (source.rows, list(edits)))
-
-
-def _part(array: torch.Tensor, piece: ParamSlice) -> torch.Tensor:
-    """A parameter's part of its section's array, a copy."""
-    return array[piece.begin : piece.end].view(piece.spec.shape).clone()
+            self._edit(section, dict.fromkeys(section.shard.states, edits))
 
 
 def _need_whole(places: Iterable[Place], call: str, instead: str) -> None:

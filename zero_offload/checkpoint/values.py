@@ -5,7 +5,7 @@ Reads copy out, writes replace whole shards through `ShardStore.write_components
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -23,13 +23,16 @@ ReadElements = Callable[[int, int], torch.Tensor]
 """read(begin, end) -> (end - begin,), any dtype, host: elements of one parameter."""
 
 
-def read_master(store: ShardStore, shard: Shard) -> torch.Tensor:
-    """(shard_numel,) fp32 master of a trainable shard, or the value of a frozen one; a copy."""
+def read_master(store: ShardStore, shard: Shard, span: tuple[int, int] | None = None) -> torch.Tensor:
+    """(shard_numel,) fp32 master of a trainable shard, or the value of a frozen one, or of elements `span`; a copy."""
+    dtype = torch.float32 if shard.layout.trainable else shard.layout.dtype
+    return _gather(shard.layout, span, dtype, lambda row, begin, end: read_master_chunk(store, shard, row))
+
+
+def read_values(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch.Tensor:
+    """(end - begin,) of the values of elements `span`, the compute dtype; a copy."""
     layout = shard.layout
-    out = host_empty(layout.shard_numel, torch.float32 if layout.trainable else layout.dtype)
-    for row, (begin, end) in enumerate(layout.chunks()):
-        out[begin:end] = read_master_chunk(store, shard, row)
-    return out
+    return _gather(layout, span, layout.dtype, lambda row, begin, end: store.read_chunk(shard, Component.VALUE, row))
 
 
 def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor:
@@ -163,13 +166,30 @@ class ComponentSource:
         return buffer[:numel]
 
 
-class EditedStates:
-    """Feeds `write_components` with what a shard has, but for some elements of its states."""
+Edits = dict[Component, list[tuple[int, int, torch.Tensor]]]
+"""Elements [begin, end) of a shard, and their new values: of a state fp32, (end - begin,) or one for all; of what a
+master is made of, as the component has them."""
 
-    def __init__(
-        self, store: ShardStore, shard: Shard, edits: Mapping[Component, Sequence[tuple[int, int, torch.Tensor]]]
-    ) -> None:
-        """`edits`: elements [begin, end) of the shard, and their new values, (end - begin,) or one for all."""
+
+def master_edits(shard: Shard, values: torch.Tensor) -> dict[Component, torch.Tensor]:
+    """What the components of a master, or of a frozen value, become: each (values.numel(),), host."""
+    layout = shard.layout
+    values = values.detach().reshape(-1)
+    if not layout.has_master_apart:
+        return {Component.VALUE: values.to("cpu", layout.dtype)}
+    master, value = values.to("cpu", torch.float32).contiguous(), host_empty(values.numel(), layout.dtype)
+    if Component.MASTER in master_components(layout):
+        convert(value, master)
+        return {Component.VALUE: value, Component.MASTER: master}
+    residual = host_empty(values.numel(), component_dtype(layout, Component.RESIDUAL))
+    split_master(master, value, residual)
+    return {Component.VALUE: value, Component.RESIDUAL: residual}
+
+
+class Edited:
+    """Feeds `write_components` with what a shard has, but for some elements."""
+
+    def __init__(self, store: ShardStore, shard: Shard, edits: Edits) -> None:
         self._store = store
         self._shard = shard
         self._edits = edits
@@ -194,11 +214,13 @@ class EditedStates:
         for low, high, values in self._edits.get(component, ()):
             first, last = max(low, begin), min(high, end)
             if first < last:
-                whole = decode(layout, component, array, end - begin)
-                whole[first - begin : last - begin] = (
-                    values if values.numel() == 1 else values[first - low : last - low]
-                )
-                array = encode(layout, component, whole)
+                new = values if values.numel() == 1 else values[first - low : last - low]
+                if component in self._shard.states:
+                    whole = decode(layout, component, array, end - begin)
+                    whole[first - begin : last - begin] = new
+                    array = encode(layout, component, whole)
+                else:
+                    array[first - begin : last - begin] = new
         return array
 
 
