@@ -154,15 +154,12 @@ def compare(name: str, tier: str, nvme: Path, tmp_path: Path) -> None:
             assert found == expected
 
 
-WAITS = ("trainable_token_indices", "target_parameters", "dora", "ia3", "tokens")
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in WAITS])
+@pytest.mark.parametrize("name", METHODS)
 def test_methods_on_nvme(name: str, nvme: Path, tmp_path: Path) -> None:
     compare(name, "nvme", nvme, tmp_path)
 
 
-QUICK = ("modules_to_save", "embeddings", "target_parameters", "prefix")
+QUICK = ("modules_to_save", "embeddings", "target_parameters", "dora", "prefix")
 
 
 @pytest.mark.parametrize(
