@@ -336,6 +336,8 @@ def test_a_checkpoint_carries_the_scale(tmp_path: Path) -> None:
     assert run(model, optimizer, scaler, range(5, 12)) == run(other, its_optimizer, its_scaler, range(5, 12))
     with pytest.warns(UserWarning, match="saved has a loss scale of .*scaler="):
         zo.load_checkpoint(other, its_optimizer, tmp_path / "saved")
+    with pytest.warns(UserWarning, match="a resume goes on from the generation committed last"):
+        zo.close(other)
 
 
 def test_a_scale_that_is_not_asked_for_is_named_and_none_is_no_error(nvme: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zero_offload as zo
-from tests.helpers.models import VOCAB, WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import Script, assert_same, train
 
@@ -299,17 +299,6 @@ def two_optimizers_in_turns(model: nn.Module, optimizer: zo.AdamW) -> Iterator[f
         yield loss.item()
 
 
-def a_new_head(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
-    """Ordinary parameters among offloaded ones."""
-    torch.manual_seed(3)
-    head, model.head = model.head, nn.Linear(WIDE, VOCAB)
-    both = zo.AdamW(model.parameters(), lr=1e-2)
-    for seed in range(3):
-        yield step(model(tokens_of(seed)), both)
-    yield model.head.weight.sum().item()
-    model.head = head
-
-
 def other_values_by_functional_call(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
     for seed in range(2):
         weight = noise(seed, 4 * WIDE, WIDE).requires_grad_()
@@ -368,7 +357,6 @@ SCRIPTS: list[Script] = [
     autocast_around_everything,
     a_group_added_later,
     two_optimizers_in_turns,
-    a_new_head,
     other_values_by_functional_call,
     backward_of_a_tensor,
     an_empty_group,

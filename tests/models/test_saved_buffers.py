@@ -141,10 +141,10 @@ def test_other_models_are_refused_or_told(tmp_path: Path) -> None:
     zo.close(model)
 
 
-def test_modules_that_came_after_offload_are_told_of(tmp_path: Path) -> None:
+def test_ordinary_parameters_beside_the_model_are_told_of(tmp_path: Path) -> None:
     model, _ = opened(tmp_path / "run")
-    model.head = nn.Linear(WIDTH, WIDTH)
-    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    head = nn.Linear(WIDTH, WIDTH)
+    optimizer = zo.AdamW([*model.parameters(), *head.parameters()], lr=1e-2)
     words = "2 of the 6 parameters that the optimizer trains are not, and are lost"
     with pytest.warns(UserWarning, match=f"zo.commit keeps.*{words}"):
         train(model, optimizer, 0, 1)

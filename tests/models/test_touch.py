@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
-from tests.helpers.models import WIDE, TinyLM, build, tokens_of
+from tests.helpers.models import NARROW, WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import placed, read_masters
 from tests.helpers.twins import assert_same, train
 
@@ -65,6 +65,23 @@ def test_a_touch_inside_forward_fetches(model: type[TinyLM], config: zo.OffloadC
     # What is touched in backward stays until its end: KeepsParameter needs all blocks at once.
     roomy = config.to_dict() | ({"device_memory": "16MiB"} if config.nvme_dirs else {})
     assert_same(script, partial(model, WIDE), zo.OffloadConfig.from_dict(roomy))
+
+
+class Divides(TinyLM):
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert torch.equal(x / block.norm.bias, x / block.norm.bias.detach().clone())
+        return super().run_blocks(x)
+
+
+def test_an_operator_with_a_parameter_on_its_right_has_the_same_bits(fp32_config: zo.OffloadConfig) -> None:
+    """Python asks the class of the right side first if it has the reflected operator: in torch x times a reciprocal."""
+    model = build(partial(Divides, NARROW))
+    with torch.no_grad():
+        for block in model.blocks:
+            block.norm.bias.uniform_(0.1, 3)
+    zo.offload(model, fp32_config)
+    model(tokens_of(0)).backward()
 
 
 def test_a_touch_in_a_submodule_called_alone(fp32_config: zo.OffloadConfig) -> None:

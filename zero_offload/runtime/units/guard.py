@@ -334,9 +334,9 @@ def _needs_other(name: str) -> Callable[[Any, Any], Any]:
     return call
 
 
-for _name in ("add", "sub", "mul", "truediv"):
-    for _side in ("__", "__r"):
-        setattr(AtRest, f"{_side}{_name}__", _needs_other(f"{_side}{_name}__"))
+# Not the reflected ones: Python would ask them first for `x / param`, and x times a reciprocal has other bits.
+for _name in ("__add__", "__sub__", "__mul__", "__truediv__"):
+    setattr(AtRest, _name, _needs_other(_name))
 
 
 class GuardedParameter(AtRest, nn.Parameter):  # type: ignore[misc]
