@@ -360,7 +360,7 @@ def test_a_close_in_an_exception_asks_for_the_others_when_the_commit_is_over(
     gate = Gate(monkeypatch)
     train(model, optimizer, 0, 1)
     ended: list[int] = []
-    original = owner.drain
+    original = owner._commits.drain
 
     def drain_after_gate() -> None:
         gate.let_pass()
@@ -371,7 +371,7 @@ def test_a_close_in_an_exception_asks_for_the_others_when_the_commit_is_over(
         ended.append(owner.parts.store.snapshots.num_ended)
         return True
 
-    monkeypatch.setattr(owner, "drain", drain_after_gate)
+    monkeypatch.setattr(owner._commits, "drain", drain_after_gate)
     monkeypatch.setattr(owner.parts.ranks.exchange, "all_come", all_come)
     try:
         raise KeyboardInterrupt
