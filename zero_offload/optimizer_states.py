@@ -135,7 +135,7 @@ class OptimizerStates:
     def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
         if (step := self.step_of(param)) is None:
             raise ZeroOffloadError(
-                f"{name} of {self._access.describe(param)} is no more: the optimizer's states were reset, and no step "
+                f"{name} of {self._access.describe(param)} is gone: the optimizer's states were reset, and no step "
                 "has made others. Take a copy before a reset (.clone())"
             )
         if name == STEP:

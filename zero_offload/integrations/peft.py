@@ -1,7 +1,7 @@
 """Models of the peft library: which parameters are adapters', what the base's files call the others, adapter folders.
 
-Knows peft by the structure of its modules, and imports it only to write a folder. Moves no bytes: values come from
-whoever calls, here `pretrained.py`. The calls: `base_names` for both ways; `check_adapters` before weights are loaded;
+Knows peft by the structure of its modules, and imports it only to write a folder. Moves no bytes: the caller,
+`pretrained.py`, reads values. The calls: `base_names` for both ways; `check_adapters` before weights are loaded;
 `write_adapters` to export.
 """
 

@@ -233,7 +233,7 @@ def _problems(
     if reduction not in REDUCTIONS:
         yield f"reduction={reduction!r} is unknown; use one of {', '.join(REDUCTIONS)}"
     if not isinstance(options.chunk_tokens, Integral) or options.chunk_tokens < 1:
-        yield f"chunk_tokens={options.chunk_tokens!r} is no number of tokens; use a whole number from 1 on, or None"
+        yield f"chunk_tokens={options.chunk_tokens!r} is not a number of tokens; use a whole number from 1 on, or None"
     if not isinstance(options.ignore_index, Integral):
         yield f"ignore_index={options.ignore_index!r} is no class number; use a whole number"
     if not 0.0 <= options.label_smoothing <= 1.0:

@@ -159,7 +159,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             groups, owners = self._check_step(hypers, ordinary)
         if owners and len(hypers) < sum(len(group["params"]) for group in self.param_groups):
             grads = [param.grad for param, _, _ in ordinary if param.grad is not None]
-            # What ranks have trained apart would be wrong on all of them, and nobody would see it.
+            # Ranks that train apart are wrong on all of them, without any other sign.
             owners[0][0].check_ordinary(f"{type(self).__name__}.step", lambda: squares_of(grads))
         for of_ordinary in ordinary:
             self._update_ordinary(*of_ordinary)
@@ -426,7 +426,9 @@ def number(group: Mapping[str, Any], name: str) -> float:
             raise TypeError
         return float(value)
     except (TypeError, ValueError, RuntimeError):
-        what = f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else f"{value!r}, no finite number"
+        what = (
+            f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else f"{value!r}, not a finite number"
+        )
         raise ConfigError(f"a param group's {name} is {what}; use a number, or a tensor with one element") from None
 
 
@@ -439,7 +441,7 @@ def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
             yield str(error)
             continue
         if not math.isfinite(value):
-            yield f"{name}={group[name]!r} is no finite number"
+            yield f"{name}={group[name]!r} is not a finite number"
         elif value < 0:
             yield f"{name}={group[name]} is negative; use 0 or more"
 

@@ -109,7 +109,7 @@ class StateTensor(Tensor):
                 self._kept = error
 
     def plain(self) -> Tensor:
-        """A copy that is no more than a tensor."""
+        """A copy, as a plain tensor."""
         root = self if self._root is None else self._root
         values = root._read()
         return values if root is self and self._kept is None else self._part(values).clone()
@@ -332,7 +332,7 @@ class Entry(MutableMapping[str, Any]):
             del self[name]
         elif not (isinstance(value, StateTensor) and value.rests_at(self.param, name)):
             check_assigned(self._optimizer, self.param, {**content, name: value})
-            del content  # what is about to be replaced is read for whoever holds it
+            del content  # its holders' values are read before they are replaced
             values = settled({name: value}, self.param)[name]
             states = _states_of(self.param)
             states.readers.before_replacing([self.param], [name])

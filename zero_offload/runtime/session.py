@@ -405,7 +405,7 @@ class Session:
             watch_inputs(inputs, partial(self._leave_inner, scope.units))
 
     def _exit_in_backward(self, call: FrameType, output: Any) -> Any:
-        # After an exception the frame that called the first hook is no more.
+        # After an exception the frame that called the first hook is gone.
         scopes = self._inner_forwards
         if not scopes or not (scopes[-1].caller is call or not runs(scopes[-1].caller)):
             return None

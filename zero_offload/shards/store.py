@@ -95,7 +95,7 @@ class OpenChunks:
 
 
 class LazyRead:
-    """Elements [begin, end) of a shard's values, to be read into `out` when somebody looks or before they change."""
+    """Elements [begin, end) of a shard's values, to be read into `out` at the first use or before they change."""
 
     def __init__(self, store: ShardStore, shard: Shard, begin: int, out: torch.Tensor) -> None:
         """`out`: of the values' dtype, contiguous, host."""

@@ -338,7 +338,7 @@ def test_a_learning_rate_is_a_number_or_a_tensor_with_one_element(away: bool, tm
         zo.AdamW(model.parameters(), lr=torch.tensor([0.5, 0.25]))
     optimizer.param_groups[0]["lr"] = "fast"
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(zo.ConfigError, match="lr is 'fast', no finite number; use"):
+    with pytest.raises(zo.ConfigError, match="lr is 'fast', not a finite number; use"):
         optimizer.step()
 
 

@@ -185,7 +185,7 @@ class Unit:
     def changed(self, holds_value: Callable[[Section], bool] = lambda section: False) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost.
 
-        What counts is the value. A new version says that somebody may have written; without fingerprints of this use
+        What counts is the value. A new version says that a write is possible; without fingerprints of this use
         `holds_value` says whether a buffer still holds what rests elsewhere.
         """
         names, doubtful = [], []
