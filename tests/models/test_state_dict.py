@@ -415,3 +415,19 @@ def test_values_are_those_of_the_call(change: str, tiers: zo.OffloadConfig) -> N
     else:
         del model, optimizer
     assert same(state, expected)
+
+
+def test_a_read_that_fails_fails_again(tiers: zo.OffloadConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros are never taken for values."""
+    model = zo.offload(build(TinyLM), tiers)
+    weight = model.state_dict()["norm.weight"]
+
+    def fail(*_: Any) -> Tensor:
+        raise zo.StorageError("the drive is gone")
+
+    monkeypatch.setattr(ShardStore, "read_chunk", fail)
+    for _ in range(2):
+        with pytest.raises(zo.StorageError, match="the drive is gone"):
+            weight.clone()
+    monkeypatch.undo()
+    assert torch.equal(weight.clone(), torch.ones(NARROW))

@@ -105,10 +105,10 @@ class LazyRead:
         self._out = out
 
     def read(self) -> None:
-        """Read, unless that is done."""
-        store, self._store = self._store, None
-        if store is not None:
-            store.read_range(self._shard, self._begin, self._out.view(-1))
+        """Read, unless that is done. After an error the next call tries again: the values are not there yet."""
+        if self._store is not None:
+            self._store.read_range(self._shard, self._begin, self._out.view(-1))
+            self._store = None
 
 
 class ShardStore:
