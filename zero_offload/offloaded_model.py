@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -463,7 +463,12 @@ class OffloadedModel:
         # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
         if self.parts.ranks.world_size == 1 and self.session.in_own_process:
             self.parts.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
-            _finish(self.session, self._commits, self.parts)
+            told = self.parts.board.told
+            try:
+                self.close()
+            except ZeroOffloadError as error:
+                if not told:  # else the program has had it, and the user
+                    _say(f"the last step is not made a generation: {error}")
 
 
 def _close(session: Session, commits: Commits, parts: Parts) -> None:
@@ -502,35 +507,42 @@ def _close(session: Session, commits: Commits, parts: Parts) -> None:
 
 
 def _close_dropped(session: Session, commits: Commits, parts: Parts) -> None:
-    """Close a model that nothing refers to any more; its directory is free when this returns.
+    """End a model that nothing refers to any more; its directory is free when this returns.
 
     The garbage collector may call this on one of the model's own threads, which cannot wait for itself.
     """
-    if threading.current_thread().name.startswith(THREAD_PREFIX):
-        start(threading.Thread(target=_finish, args=(session, commits, parts), name="zero-offload-end"))
-    else:
-        _finish(session, commits, parts)
-
-
-def _finish(session: Session, commits: Commits, parts: Parts) -> None:
-    """`_close` where errors have no caller. Several ranks commit nothing more: the others may be elsewhere."""
     if session.closed or not session.in_own_process:
         return
-    told = parts.board.told
+    session.closed = True
+    if threading.current_thread().name.startswith(THREAD_PREFIX):
+        start(threading.Thread(target=_end_dropped, args=(commits, parts), name="zero-offload-end"))
+    else:
+        _end_dropped(commits, parts)
+
+
+def _end_dropped(commits: Commits, parts: Parts) -> None:
+    """Finish what is under way, and release files and locks. Nothing more is committed: an exception between `step` and
+    `zo.commit` drops a model too, and other ranks may be elsewhere."""
+    told, step = parts.board.told, commits.pending_step
     try:
-        if parts.ranks.world_size == 1:
-            _close(session, commits, parts)
-            return
-        session.closed = True
-        try:
-            commits.drop()
+        parts.store.read_lazy()
+        commits.drop()
+        with suppress(UpdateInterrupted):
             commits.drain()
-        finally:
-            commits.shutdown()
-            parts.close_files()
+        if step and parts.keeper is not None:
+            _say(f"step {step} is not made a generation: the model was dropped. Call zo.close(model) to keep it")
     except ZeroOffloadError as error:
         if not told:  # else the program has had it, and the user
-            print(f"zero_offload: the last step is not made a generation: {error}", file=sys.stderr)
+            _say(f"an error after the model was dropped: {error}")
+    finally:
+        try:
+            commits.shutdown()
+        finally:
+            parts.close_files()
+
+
+def _say(text: str) -> None:
+    print(f"zero_offload: {text}", file=sys.stderr)
 
 
 def _is_ordinary(param: nn.Parameter) -> bool:

@@ -142,14 +142,22 @@ class ModifiesActivation(TinyLM):
 
 
 class ModifiesWeight(TinyLM):
+    factor = 1.5
+
     def run_blocks(self, x: Tensor) -> Tensor:
         x = super().run_blocks(x)
         with torch.no_grad():
-            self.blocks[0].up.weight.mul_(1.0)
+            self.blocks[0].up.weight.mul_(self.factor)
         return x
 
 
-@pytest.mark.parametrize("model", [ModifiesActivation, ModifiesWeight])
+class TouchesWeight(ModifiesWeight):
+    """The value stays: forward takes that, and backward raises as torch's does."""
+
+    factor = 1.0
+
+
+@pytest.mark.parametrize("model", [ModifiesActivation, ModifiesWeight, TouchesWeight])
 def test_in_place_changes_of_saved_tensors_raise_as_in_torch(model: type[TinyLM], config: zo.OffloadConfig) -> None:
     # Where a changed weight would leave memory, or its fp32 master would not follow, forward itself says so.
     lost = model is ModifiesWeight and (bool(config.nvme_dirs) or config.compute_dtype_name != "float32")

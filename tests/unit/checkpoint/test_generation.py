@@ -229,7 +229,7 @@ def test_ranks_that_find_other_manifests_do_not_start(nvme: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    "extra", [{1, 2}, object(), {(1, 2): 3}, {"a": torch.zeros(1)}], ids=["set", "object", "keys", "tensor"]
+    "extra", [{1, 2}, object(), {frozenset((1, 2)): 3}, {"a": torch.zeros(1)}], ids=["set", "object", "keys", "tensor"]
 )
 def test_extra_that_no_file_takes(extra: object, nvme: Path) -> None:
     model, optimizer = open_model(nvme)
