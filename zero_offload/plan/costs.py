@@ -157,7 +157,7 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
     # Few tokens: the weights must still be read once.
     floor_s = _per(whole, machine.device_bytes) if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
-    passes = (2 if job.units[index].trained_numel else 1) + work.keeps_inputs(batch.recompute)
+    passes = (2 if job.units[index].trained_numel else 1) + work.rerun_share(batch.sequence, batch.recompute)
     return forward_s, passes * forward_s
 
 

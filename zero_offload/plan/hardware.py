@@ -3,15 +3,16 @@
 Owns the table of public specifications and the shares of them that programs achieve. Never looks at the machine at
 hand. Calls: `find_gpu`, `parse_drives`, then `share_of_rank`; or `default_machine` for what has no name here.
 
-GPUs: data sheets and architecture papers of NVIDIA and AMD: memory, its bandwidth, dense bf16 arithmetic with fp32
-sums, and fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told), the link to the host (per
+GPUs: data sheets and architecture papers of NVIDIA and AMD: memory, its bandwidth, dense bf16 arithmetic (no sparsity)
+with fp32 sums, and fp32 arithmetic (torch multiplies fp32 matrices without TF32 unless told), the link to the host (per
 direction: PCIe 4.0 x16 32 GB/s, 5.0 x16 64 GB/s) and to each other (NVLink or Infinity Fabric per direction; the same
 PCIe where there is neither). Hosts: two sockets, of eight channels DDR4-3200 (AMD EPYC 7003: 205 GB/s a socket) or of
 twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600. Networks:
 InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
 
-Achieved shares: what large products of matrices, streams and copies reach of a specification. They are rules of thumb,
-not measurements: a figure from a GPU does not exist in this project yet.
+Achieved shares: of arithmetic, what a published training run reached on the card (`Share`; `published` has the runs).
+GeForce cards clock higher than their data sheets say, so theirs come near 1. Of memory and links, rules of thumb.
+Figures that `zero-offload bench --device` has measured here replace them.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from zero_offload.errors import ConfigError
 from zero_offload.types import GIB
 
 GB = 10**9
-COMPUTE_SHARE = 0.5
-"""Of dense arithmetic, by a whole transformer with attention, norms and launches."""
 STREAM_SHARE = 0.8
 """Of a memory's bandwidth."""
 LINK_SHARE = 0.8
@@ -49,6 +49,16 @@ class Lane(StrEnum):
     NETWORK = "network"
 
 
+class Share(NamedTuple):
+    """Of a card's dense arithmetic, what training of a whole transformer in bf16 reaches, recompute counted."""
+
+    of_peak: float
+    run: str
+    """The published run that it is fitted on."""
+    card: str = ""
+    """The card of that run, where it is another one."""
+
+
 @dataclass(frozen=True)
 class Gpu:
     """Specifications, in units of data sheets."""
@@ -61,6 +71,7 @@ class Gpu:
     """To the host, per direction."""
     peer_gb_s: float
     """To the other GPUs of the machine, per direction: the same link where there is no other."""
+    share: Share
     host: str = "desktop"
 
 
@@ -78,18 +89,26 @@ HOSTS: Mapping[str, Host] = {
     "ddr5-server": Host(2 * 461, 50, network_per_gpu=True),
 }
 
+_RTX4090 = Share(0.887, "LLMQ, Qwen2.5-7B, 2,777 tokens/s")
+_H100 = Share(0.602, "LLMQ, Qwen2.5-7B, 13,820 tokens/s")
+
 GPUS: Mapping[str, Gpu] = {
-    "rtx3090": Gpu(24, 71, 35.6, 936, 32, 32),
-    "rtx4090": Gpu(24, 165, 82.6, 1008, 32, 32),
-    "rtx5090": Gpu(32, 209, 104.8, 1792, 64, 64),
-    "l40s": Gpu(48, 362, 91.6, 864, 32, 32, "ddr4-server"),
-    "a100-40": Gpu(40, 312, 19.5, 1555, 32, 300, "ddr4-server"),
-    "a100-80": Gpu(80, 312, 19.5, 2039, 32, 300, "ddr4-server"),
-    "h100": Gpu(80, 989, 67, 3350, 64, 450, "ddr5-server"),
-    "h200": Gpu(141, 989, 67, 4800, 64, 450, "ddr5-server"),
-    "b200": Gpu(180, 2250, 75, 8000, 64, 900, "ddr5-server"),
-    "mi300x": Gpu(192, 1307, 163.4, 5300, 64, 448, "ddr5-server"),
+    "rtx3090": Gpu(24, 71, 35.6, 936, 32, 32, _RTX4090._replace(card="rtx4090")),
+    "rtx4090": Gpu(24, 165, 82.6, 1008, 32, 32, _RTX4090),
+    "rtx5090": Gpu(32, 209, 104.8, 1792, 64, 64, Share(0.957, "LLMQ, Qwen2.5-7B on 4 GPUs, 3,475 tokens/s each")),
+    "l40s": Gpu(48, 181, 91.6, 864, 32, 32, Share(0.934, "LLMQ, Qwen2.5-7B, 3,900 tokens/s"), "ddr4-server"),
+    "a100-40": Gpu(
+        40, 312, 19.5, 1555, 32, 300, Share(0.666, "llm-foundry, MPT-7B on 8 GPUs, 3,854 tokens/s each"), "ddr4-server"
+    ),
+    "a100-80": Gpu(
+        80, 312, 19.5, 2039, 32, 300, Share(0.753, "llm-foundry, MPT-7B on 8 GPUs, 4,357 tokens/s each"), "ddr4-server"
+    ),
+    "h100": Gpu(80, 989, 67, 3350, 64, 450, _H100, "ddr5-server"),
+    "h200": Gpu(141, 989, 67, 4800, 64, 450, _H100._replace(card="h100"), "ddr5-server"),
+    "b200": Gpu(180, 2250, 75, 8000, 64, 900, _H100._replace(card="h100"), "ddr5-server"),
+    "mi300x": Gpu(192, 1307, 163.4, 5300, 64, 448, _H100._replace(card="h100"), "ddr5-server"),
 }
+"""A card without a published run has the share of the nearest one that has: of its family, else a server's."""
 _ALIASES = {"a100": "a100-80"}
 
 
@@ -259,10 +278,14 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = 
         port = host.network_gb_s if host.network_per_gpu else host.network_gb_s / here
         # A ring over all ranks leaves each machine through all of its ports at once.
         network = min(network, port * here * LINK_SHARE)
+    is_fp32 = dtype == "float32"
+    tflops = gpu.tflops_fp32 if is_fp32 else gpu.tflops
+    share = gpu.share
+    assumed = f", assumed from {share.card}" if share.card else ", assumed from bf16" if is_fp32 else ""
     return Machine(
         name=name,
         is_host=False,
-        flops=(gpu.tflops_fp32 if dtype == "float32" else gpu.tflops) * 1e12 * COMPUTE_SHARE,
+        flops=tflops * 1e12 * share.of_peak,
         device_bytes=gpu.memory_gb_s * GB * STREAM_SHARE,
         upload_bytes=link,
         download_bytes=link,
@@ -272,7 +295,8 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = 
         write_bytes=drives.write_bytes / here,
         drive_takes_turns=drives.takes_turns,
         network_bytes=network * GB if cluster.ranks > 1 else 0.0,
-        source=f"specifications of {name} and its {gpu.host}, at the shares that programs achieve",
+        source=f"{name} computes at {share.of_peak:g} of its {tflops:g} TFLOPS{assumed} (a published run: "
+        f"{share.run}); its memory and links and its {gpu.host} at {STREAM_SHARE:g} of data sheets, not measured",
     )
 
 

@@ -24,9 +24,15 @@ def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
 def _work_of_unit(unit: UnitSpec, tables: set[str]) -> UnitWork:
     trained = sum(param.numel for param in unit.params if param.trainable)
     whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
-    multiplied = sum(param.numel for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables))
+    products = [param.numel for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
+    multiplied = sum(products)
     is_block = multiplied > unit.numel // 2 and len(unit.params) > 1
-    return replace(whole, matmul_numel=float(multiplied), attention_width=whole.attention_width if is_block else 0)
+    return replace(
+        whole,
+        matmul_numel=float(multiplied),
+        attention_width=whole.attention_width if is_block else 0,
+        last_numel=float(products[-1]) if products else 0.0,
+    )
 
 
 def _is_table(param: ParamSpec, tables: set[str]) -> bool:

@@ -35,6 +35,8 @@ class UnitWork:
     """Values of a token that the unit keeps for backward without recompute."""
     also_reads: int | None = None
     """The index of another unit that it multiplies with: a tied head has the embedding's table."""
+    last_numel: float = 0.0
+    """Parameters of the unit's last product. Backward does not run it again: no saved tensor comes after it."""
 
     def keeps_inputs(self, recompute: bool) -> bool:
         """Whether backward runs it again, if blocks are: what is no block is not."""
@@ -47,6 +49,12 @@ class UnitWork:
     def forward_flops(self, sequence: int) -> float:
         """Of one token among `sequence`, each of which attends to those before it."""
         return 2.0 * self.matmul_numel + 2.0 * self.attention_width * sequence
+
+    def rerun_share(self, sequence: int, recompute: bool) -> float:
+        """Share of a forward that backward runs again."""
+        if not self.keeps_inputs(recompute):
+            return 0.0
+        return 1.0 - 2.0 * self.last_numel / self.forward_flops(sequence)
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,8 @@ class Shape:
             self._attention_width,
             self.width,
             inside,
+            # Of a mixture, backward ends within the last expert: nearly all runs again.
+            last_numel=float(self.width * self.intermediate) if multiplied == feed_forward else 0.0,
         )
 
     def _attention(self) -> tuple[int, int]:
@@ -250,4 +260,4 @@ def plain_block(numel: UnitNumel) -> UnitWork:
     """A unit of which only the size is known: every parameter multiplies, in a block of 12 width^2 parameters."""
     total = numel.trained + numel.frozen
     width = max(math.isqrt(total // 12), 1)
-    return UnitWork(numel, float(total), width, width, 16 * width)
+    return UnitWork(numel, float(total), width, width, 16 * width, last_numel=total / 3)

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from zero_offload.errors import ConfigError
-from zero_offload.plan.shapes import SHAPES, equal_blocks, find_shape
+from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.plan.model_work import work_of
+from zero_offload.plan.shapes import SHAPES, Shape, equal_blocks, find_shape
 from zero_offload.recipes import gpt
 
 # As counted in the published checkpoints.
@@ -45,6 +51,34 @@ def test_arithmetic_is_twice_the_parameters_and_attention() -> None:
     matrices = 4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 14336
     assert units[1].forward_flops(2048) == 2 * matrices + 2 * 4096 * 2048
     assert units[1].numel.trained == matrices + 2 * 4096
+
+
+def flops(block: nn.Module, *, recompute: bool) -> float:
+    """Of a forward and a backward, as torch counts its products."""
+    inputs, rotation = torch.randn(1, 32, 64, requires_grad=True), gpt.GPT(BLOCK).rotation[:, :32]
+    with FlopCounterMode(display=False) as counter:
+        out = checkpoint(block, inputs, rotation, use_reentrant=False) if recompute else block(inputs, rotation)
+        out.sum().backward()
+    return float(counter.get_total_flops())
+
+
+BLOCK = gpt.GPTConfig(num_layers=1, width=64, num_heads=4, seq_max=32)
+
+
+def test_recompute_leaves_the_last_product_out() -> None:
+    """In torch too: nothing that backward needs comes after it."""
+    shape = Shape(1, 64, 4, 4 * 64, 256, matrices=2)
+    work = shape.units()[1]
+    model = gpt.GPT(BLOCK)
+    plain = flops(model.blocks[0], recompute=False)
+    again = flops(model.blocks[0], recompute=True) - plain
+    products = 12 * 64 * 64
+    assert (plain, again) == (3 * 32 * 2 * products, 32 * 2 * (products - work.last_numel))
+    forward = work.forward_flops(32)
+    assert work.rerun_share(32, recompute=True) == pytest.approx(1 - 2 * 64 * 256 / forward)
+    assert work.rerun_share(32, recompute=False) == 0
+    spec = ModelSpec.from_module(model.blocks)
+    assert {each.last_numel for each in work_of(model.blocks, spec)} == {64 * 256}
 
 
 def test_a_token_meets_its_experts_only() -> None:
