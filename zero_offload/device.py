@@ -1,9 +1,10 @@
-"""The compute device, and the lanes on which bytes move to and from it: the only file that says `torch.cuda`.
+"""The compute device, and the lanes on which bytes move to and from it.
 
 Nothing is initialised at import. On a CPU the device is the host itself: buffers are read into and computed on in
-place, and no lane exists. On a GPU, copies run on two streams beside compute, and whatever is made on one stream
-and used on another is a `Handoff`: a tensor and the event that makes it valid. `take` makes a stream wait, and not the
-host: before host memory that an upload reads is written, or given to somebody else, its event is synchronized with.
+place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run on two streams beside compute, and
+whatever is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take`
+makes a stream wait, and not the host: before host memory that an upload reads is written or given away, the host
+synchronizes with its event. What differs between device types is in `accelerators.py`.
 Tests put a device with late lanes in the GPU's place (tests/helpers/late_device.py).
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import warnings
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -21,13 +22,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils import dlpack
 
+from zero_offload.accelerators import ACCELERATORS, present_type
 from zero_offload.errors import ConfigError
+from zero_offload.problems import warn_user
 from zero_offload.telemetry.spans import SPANS_MAX, Lane, Spans, now
-from zero_offload.types import format_bytes
+from zero_offload.types import GIB, format_bytes
 
-_REGISTER_PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every context of the process."""
+PIN_PIECE_BYTES = 16 * GIB
+"""Host memory is registered in pieces of so much: drivers from r580 on refuse 512 GiB in one call, and each piece takes
+the driver 1 to 2 s, after which progress is told."""
+PIN_TOLD_BYTES = 2 * PIN_PIECE_BYTES
+"""From so much on, progress is told."""
 
 
 class Event(Protocol):
@@ -103,6 +110,15 @@ class Device(Protocol):
         For collectives, which come after the stream on which they are launched: compute need not wait.
         """
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, (numel,), by a storage of its own: views of the one do not count as views of the other.
+
+        Keeps the memory alive. Copies from and to either are complete before the memory goes to something else.
+        """
+
+    def will_pin(self, nbytes: int) -> None:
+        """So much host memory is going to be registered, in all: where that takes long, progress is told."""
+
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
 
@@ -147,6 +163,11 @@ class HostDevice:
     def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
         raise AssertionError("a CPU has no streams")
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _alias(tensor)
+
+    def will_pin(self, nbytes: int) -> None: ...
+
     def pin(self, address: int, nbytes: int) -> None: ...
 
     def unpin(self, address: int) -> None: ...
@@ -162,30 +183,52 @@ class HostDevice:
 def _current(device: torch.device) -> AbstractContextManager[None]:
     """Makes a device this thread's current one.
 
-    Every thread begins with the first: a call of CUDA's that names no device, or a stream that is set back, would make
-    a context there, which takes half a GiB of a GPU that is another rank's.
+    Every thread begins with the first: a call that names no device, or a stream that is set back, would make a context
+    there, which takes half a GiB of a GPU that is another rank's.
     """
-    return torch.cuda.device(device)
+    return torch.accelerator.device_index(device.index)
 
 
-class _CudaEvent:
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Makes a stream, and its device, this thread's current ones.
+
+    Not by `with stream:`, which keeps what was current in the stream itself: threads that share one would mix it up.
+    """
+    with _current(stream.device):
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    # By a capsule: exchange between objects knows torch's own device types only.
+    capsule: Any = dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+    found: torch.Tensor = dlpack.from_dlpack(capsule)
+    return found
+
+
+class _DeviceEvent:
+    def __init__(self, event: Any, device: AcceleratorDevice) -> None:
         self._event = event
         self._device = device
 
     def wait(self) -> None:
-        self.let_wait(torch.cuda.current_stream(self._device))
+        self.let_wait(self._device.stream())
 
-    def let_wait(self, stream: torch.cuda.Stream) -> None:
+    def let_wait(self, stream: Any) -> None:
         """Let what is launched on a stream from now on run after it."""
         stream.wait_event(self._event)
 
     def synchronize(self) -> None:
-        with _current(self._device):
+        with _current(self._device.torch_device):
             self._event.synchronize()
 
     def done(self) -> bool:
-        with _current(self._device):
+        with _current(self._device.torch_device):
             return bool(self._event.query())
 
 
@@ -193,31 +236,35 @@ class _Copy(NamedTuple):
     """One that is timed."""
 
     lane: Lane
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
+    begin: Any
+    end: Any
     nbytes: int
 
 
-class CudaDevice:
+class AcceleratorDevice:
     """One GPU. Its streams live as long as the process: a stream per step would grow the allocator's pools."""
 
     is_host = False
 
-    def __init__(self) -> None:
-        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(self, device_type: str) -> None:
+        self._accelerator = ACCELERATORS[device_type]
+        self._module: Any = torch.get_device_module(device_type)
+        self.torch_device = torch.device(device_type, self._module.current_device())
         # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
-        self._uploads = torch.cuda.Stream()
-        self._downloads = torch.cuda.Stream()
-        self._following = torch.cuda.Stream()
-        self._pinned: set[int] = set()
+        self._uploads, self._downloads, self._following = (
+            self._accelerator.make_stream(self.torch_device) for _ in range(3)
+        )
+        self._pinned: dict[int, list[int]] = {}
+        """The pieces of each region, by their addresses."""
         self._pins_all = True
+        self._pin_bytes = self._pinned_bytes = 0
         self._spans = Spans()
         self._timed: deque[_Copy] = deque(maxlen=SPANS_MAX)
-        self.numa_node = _numa_node(torch.cuda.get_device_properties(self.torch_device))
+        self.numa_node = _numa_node(self._module.get_device_properties(self.torch_device))
 
     @property
     def name(self) -> str:
-        return torch.cuda.get_device_name(self.torch_device)
+        return str(self._module.get_device_name(self.torch_device))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         return Handoff(target, self._copy(Lane.UPLOAD, target, source, after))
@@ -232,28 +279,34 @@ class CudaDevice:
         stream = self._uploads if lane is Lane.UPLOAD else self._downloads
         # Memory just resized was last used by kernels launched before: the copy comes after them.
         mark = self.mark() if after is None else after
-        assert isinstance(mark, _CudaEvent)
+        assert isinstance(mark, _DeviceEvent)
         mark.let_wait(stream)
         timed = self._spans.on
-        with _current(self.torch_device), torch.cuda.stream(stream):
-            begin = _recorded(stream, timed=True) if timed else None
+        with _on(stream):
+            begin = self._recorded(stream, timed=True) if timed else None
             target.copy_(source, non_blocking=True)
-            end = _recorded(stream, timed=timed)
+            end = self._recorded(stream, timed=timed)
         if begin is not None:
             self._timed.append(_Copy(lane, begin, end, target.nbytes))
-        return _CudaEvent(end, self.torch_device)
+        return _DeviceEvent(end, self)
+
+    def _recorded(self, stream: Any, *, timed: bool = False) -> Any:
+        """When a stream has done what was launched on it."""
+        event = self._accelerator.make_event(self.torch_device, timed)
+        event.record(stream)
+        return event
 
     def mark(self) -> Event:
-        return _CudaEvent(_recorded(torch.cuda.current_stream(self.torch_device)), self.torch_device)
+        return _DeviceEvent(self._recorded(self.stream()), self)
 
-    def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.torch_device)
+    def stream(self) -> Any:
+        return self._accelerator.current_stream(self.torch_device)
 
     def join(self, streams: Iterable[Any], into: Any = None) -> None:
         then = self.stream() if into is None else into
         for first in streams:
             if first != then:
-                then.wait_event(_recorded(first))
+                then.wait_event(self._recorded(first))
 
     def use_here(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.stream())
@@ -261,42 +314,72 @@ class CudaDevice:
     @contextlib.contextmanager
     def following(self, events: Iterable[Event]) -> Iterator[None]:
         for event in (self.mark(), *events):
-            assert isinstance(event, _CudaEvent)
+            assert isinstance(event, _DeviceEvent)
             event.let_wait(self._following)
-        with _current(self.torch_device), torch.cuda.stream(self._following):
+        with _on(self._following):
             yield
 
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The allocator does not know the alias: its `record_stream` does nothing. So the memory itself is marked, once,
+        # and whenever it is given back the allocator waits for what is on both lanes then.
+        for stream in (self._uploads, self._downloads):
+            tensor.record_stream(stream)
+        return _alias(tensor)
+
+    def will_pin(self, nbytes: int) -> None:
+        self._pin_bytes, self._pinned_bytes = nbytes, 0
+
     def pin(self, address: int, nbytes: int) -> None:
-        # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
+        registry = self._accelerator.host_memory
+        if registry is None:
+            self._cannot_pin(f"{self.torch_device} has no call that registers it", "")
+            return
+        pieces: list[int] = []
         with _current(self.torch_device):
-            status = int(_cudart().cudaHostRegister(address, nbytes, _REGISTER_PORTABLE))
-            if status == 0:
-                self._pinned.add(address)
-                return
-            _forget_failure()
-        # Copies from and to pageable memory pass through CUDA's own staging, and a launch returns when the host's
+            for begin in range(0, nbytes, PIN_PIECE_BYTES):
+                size = min(PIN_PIECE_BYTES, nbytes - begin)
+                if status := registry.register(address + begin, size):
+                    # All or nothing: no driver copies from memory that is registered in part.
+                    for piece in pieces:
+                        registry.unregister(piece)
+                    error = f"registering {format_bytes(nbytes)} of it failed ({self.torch_device.type} error {status})"
+                    self._cannot_pin(error, registry.advice)
+                    return
+                pieces.append(address + begin)
+                self._tell_pinned(size)
+        self._pinned[address] = pieces
+
+    def _tell_pinned(self, nbytes: int) -> None:
+        told, self._pinned_bytes = self._pinned_bytes // PIN_PIECE_BYTES, self._pinned_bytes + nbytes
+        done, of = self._pinned_bytes, self._pin_bytes
+        if of >= PIN_TOLD_BYTES and done // PIN_PIECE_BYTES > told:
+            progress = f"{done // GIB} of {max(of, done) // GIB} GiB"
+            print(f"zero_offload: pinning {format_bytes(max(of, done))} of CPU memory: {progress}", file=sys.stderr)
+
+    def _cannot_pin(self, why: str, advice: str) -> None:
+        # Copies from and to pageable memory pass through the driver's own staging, and a launch returns when the host's
         # memory is done with: slower, and nothing runs beside it, but every Handoff is valid.
         if self._pins_all:
-            warnings.warn(
-                f"pinning {format_bytes(nbytes)} of CPU memory failed (CUDA error {status}): copies to and from the "
-                "GPU go through pageable memory, slower and not beside compute. Raise the limit with 'ulimit -l "
-                "unlimited' (in a container: --ulimit memlock=-1), or place fewer states on the cpu tier",
-                stacklevel=2,
+            warn_user(
+                f"CPU memory is not pinned: {why}. Copies to and from the GPU go through pageable memory, slower and "
+                f"not beside compute. {advice}".rstrip()
             )
         self._pins_all = False
 
     def unpin(self, address: int) -> None:
-        if address in self._pinned:
-            self._pinned.remove(address)
-            # In a forked child, or late in a process, there is no CUDA any more.
+        pieces = self._pinned.pop(address, None)
+        registry = self._accelerator.host_memory
+        if pieces is not None and registry is not None:
+            # In a forked child, or late in a process, the driver is gone.
             with contextlib.suppress(RuntimeError), _current(self.torch_device):
                 # Nobody may have waited for the last copies from there, and the pages go next.
                 self._uploads.synchronize()
                 self._downloads.synchronize()
-                _cudart().cudaHostUnregister(address)
+                for piece in pieces:
+                    registry.unregister(piece)
 
     def free_bytes(self) -> int | None:
-        return torch.cuda.mem_get_info()[0]
+        return int(self._module.mem_get_info(self.torch_device)[0])
 
     def record_to(self, spans: Spans) -> None:
         self._spans = spans
@@ -304,7 +387,7 @@ class CudaDevice:
     def tell_copies(self) -> None:
         with _current(self.torch_device):
             # The GPU's clock is not the host's: one moment that both know stands for all.
-            anchor = _recorded(torch.cuda.current_stream(self.torch_device), timed=True)
+            anchor = self._recorded(self.stream(), timed=True)
             anchor.synchronize()
             anchor_ns = now()
             while self._timed:
@@ -314,14 +397,7 @@ class CudaDevice:
                     self._spans.put(copy.lane, copy.lane.value, begin_ns, end_ns, copy.nbytes)
 
 
-def _recorded(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:
-    """When a stream has done what was launched on it."""
-    event = torch.cuda.Event(enable_timing=timed)
-    event.record(stream)
-    return event
-
-
-def _ns_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+def _ns_between(begin: Any, end: Any) -> int:
     return int(begin.elapsed_time(end) * 1e6)
 
 
@@ -335,19 +411,10 @@ def _numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) ->
     return node if node >= 0 else None
 
 
-def _cudart() -> Any:
-    return torch.cuda.cudart()
-
-
-def _forget_failure() -> None:
-    """CUDA keeps a failed call's error, and the next kernel launch of whoever comes would report it as its own."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, dtype=torch.uint8, device="cuda")
-
-
 def compute_device() -> Device:
-    """The current CUDA device, or the CPU."""
-    return CudaDevice() if torch.cuda.is_available() else HostDevice()
+    """The current device of the accelerator, or the CPU."""
+    device_type = present_type()
+    return HostDevice() if device_type is None else AcceleratorDevice(device_type)
 
 
 class DeviceChoice(NamedTuple):
@@ -361,17 +428,21 @@ class DeviceChoice(NamedTuple):
     local_rank: int | None
     """LOCAL_RANK, as torchrun sets it."""
     is_made: bool
-    """True if the program has used CUDA, and so may have chosen even the first GPU."""
+    """True if the program has used the GPUs, and so may have chosen even the first one."""
+    device_type: str
+    """As torch names it; "" where there is no GPU."""
 
     @classmethod
     def here(cls) -> DeviceChoice:
         text = os.environ.get("LOCAL_RANK", "")
         local_rank = int(text) if text.isdecimal() else None
-        if not torch.cuda.is_available():
-            return cls(_host(), (), 0, local_rank, False)
-        is_made = torch.cuda.is_initialized()
-        gpus = tuple(map(_gpu_name, range(torch.cuda.device_count())))
-        return cls(_host(), gpus, torch.cuda.current_device(), local_rank, is_made)
+        device_type = present_type()
+        if device_type is None:
+            return cls(_host(), (), 0, local_rank, False, "")
+        module: Any = torch.get_device_module(device_type)
+        is_made = bool(module.is_initialized())
+        gpus = tuple(_gpu_name(device_type, index) for index in range(module.device_count()))
+        return cls(_host(), gpus, module.current_device(), local_rank, is_made, device_type)
 
     @property
     def by_local_rank(self) -> int:
@@ -398,7 +469,7 @@ def choose_gpus(choices: Sequence[DeviceChoice], names: Sequence[int]) -> list[i
         raise ConfigError(
             f"ranks {numbers} on {host.split()[0]} compute on the same GPU ({gpu}), and each needs its own. Start at "
             "most as many ranks as the machine has GPUs, with torchrun, which sets LOCAL_RANK; or call "
-            "torch.cuda.set_device(...) on each rank before zo.offload"
+            "torch.accelerator.set_device_index(...) on each rank before zo.offload"
         )
     return chosen
 
@@ -418,14 +489,18 @@ def use_gpu(choice: DeviceChoice, index: int) -> torch.device | None:
         return None
     if index != choice.current:
         torch.accelerator.set_device_index(index)
-    return torch.device("cuda", index)
+    return torch.device(choice.device_type, index)
 
 
 def on_likely_gpu() -> AbstractContextManager[None]:
     """Inside, the current GPU is the one that `zo.offload` will take, as far as a rank knows without the others."""
-    if not torch.cuda.is_available():
-        return contextlib.nullcontext()
-    return _current(torch.device("cuda", DeviceChoice.here().by_local_rank))
+    device = _likely_gpu()
+    return contextlib.nullcontext() if device is None else _current(device)
+
+
+def _likely_gpu() -> torch.device | None:
+    choice = DeviceChoice.here()
+    return torch.device(choice.device_type, choice.by_local_rank) if choice.gpus else None
 
 
 def _host() -> str:
@@ -433,36 +508,58 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
 
 
-def _gpu_name(index: int) -> str:
-    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+def _gpu_name(device_type: str, index: int) -> str:
+    visible = os.environ.get(ACCELERATORS[device_type].visible_devices, "")
+    names = [name for name in visible.split(",") if name]
     name = names[index] if index < len(names) else str(index)
     # Parts of one GPU (MIG) may have its number.
-    uuid = None if name.startswith("MIG") else getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    module: Any = torch.get_device_module(device_type)
+    uuid = None if name.startswith("MIG") else getattr(module.get_device_properties(index), "uuid", None)
     return name if uuid is None else str(uuid)
 
 
+def collectives_of(device: torch.device | None) -> str:
+    """The backends of a process group for tensors of the host, and of the device if there is one."""
+    return "gloo" if device is None else f"cpu:gloo,{device.type}:{ACCELERATORS[device.type].collectives}"
+
+
 def describe_device() -> str:
-    """One line for people: the GPU's name and memory, or the CPU."""
-    if not torch.cuda.is_available():
-        return "cpu (no CUDA device)"
-    free, total = torch.cuda.mem_get_info()
-    return f"{torch.cuda.get_device_name()} ({format_bytes(free)} of {format_bytes(total)} free)"
+    """One line for people: the name and memory of the GPU that `zo.offload` will take, or the CPU."""
+    device = _likely_gpu()
+    if device is None:
+        other = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu (no GPU)" if other is None else f"cpu (zero_offload does not know the device type {other.type})"
+    module: Any = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    return f"{module.get_device_name(device)} ({format_bytes(free)} of {format_bytes(total)} free)"
 
 
-def this_stream() -> Callable[[], AbstractContextManager[Any]]:
+def _module_in_use() -> Any:
+    """The module of the accelerator, such as torch.cuda, once the program has used it."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in ACCELERATORS:
+        return None
+    module: Any = torch.get_device_module(found)
+    return module if module.is_initialized() else None
+
+
+def this_stream() -> Callable[[], AbstractContextManager[None]]:
     """Makes contexts in which another thread computes on the device and the stream that this one does now."""
-    if not torch.cuda.is_initialized():
+    if _module_in_use() is None:
         return contextlib.nullcontext
-    return partial(torch.cuda.stream, torch.cuda.current_stream())
+    return partial(_on, torch.accelerator.current_stream())
 
 
 def device_rng_states() -> list[torch.Tensor]:
-    """The generators of all CUDA devices this process uses; none without CUDA."""
-    used = torch.cuda.is_initialized()
-    return torch.cuda.get_rng_state_all() if used else []
+    """The generators of all GPUs if this process uses them."""
+    module = _module_in_use()
+    return [] if module is None else module.get_rng_state_all()
 
 
 def set_device_rng_states(states: list[torch.Tensor]) -> None:
     """Restore what `device_rng_states` gave; devices that are not here are skipped."""
-    for index, state in enumerate(states[: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(state, index)
+    device_type = present_type()
+    if device_type is not None:
+        module: Any = torch.get_device_module(device_type)
+        for index, state in enumerate(states[: module.device_count()]):
+            module.set_rng_state(state, index)

@@ -25,7 +25,7 @@ from zero_offload.host import host_empty, host_tensor, host_zeros
 from zero_offload.memory.heap import HeapTrimmer, trim_heap
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.tensor_parallel import local_part
-from zero_offload.runtime.grads.dtensors import move_to
+from zero_offload.runtime.grads.dtensors import made_at, move_to
 from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import Recipe, recipe_of
@@ -187,7 +187,6 @@ def _as_view(param: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
     if recipe_of(param) is None:
         move_to(param, view)
         return param
-    made = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), param.requires_grad)
-    made.data = view
+    made = made_at(view, param.requires_grad)
     made.__dict__.update({key: value for key, value in param.__dict__.items() if key != "_is_param"})
     return made

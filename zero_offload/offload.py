@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.dlpack import from_dlpack
 
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.generation import Ranks
@@ -431,6 +430,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
     on_host, on_device = _frame_limits(build)
     arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
+    device.will_pin(build.sizes.plan.used_bytes(Tier.CPU))
     budget = FrameBudget(on_device.chosen, on_device.most)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
     store = ShardStore(layout, build.sizes.placement.tiers, arena, files.swap, num_slots, device)
@@ -604,7 +604,7 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
             # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
             flat = store.places.memory_of(shard, section.dtype, section.numel)
             # By a storage of its own: what an update or a commit views is no view that somebody holds of the buffer.
-            store.places.place_memory(shard, {Component.VALUE: from_dlpack(flat)[own]})
+            store.places.place_memory(shard, {Component.VALUE: build.device.alias(flat)[own]})
             sections.append(Section(shard, flat, None))
             continue
         if home is Home.AWAY and build.collectives.partition.replicates_params:

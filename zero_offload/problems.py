@@ -1,4 +1,5 @@
-"""How settings that cannot work are reported: all problems at once, unknown names with the nearest known one.
+"""How problems are reported: those of settings all at once, unknown names with the nearest known one, and warnings at
+the line of the user's that led to them.
 
 Owns the wording that `OffloadConfig` and the recipes share. Never knows a setting.
 """
@@ -6,7 +7,22 @@ Owns the wording that `OffloadConfig` and the recipes share. Never knows a setti
 from __future__ import annotations
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import FrameType
+
+_PACKAGE = f"{Path(__file__).parent}/"
+
+
+def warn_user(message: str) -> None:
+    """Warn, as of the innermost line outside of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 2
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def list_problems(subject: str, problems: Sequence[str]) -> str:

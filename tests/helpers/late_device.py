@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_offload.device import Event, Handoff
+from zero_offload.device import Event, Handoff, HostDevice
 from zero_offload.telemetry.spans import Spans
 
 
@@ -106,7 +106,7 @@ def poison(target: torch.Tensor) -> None:
 
 
 class LateDevice:
-    """Stands in for `CudaDevice`; counts what it is asked."""
+    """Stands in for `AcceleratorDevice`; counts what it is asked."""
 
     torch_device = torch.device("cpu")
     name = "late"
@@ -269,6 +269,11 @@ class LateDevice:
     def _check(self, copy: _Copy) -> None:
         same = torch.equal(copy.target.view(torch.uint8), copy.source.view(torch.uint8))
         assert same, "host memory has changed while an upload could still read it"
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return HostDevice().alias(tensor)
+
+    def will_pin(self, nbytes: int) -> None: ...
 
     def pin(self, address: int, nbytes: int) -> None:
         self.pinned[address] = nbytes

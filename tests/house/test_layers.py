@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "telemetry.stats",
         "telemetry.breakdown",
     ),
-    ("native", "crc32c", "plan"),
+    ("native", "crc32c", "accelerators", "plan"),
     ("probe", "device", "kernels", "memory", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),

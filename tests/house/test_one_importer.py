@@ -14,7 +14,7 @@ ROOT = Path(errors.__file__).parent
 
 OWNERS: dict[str, frozenset[str]] = {
     "psutil": frozenset({"probe.py"}),
-    "torch.cuda": frozenset({"device.py"}),
+    "torch.cuda": frozenset({"accelerators.py"}),
     "matplotlib": frozenset({"telemetry/report.py"}),
     "ctypes.CDLL": frozenset({"native.py", "memory/heap.py", "memory/pages.py"}),
     "numba": frozenset({"crc32c.py", "kernels/choice.py", "kernels/fallback/numba_words.py"}),

@@ -155,7 +155,7 @@ class Gpus:
         dist.init_process_group = self.init
 
     def here(self) -> DeviceChoice:
-        return DeviceChoice("host 1", self.visible, self.current, int(os.environ["LOCAL_RANK"]), True)
+        return DeviceChoice("host 1", self.visible, self.current, int(os.environ["LOCAL_RANK"]), True, "cuda")
 
     def set(self, index: int) -> None:
         self.current = index
@@ -177,7 +177,7 @@ def test_each_rank_takes_the_gpu_of_its_local_rank() -> None:
 
 def on_one_gpu(rank: int, world_size: int) -> None:
     before = device.DeviceChoice.here
-    device.DeviceChoice.here = lambda: DeviceChoice("host 1", GPUS[:1], 0, rank, True)  # type: ignore[method-assign]
+    device.DeviceChoice.here = lambda: DeviceChoice("host 1", GPUS[:1], 0, rank, True, "cuda")  # type: ignore[method-assign]
     try:
         zo.offload(build(TinyLM), zo.OffloadConfig())
     finally:
@@ -196,14 +196,14 @@ def test_two_ranks_on_one_gpu_are_an_error_on_both() -> None:
 def choice(
     host: str, current: int, local_rank: int | None, gpus: tuple[str, ...] = GPUS, *, is_made: bool = True
 ) -> DeviceChoice:
-    return DeviceChoice(host, gpus, current, local_rank, is_made)
+    return DeviceChoice(host, gpus, current, local_rank, is_made, "cuda")
 
 
 @pytest.mark.parametrize(
     ("found", "chosen"),
     [
         ([choice("a", 0, 0), choice("a", 0, 1)], [0, 1]),
-        ([choice("a", 1, 0), choice("a", 0, 1)], [1, 0]),  # by torch.cuda.set_device
+        ([choice("a", 1, 0), choice("a", 0, 1)], [1, 0]),  # by torch.accelerator.set_device_index
         ([choice("a", 0, 0), choice("a", 1, 1)], [0, 1]),
         ([choice("a", 0, 0, GPUS[:1]), choice("a", 0, 1, GPUS[1:])], [0, 0]),  # by CUDA_VISIBLE_DEVICES
         ([choice("a", 0, 0), choice("b", 0, 0)], [0, 0]),
@@ -227,5 +227,5 @@ def test_what_the_program_has_chosen_stays(found: list[DeviceChoice], chosen: li
     ],
 )
 def test_two_ranks_share_no_gpu(found: list[DeviceChoice]) -> None:
-    with pytest.raises(zo.ConfigError, match=r"ranks 4 and 6 on a compute on the same GPU .*torch.cuda.set_device"):
+    with pytest.raises(zo.ConfigError, match=r"ranks 4 and 6 on a compute on the same GPU .*set_device_index"):
         choose_gpus(found, [4, 6])

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +13,14 @@ import pytest
 import torch
 
 from zero_offload import device
-from zero_offload.device import CudaDevice, _numa_node
+from zero_offload.accelerators import ACCELERATORS, Accelerator
+from zero_offload.device import AcceleratorDevice, _numa_node
 from zero_offload.memory.arena import Arena
+from zero_offload.problems import warn_user
 from zero_offload.telemetry.spans import Lane, Spans
+from zero_offload.types import GIB
 
-GPU = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+SLOT = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
 
 
 @pytest.mark.parametrize(("content", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
@@ -24,88 +29,47 @@ def test_the_node_of_a_gpu(content: str | None, node: int | None, tmp_path: Path
     place.mkdir()
     if content is not None:
         (place / "numa_node").write_text(content)
-    assert _numa_node(GPU, tmp_path) == node
+    assert _numa_node(SLOT, tmp_path) == node
 
 
 def test_a_torch_that_does_not_tell_the_slot(tmp_path: Path) -> None:
     assert _numa_node(SimpleNamespace(), tmp_path) is None
 
 
-class _Runtime:
-    """CUDA's calls, with a limit on what may be locked."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.left_bytes = limit_bytes
-        self.registered: dict[int, int] = {}
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        if nbytes > self.left_bytes:
-            return 2
-        self.left_bytes -= nbytes
-        self.registered[address] = nbytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> None:
-        self.left_bytes += self.registered.pop(address)
-
-
-def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_one_warning(
-    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    runtime = _Runtime(limit_bytes=8 << 20)
-    forgotten: list[None] = []
-    monkeypatch.setattr(device, "_cudart", lambda: runtime)
-    monkeypatch.setattr(device, "_forget_failure", lambda: forgotten.append(None))
-    stream = SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(device.torch.cuda, "Stream", lambda: stream)
-    monkeypatch.setattr(device.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(device.torch.cuda, "get_device_properties", lambda _: GPU)
-    monkeypatch.setattr(device.torch.cuda, "device", lambda _: contextlib.nullcontext())
-    arena = Arena(0, pinner=CudaDevice())
-    regions = [arena.allocate(4 << 20) for _ in range(4)]
-    assert sorted(runtime.registered) == sorted(region.address for region in regions[:2])
-    assert len(forgotten) == 2
-    (warning,) = recwarn.list
-    assert "pinning 4 MiB of CPU memory failed (CUDA error 2)" in str(warning.message)
-    assert "ulimit -l unlimited" in str(warning.message)
-    regions.clear()
-    assert not runtime.registered
-
-
-class _Cuda(threading.local):
-    """What `device` uses of torch.cuda, with a current device for each thread, which are noted with every call."""
+class _Gpus(threading.local):
+    """Four devices of one type: its module, its registry, and torch.accelerator. The current device is each thread's
+    own; it is noted with every call to the driver."""
 
     at = 0
     """As a thread begins."""
     noted: list[tuple[str, int]] = []  # noqa: RUF012 of all threads
+    on: Any = None
+    advice = "Ask for more."
+    limit_bytes = 1 << 60
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
 
     def note(self, name: str) -> None:
         self.noted.append((name, self.at))
 
     @contextlib.contextmanager
-    def device(self, wanted: torch.device) -> Iterator[None]:
-        before, self.at = self.at, wanted.index
+    def device_index(self, wanted: int) -> Iterator[None]:
+        before, self.at = self.at, wanted
         yield
         self.at = before  # torch makes no context for this
 
-    @contextlib.contextmanager
-    def stream(self, stream: _Stream) -> Iterator[None]:
-        """What was current is set back by a call of CUDA's, on its own device."""
-        before, self.at = self.at, stream.device.index
-        yield
-        self.at = before
+    def current_stream(self, of: torch.device | None = None) -> _Stream:
+        return self.on or _Stream(self, self.at if of is None else of.index)
+
+    def set_stream(self, stream: _Stream) -> None:
+        self.on = stream
         self.note("set stream")
 
-    def current_device(self) -> int:
-        return self.at
-
-    def current_stream(self, of: torch.device) -> _Stream:
+    def make_stream(self, of: torch.device) -> _Stream:
         return _Stream(self, of.index)
 
-    def Stream(self) -> _Stream:
-        return _Stream(self, self.at)
-
-    def Event(self, enable_timing: bool) -> Any:
+    def make_event(self, of: torch.device, timed: bool) -> Any:
         def query() -> bool:
             self.note("query")
             return True
@@ -113,24 +77,36 @@ class _Cuda(threading.local):
         # torch goes to the stream's device by itself.
         return SimpleNamespace(record=lambda stream: None, synchronize=lambda: self.note("synchronize"), query=query)
 
-    def get_device_properties(self, of: torch.device) -> Any:
-        return GPU
+    def register(self, address: int, nbytes: int) -> int:
+        self.note("register")
+        if nbytes > self.limit_bytes - sum(self.registered.values()):
+            return 2
+        self.registered[address] = nbytes
+        return 0
 
-    def cudart(self) -> Any:
-        def register(address: int, nbytes: int, flags: int) -> int:
-            self.note("register")
-            return 0 if nbytes < 100 else 2
+    def unregister(self, address: int) -> None:
+        self.note("unregister")
+        del self.registered[address]
 
-        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: self.note("unregister"))
+    is_available = is_initialized = staticmethod(lambda: True)
+    device_count = staticmethod(lambda: 4)
+    get_device_properties = staticmethod(lambda of: SLOT)
+    get_device_name = staticmethod(lambda of: f"number {of.index}")
+
+    def current_device(self) -> int:
+        return self.at
+
+    def mem_get_info(self, of: torch.device | None = None) -> tuple[int, int]:
+        return (self.at if of is None else of.index) * GIB, 8 * GIB
 
 
 class _Stream:
-    def __init__(self, cuda: _Cuda, index: int) -> None:
-        self._cuda = cuda
+    def __init__(self, gpus: _Gpus, index: int) -> None:
+        self._gpus = gpus
         self.device = torch.device("cuda", index)
 
     def synchronize(self) -> None:
-        self._cuda.note("await stream")
+        self._gpus.note("await stream")
 
     def wait_event(self, event: Any) -> None:
         """There, too."""
@@ -140,14 +116,104 @@ class _OnDevice(torch.Tensor):
     def record_stream(self, stream: Any) -> None: ...
 
 
-def test_threads_beside_the_one_that_computes_touch_no_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> _Gpus:
+    """Stand in for the machine's; the current one is number 3."""
+    made: Any = _Gpus()
+    made.at = 3
+    monkeypatch.setattr(_Gpus, "noted", [])
+    entry = Accelerator("nccl", "GPUS", made, False, made.make_stream, made.current_stream, made.make_event)
+    monkeypatch.setitem(ACCELERATORS, "cuda", entry)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: made)
+    for name in ("device_index", "current_stream", "set_stream"):
+        monkeypatch.setattr(torch.accelerator, name, getattr(made, name))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    found: _Gpus = made
+    return found
+
+
+def test_memory_that_may_not_be_pinned_is_used_as_it_is_with_one_warning(
+    gpus: _Gpus, recwarn: pytest.WarningsRecorder
+) -> None:
+    gpus.limit_bytes = 8 << 20
+    arena = Arena(0, pinner=AcceleratorDevice("cuda"))
+    regions = [arena.allocate(4 << 20) for _ in range(4)]
+    assert sorted(gpus.registered) == sorted(region.address for region in regions[:2])
+    (warning,) = recwarn.list
+    assert "registering 4 MiB of it failed (cuda error 2)" in str(warning.message)
+    assert str(warning.message).endswith(" Ask for more.")
+    assert warning.filename == __file__
+    regions.clear()
+    assert not gpus.registered
+
+
+def test_a_device_that_registers_no_memory_says_so_once(
+    gpus: _Gpus, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setitem(ACCELERATORS, "cuda", Accelerator("x", "X", None, False, gpus.make_stream))
+    found = AcceleratorDevice("cuda")
+    for address in (1 << 20, 2 << 20):
+        found.pin(address, 10)
+        found.unpin(address)
+    (warning,) = recwarn.list
+    assert "cuda:3 has no call that registers it" in str(warning.message)
+
+
+def test_large_memory_is_registered_in_pieces_with_progress(gpus: _Gpus, capsys: pytest.CaptureFixture[str]) -> None:
+    """No driver is asked for 64 GiB at once, and none of it is touched here."""
+    found = AcceleratorDevice("cuda")
+    found.will_pin(100 * GIB)
+    found.pin(1 << 40, 40 * GIB)
+    found.pin(2 << 40, 60 * GIB)
+    assert max(gpus.registered.values()) <= 64 * GIB
+    assert sum(gpus.registered.values()) == 100 * GIB
+    ends = [(begin, begin + nbytes) for begin, nbytes in sorted(gpus.registered.items())]
+    assert {1 << 40, 2 << 40} == {begin for begin, _ in ends} - {end for _, end in ends}  # without gaps
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "zero_offload: pinning 100 GiB of CPU memory: 16 of 100 GiB"
+    assert lines[-1] == "zero_offload: pinning 100 GiB of CPU memory: 100 of 100 GiB"
+    found.unpin(1 << 40)
+    assert sum(gpus.registered.values()) == 60 * GIB
+    found.unpin(2 << 40)
+    assert not gpus.registered
+
+
+def test_little_memory_is_registered_in_silence(gpus: _Gpus, capsys: pytest.CaptureFixture[str]) -> None:
+    found = AcceleratorDevice("cuda")
+    found.will_pin(20 * GIB)
+    found.pin(1 << 40, 20 * GIB)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.filterwarnings("ignore:CPU memory is not pinned")
+def test_a_region_is_registered_whole_or_not_at_all(gpus: _Gpus) -> None:
+    """A copy from memory that is registered in part is an error of the driver's."""
+    gpus.limit_bytes = 50 * GIB
+    found = AcceleratorDevice("cuda")
+    found.pin(1 << 40, 60 * GIB)
+    assert not gpus.registered
+    found.unpin(1 << 40)
+
+
+def test_a_warning_is_at_the_line_outside_of_the_package(recwarn: pytest.WarningsRecorder) -> None:
+    line = inspect.currentframe().f_lineno + 1  # type: ignore[union-attr]
+    warn_user("something")
+    (warning,) = recwarn.list
+    assert (warning.filename, warning.lineno) == (__file__, line)
+
+
+def test_memory_is_that_of_the_device_not_of_the_thread(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = AcceleratorDevice("cuda")
+    gpus.at = 1
+    assert (found.name, found.free_bytes()) == ("number 3", 3 * GIB)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    gpus.at = 0
+    assert device.describe_device() == "number 2 (2 GiB of 8 GiB free)"
+
+
+def test_threads_beside_the_one_that_computes_touch_no_other_gpu(gpus: _Gpus) -> None:
     """A context on the first GPU, which another rank computes on, would take half a GiB of it."""
-    cuda, place = _Cuda(), torch.device("cuda", 3)
-    cuda.at = place.index
-    monkeypatch.setattr(_Cuda, "noted", [])
-    monkeypatch.setattr(device.torch, "cuda", cuda)
-    monkeypatch.setattr(device, "_forget_failure", lambda: cuda.note("forget"))
-    gpu = CudaDevice()
+    gpu = AcceleratorDevice("cuda")
     made, found = gpu.mark(), []
 
     def work() -> None:
@@ -158,58 +224,60 @@ def test_threads_beside_the_one_that_computes_touch_no_other_gpu(monkeypatch: py
         gpu.upload(target, source).take()
         gpu.pin(1 << 20, 10)
         gpu.unpin(1 << 20)
-        with pytest.warns(UserWarning, match="pinning"):
+        gpus.limit_bytes = 100
+        with pytest.warns(UserWarning, match="not pinned"):
             gpu.pin(1 << 21, 1000)
-        found.append((target.sum().item(), cuda.at))
+        found.append((target.sum().item(), gpus.at))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found == [(4.0, 0)]  # and the thread's current device is what it was
-    calls = ["set stream", "synchronize", "query", "set stream"]
+    calls = ["set stream", "set stream", "synchronize", "query", "set stream", "set stream"]
     # Copies from and to memory are over before it goes.
-    calls += ["register", "await stream", "await stream", "unregister", "register", "forget"]
-    assert cuda.noted == [(call, place.index) for call in calls]
+    calls += ["register", "await stream", "await stream", "unregister", "register"]
+    assert gpus.noted == [(call, 3) for call in calls]
 
 
-def test_what_follows_copies_runs_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_copies_runs_beside_compute(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the copies and for compute launched before; compute waits for nothing."""
-    cuda, waits, current = _Cuda(), [], []
-    monkeypatch.setattr(device.torch, "cuda", cuda)
+    waits: list[tuple[Any, Any]] = []
     monkeypatch.setattr(_Stream, "wait_event", lambda stream, event: waits.append((stream, event)))
-    stream = cuda.stream
-
-    @contextlib.contextmanager
-    def note(wanted: _Stream) -> Iterator[None]:
-        current.append(wanted)
-        with stream(wanted):
-            yield
-        current.pop()
-
-    monkeypatch.setattr(cuda, "stream", note)
-    gpu = CudaDevice()
+    gpu = AcceleratorDevice("cuda")
     uploaded = gpu.upload(torch.zeros(4), torch.ones(4)).ready
+    before = gpus.on
     waits.clear()
     with gpu.following([uploaded]):
-        inside = list(current)
+        inside = gpus.on
+    assert gpus.on is before
     (stream_of_mark, _), (stream_of_copy, event) = waits
-    assert [stream_of_mark, stream_of_copy] == inside * 2
+    assert stream_of_mark is stream_of_copy is inside
     assert event is uploaded._event  # type: ignore[attr-defined]
-    assert inside[0] not in (gpu._uploads, gpu._downloads)
+    assert inside not in (gpu._uploads, gpu._downloads)
 
 
-def test_memory_goes_where_there_is_no_cuda_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = _Cuda()
-    monkeypatch.setattr(device.torch, "cuda", cuda)
-    gpu = CudaDevice()
+def test_memory_goes_where_the_driver_is_gone(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = AcceleratorDevice("cuda")
     gpu.pin(1 << 20, 10)
 
-    def refuse(wanted: torch.device) -> Any:
+    def refuse(wanted: int) -> Any:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
 
-    monkeypatch.setattr(cuda, "device", refuse)
+    monkeypatch.setattr(torch.accelerator, "device_index", refuse)
     gpu.unpin(1 << 20)
     assert not gpu._pinned
+
+
+def test_an_alias_is_kept_for_copies_on_both_lanes(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator does not know it: what it stands for is what both lanes may still copy when it is given back."""
+    streams: list[Any] = []
+    monkeypatch.setattr(_OnDevice, "record_stream", lambda _, stream: streams.append(stream))
+    gpu = AcceleratorDevice("cuda")
+    tensor = torch.zeros(4).as_subclass(_OnDevice)
+    alias = gpu.alias(tensor)
+    assert streams == [gpu._uploads, gpu._downloads]
+    assert alias.data_ptr() == tensor.data_ptr()
+    assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
 
 
 class _Clock:
@@ -221,20 +289,19 @@ class _Clock:
     def copy(self) -> None:
         self.ms += 3
 
-    def event(self, enable_timing: bool) -> Any:
-        made = SimpleNamespace(timed=enable_timing, ms=0.0, query=lambda: made.ms <= self.ms, synchronize=lambda: None)
+    def event(self, of: torch.device, timed: bool) -> Any:
+        made = SimpleNamespace(timed=timed, ms=0.0, query=lambda: made.ms <= self.ms, synchronize=lambda: None)
         made.record = lambda stream: setattr(made, "ms", self.ms)
         made.elapsed_time = lambda other: other.ms - made.ms if made.timed and other.timed else 1 / 0
         return made
 
 
-def test_copies_are_timed_on_the_gpu_while_somebody_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, clock, spans = _Cuda(), _Clock(), Spans()
-    monkeypatch.setattr(cuda, "Event", clock.event)
-    monkeypatch.setattr(device.torch, "cuda", cuda)
+def test_copies_are_timed_on_the_gpu_while_somebody_records(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, spans = _Clock(), Spans()
+    monkeypatch.setitem(ACCELERATORS, "cuda", replace(ACCELERATORS["cuda"], make_event=clock.event))
     monkeypatch.setattr(device, "now", lambda: 5 * 10**9)
     monkeypatch.setattr(_OnDevice, "copy_", lambda *_, **__: clock.copy(), raising=False)
-    gpu = CudaDevice()
+    gpu = AcceleratorDevice("cuda")
     gpu.record_to(spans)
     tensor = torch.zeros(4).as_subclass(_OnDevice)
     gpu.upload(tensor, tensor)

@@ -15,6 +15,7 @@ import torch
 
 from zero_offload import native
 from zero_offload.abi import GradMode, Kind
+from zero_offload.accelerators import ACCELERATORS
 
 
 class Kernels(Protocol):
@@ -94,7 +95,8 @@ def find() -> Choice:
 
 def has_device_update(tensor: torch.Tensor) -> bool:
     """Whether `triton_update` updates this tensor: it is on a GPU, and Triton is here and compiles for that one."""
-    return tensor.device.type == "cuda" and _triton_compiles_for(tensor.device)
+    accelerator = ACCELERATORS.get(tensor.device.type)
+    return accelerator is not None and accelerator.has_triton and _triton_compiles_for(tensor.device)
 
 
 @functools.cache

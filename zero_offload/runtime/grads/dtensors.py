@@ -1,4 +1,4 @@
-"""What DTensor parameters need of torch: to lie in our buffers, and gradients that lie as they do.
+"""What parameters need of torch: to lie in our buffers on any device, DTensors too, and gradients that lie as they do.
 
 A DTensor keeps its identity, hooked modules and placement; its plain part becomes a view of a section's buffer. May
 communicate with the other ranks of its mesh, which run the same operations in the same order. Imports DTensor late:
@@ -19,7 +19,10 @@ from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 def move_to(param: nn.Parameter, place: Tensor) -> None:
     """Make a parameter a view of `place`, which holds its (local) values in the compute dtype."""
     if not is_dtensor(param):
-        param.data = place
+        if torch._has_compatible_shallow_copy_type(param, place):
+            param.data = place
+        else:  # between the host and device types that torch does not bring itself
+            swap_tensors(param, made_at(place, param.requires_grad))
         return
     from torch.distributed.tensor import DTensor
 
@@ -29,6 +32,13 @@ def move_to(param: nn.Parameter, place: Tensor) -> None:
     )
     # As Module.to does; setting data would leave its dtype and its part as they were.
     swap_tensors(param, nn.Parameter(new, requires_grad=param.requires_grad))
+
+
+def made_at(place: Tensor, requires_grad: bool) -> nn.Parameter:
+    """A new parameter that is a view of `place` and counts its own versions: writing to `place` is no change of it."""
+    made = nn.Parameter(torch.empty(0, dtype=place.dtype, device=place.device), requires_grad)
+    made.data = place
+    return made
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_offload.config import OffloadConfig
-from zero_offload.device import DeviceChoice, choose_gpus, use_gpu
+from zero_offload.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
 from zero_offload.errors import ConfigError
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.neighbours import Channel, Neighbourhood
@@ -71,8 +71,7 @@ def join_ranks() -> bool:
             raise RuntimeError("; ".join(problems))
         choices = [DeviceChoice(host, tuple(gpus), *rest) for _, (host, gpus, *rest) in told]
         device = use_gpu(choices[rank], choose_gpus(choices, range(size))[rank])
-        backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device)
+        dist.init_process_group(collectives_of(device), store=store, rank=rank, world_size=size, device_id=device)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         raise _cannot_join(f"{type(error).__name__}: {error}") from error
     return True
