@@ -47,6 +47,7 @@ from zero_offload.plan.shapes import UnitWork
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units
 from zero_offload.probe import probe_hardware
+from zero_offload.rates import with_measured
 from zero_offload.run_files import RunFiles
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
@@ -388,8 +389,11 @@ def plan_memory(
     batch = Batch(
         tokens=tokens, sequence=min(tokens, TOKENS_UNKNOWN), recompute=any(map(is_recomputed, model.modules()))
     )
-    job = replace(outlook.job, batch=batch)
-    return Plan.of(estimate_memory(unit_bytes, placement, config, partition), job, placement, outlook.machine)
+    job, machine = replace(outlook.job, batch=batch), outlook.machine
+    if not device.is_host:
+        # The placement is by what all ranks know; the seconds may be by what was measured here.
+        machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
+    return Plan.of(estimate_memory(unit_bytes, placement, config, partition), job, placement, machine)
 
 
 def _outlook(

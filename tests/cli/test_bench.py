@@ -11,6 +11,7 @@ import pytest
 
 from zero_offload.cli import bench
 from zero_offload.cli.main import main
+from zero_offload.device import HostDevice
 from zero_offload.storage.engine import EngineSettings
 from zero_offload.storage.tuning import AIOFILES, Pattern, Rates, measure
 
@@ -61,3 +62,15 @@ def test_json_of_several_directories(
 def test_bad_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_without_an_accelerator_nothing_is_measured(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(bench, "compute_device", HostDevice)
+    assert main(["bench", "--device", *flags]) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and "sees no accelerator, so there is none to measure. Install a build of torch" in err
+    assert "zero-offload plan --measure" in err and list(tmp_path.iterdir()) == []

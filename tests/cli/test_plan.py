@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from zero_offload import rates
 from zero_offload.cli import measure
+from zero_offload.cli import plan as plan_command
 from zero_offload.cli.main import main
+from zero_offload.cli.planning import GpuHere
 from zero_offload.recipes import products
 from zero_offload.types import GIB
 
@@ -300,10 +303,10 @@ def test_this_machine_is_measured_once_and_remembered(
     _, result = plan(capsys, *flags)
     assert "not measured" in result["step"]["rates"] and not cache.exists()
     _, result = plan(capsys, *flags, "--measure")
-    rates = json.loads((cache / "zero_offload" / "rates.json").read_text())
-    drive = next(iter(rates["drives"].values()))
+    written = json.loads((cache / "zero_offload" / "rates.json").read_text())
+    drive = next(iter(written["drives"].values()))
     assert drive["read_bytes_per_s"] > 0 and drive["lost_s_per_byte"] >= 0
-    assert rates["flops"]["fp32"]["flops"] > 0 and rates["host"]["bytes_per_s"] > 0
+    assert written["flops"]["fp32"]["flops"] > 0 and written["host"]["bytes_per_s"] > 0
     assert "this machine, measured 20" in result["step"]["rates"] and "not" not in result["step"]["rates"]
     before = plan(capsys, *flags)[1]["step"]
     assert before["rates"] == result["step"]["rates"] and before["predicted_s"] == result["step"]["predicted_s"]
@@ -324,6 +327,58 @@ def test_a_plan_for_a_gpu_measures_nothing(
     assert main(["plan", "--model", "tiny", *other, "--measure"]) == 2
     assert f"and {' '.join(other)} plans for a GPU that is not measured" in capsys.readouterr().err
     assert not cache.exists()
+
+
+GPU_HERE = GpuHere("NVIDIA GeForce RTX 4090", 22 * GIB)
+MEASURED = {
+    "taken": "2026-11-25 12:00 UTC",
+    "matmul_flops": {"bfloat16": 160e12},
+    "training_flops": {"bfloat16": 100e12},
+    "memory_bytes_per_s": 900e9,
+    "upload_bytes_per_s": 20e9,
+    "download_bytes_per_s": 21e9,
+    "both_bytes_per_s": 18e9,
+}
+HERE = ["--model", "llama-1b", "--tokens", "16384"]
+
+
+def test_a_machine_with_a_gpu_is_planned_for_its_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, on_cpu = plan(capsys, *HERE)
+    monkeypatch.setattr(plan_command, "find_gpu_here", lambda: GPU_HERE)
+    code, result = plan(capsys, *HERE)
+    assert code == 0 and result["step"]["predicted_s"] < on_cpu["step"]["predicted_s"] / 10
+    assert "not measured" in result["step"]["rates"] and "rtx4090 computes at 0.887" in result["step"]["rates"]
+    available = int(22 * GIB * 0.95) - result["activation_bytes"]
+    assert result["bytes"]["device"]["available"] == available
+    assert main(["plan", *MEMORY, *HERE]) == 0
+    assert "(--measure takes some seconds, and is remembered)" in capsys.readouterr().out
+    # What is given is planned for, whatever is here.
+    _, other = plan(capsys, *HERE, "--gpu", "h100")
+    assert "h100 computes" in other["step"]["rates"]
+
+
+def test_rates_of_a_gpu_that_were_measured_here_are_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_command, "find_gpu_here", lambda: GPU_HERE)
+    _, before = plan(capsys, *HERE)
+    rates.save(rates.Rates(host={"bytes_per_s": 50e9}, devices={GPU_HERE.name: MEASURED}))
+    _, result = plan(capsys, *HERE)
+    slower = 0.887 * 165 / 100
+    assert result["step"]["compute_s"] == pytest.approx(before["step"]["compute_s"] * slower, rel=0.05)
+    assert result["step"]["rates"].startswith(
+        "NVIDIA GeForce RTX 4090, measured 2026-11-25 12:00 UTC: trains at 100 TFLOPS, copies 18 GB/s up and 18 GB/s "
+        "down; its host updates 50 GB/s"
+    )
+    # By the name of the table too; another card, and a precision that was not measured, are as before.
+    named = {each: plan(capsys, *HERE, "--gpu", each)[1]["step"]["rates"] for each in ("rtx4090", "rtx5090")}
+    assert named["rtx4090"].startswith("rtx4090, measured 2026-11-25") and "measured 20" not in named["rtx5090"]
+    _, fp32 = plan(capsys, *HERE, "--precision", "fp32")
+    assert fp32["step"]["rates"].startswith("rtx4090 computes at 0.887 of its 82.6 TFLOPS, assumed from bf16")
+    assert main(["plan", *HERE, "--ram", "64GiB", "--gpu", "rtx5090"]) == 0
+    assert "(zero-offload bench --device measures such a GPU where it is" in capsys.readouterr().out
 
 
 def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:

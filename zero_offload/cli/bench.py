@@ -1,25 +1,28 @@
-"""`zero-offload bench --io DIR`: how fast a directory is read and written, and which file engine a run would use.
+"""`zero-offload bench`: how fast a directory is read and written (`--io`), and how fast a GPU is (`--device`).
 
-Owns the flags, the candidates beside those that a run tries, and the table. Writes one file without a name, which is
-gone with the command. Calls: `add_parser`, then `run`.
+Owns the flags, the file engines beside those that a run tries, and the tables. In a directory it writes one file
+without a name, which is gone with the command; a GPU's figures are remembered. Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import json
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zero_offload import native
-from zero_offload.errors import ConfigError
+from zero_offload.cli.measure import measure_gpu, private_directory
+from zero_offload.device import compute_device, on_likely_gpu
+from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.memory.arena import Arena
+from zero_offload.rates import cache_file
 from zero_offload.storage.checksum import crc32c
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engine import IO_URING, THREADS, EngineSettings
@@ -46,14 +49,16 @@ _SIZE_MIN_BYTES = 16 * MIB
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "bench",
-        help="measure how fast a directory is read and written",
-        description="Measure each file engine in a directory, checksums included, and print what io_engine='auto' "
-        "would use there. Several directories: also the share of each in a stripe.",
+        help="measure how fast a directory is read and written, or how fast the GPU is",
+        description="With --io measure each file engine in a directory, checksums included, and print what "
+        "io_engine='auto' would use there. Several directories: also the share of each in a stripe. With --device "
+        "measure the GPU: products of matrices, training, copies from and to host memory. It is remembered, and plans "
+        "for this GPU use it.",
     )
-    parser.add_argument(
-        "--io", nargs="+", required=True, type=Path, metavar="DIR", help="directories on the drives to measure"
-    )
-    parser.add_argument("--size", default="1GiB", metavar="SIZE", help="bytes of the file that is moved [1GiB]")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--io", nargs="+", type=Path, metavar="DIR", help="directories on the drives to measure")
+    what.add_argument("--device", action="store_true", help="measure the GPU that a run would compute on")
+    parser.add_argument("--size", default="1GiB", metavar="SIZE", help="bytes of the file or copy that is moved [1GiB]")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.set_defaults(run=run)
 
@@ -62,6 +67,37 @@ def run(args: argparse.Namespace) -> int:
     nbytes = parse_bytes(args.size) // (4 * MIB) * 4 * MIB
     if nbytes < _SIZE_MIN_BYTES:
         raise ConfigError(f"--size {args.size} is too little to measure; give {format_bytes(_SIZE_MIN_BYTES)} or more")
+    return _run_device(nbytes, as_json=args.json) if args.device else _run_io(args, nbytes)
+
+
+def _run_device(nbytes: int, *, as_json: bool) -> int:
+    with on_likely_gpu():
+        device = compute_device()
+        if device.is_host:
+            raise CapacityError(
+                f"torch {torch.__version__} sees no accelerator, so there is none to measure. Install a build of torch "
+                "for this machine's GPU, or measure the CPU: zero-offload plan --measure"
+            )
+        table = measure_gpu(device, nbytes)
+    if as_json:
+        print(json.dumps({"device": device.name, **table}, indent=2))
+        return 0
+    print(f"{device.name}, measured {table['taken']}")
+    for name, flops in table["matmul_flops"].items():
+        trains = table["training_flops"].get(name)
+        also = "" if trains is None else f"; a block trains at {trains / 1e12:.3g} TFLOPS, {trains / flops:.0%} of that"
+        print(f"{name:<9} products of matrices {flops / 1e12:.3g} TFLOPS{also}")
+    print(f"memory    {table['memory_bytes_per_s'] / 1e9:.3g} GB/s")
+    print(f"upload    {table['upload_bytes_per_s'] / 1e9:.3g} GB/s from {table['host_memory']} host memory")
+    print(f"download  {table['download_bytes_per_s'] / 1e9:.3g} GB/s")
+    print(f"both      {table['both_bytes_per_s'] / 1e9:.3g} GB/s in each direction at once")
+    print(
+        f"remembered in {cache_file()}: plans for this GPU train at the block's rate and copy at both directions' rate"
+    )
+    return 0
+
+
+def _run_io(args: argparse.Namespace, nbytes: int) -> int:
     candidates, missing = _candidates()
     results = {path: _measure(path.expanduser(), nbytes, candidates) for path in args.io}
     tried = candidates_here()
@@ -112,19 +148,6 @@ def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> l
     region = Arena(0).allocate(nbytes)
     with private_directory(path) as place, RunDirectory.look(place) as directory:
         return measure(directory, candidates, Scratch(region.address, region.nbytes), ROUNDS, LIMIT_S)
-
-
-@contextlib.contextmanager
-def private_directory(path: Path) -> Iterator[Path]:
-    """A directory of our own in `path`, which may be anyone's, such as /tmp."""
-    if not path.is_dir():
-        raise ConfigError(f"{path} is no directory; name one on the drive to measure")
-    try:
-        holder = tempfile.TemporaryDirectory(prefix="zero-offload-bench-", dir=path)
-    except OSError as error:
-        raise ConfigError(f"cannot write in {path}: {error.strerror}; name a directory of yours") from error
-    with holder as place:
-        yield Path(place)
 
 
 def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:

@@ -1,101 +1,81 @@
-"""What this machine does in a second, measured shortly and remembered: what `zero-offload plan` predicts by.
+"""What this machine does in a second, measured shortly: what `zero-offload plan` and `bench --device` remember.
 
-Owns the measurement and its file, `rates.json` in the user's cache directory (`$XDG_CACHE_HOME/zero_offload`, by
-default `~/.cache/zero_offload`), which says when each figure was taken; whatever cannot be read there is as if it were
-not. The calls: `measure` takes all figures anew, `remembered` makes a machine of those there are, with defaults for the
-rest.
+Owns the measurements of CPU and drives; a GPU's are in `measure_device`, the file in `rates`. The calls: `measure`
+takes all figures of a plan anew, `measure_gpu` those of the GPU; `remembered` makes a machine of what is known of the
+CPU, with defaults for the rest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
-import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zero_offload.abi import Rule
-from zero_offload.cli.bench import private_directory
+from zero_offload.cli.measure_device import block_flops, device_rates, median_s
 from zero_offload.config import OffloadConfig
+from zero_offload.device import Device, compute_device
+from zero_offload.errors import ConfigError
 from zero_offload.host import host_empty
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
 from zero_offload.probe import count_cores, existing_parent
-from zero_offload.recipes.gpt import GPT, GPTConfig
+from zero_offload.rates import Rates, Table, load, save
 from zero_offload.storage import tuning
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.types import MIB
 from zero_offload.updates import update_threads
 
-_VERSION = 2
 _WIDTH, _SEQUENCE = 256, 128
 """Of the block that is timed: small, since some processors have no instructions for a bf16 product."""
 _UPDATE_NUMEL = 1 << 22
 _ROUNDS = 5
 _DRIVE_BYTES = 128 * MIB
+_COPY_BYTES = 256 * MIB
 _DRIVE_S = 2.0
 _LOST_S = 0.25
 """Of the products beside which bytes are moved."""
 _APART = 0.75
 """Reads and writes that together take less than this share of one after the other do not take turns."""
 
-Table = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What is remembered."""
-
-    host: Table = field(default_factory=dict)
-    flops: Table = field(default_factory=dict)
-    """By precision."""
-    drives: Table = field(default_factory=dict)
-    """By the number of the file system."""
-
-
-def cache_file() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "zero_offload" / "rates.json"
-
-
-def load() -> Rates:
-    try:
-        found = json.loads(cache_file().read_text(encoding="utf-8"))
-        if found["version"] == _VERSION:
-            return Rates(*(dict(found[name]) for name in ("host", "flops", "drives")))
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # never written, of another version, or damaged: it is measured anew when somebody asks
-    return Rates()
-
-
-def _save(rates: Rates) -> None:
-    path = cache_file()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps({"version": _VERSION, **vars(rates)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
-
 
 def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
-    """Take the figures of this machine, in this precision, and of these directories' drives; remember them."""
-    today = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    """Take the figures of this machine, in this precision, and of these directories' drives; remember them.
+
+    Of what computes: a GPU where there is one, else the CPU.
+    """
+    drives = {_drive_of(directory): _taken() | drive_rates(directory) for directory in directories}
+    device = compute_device()
+    if not device.is_host:
+        measure_gpu(device)
     rates = load()
-    precision = config.numerics.compute
-    flops = rates.flops | {precision: {"taken": today, "flops": _block_flops(config.compute_dtype_name)}}
-    host = {"taken": today} | update_rates(config.compute_dtype_name)
-    drives = dict(rates.drives)
-    for directory in directories:
-        drives[_drive_of(directory)] = {"taken": today} | drive_rates(directory)
-    _save(Rates(host, flops, drives))
+    if device.is_host:
+        precision, dtype_name = config.numerics.compute, config.compute_dtype_name
+        flops = rates.flops | {precision: _taken() | {"flops": _block_flops(dtype_name)}}
+        rates = replace(rates, host=_taken() | update_rates(dtype_name), flops=flops)
+    save(replace(rates, drives=rates.drives | drives))
+
+
+def measure_gpu(device: Device, nbytes: int = _COPY_BYTES) -> Table:
+    """Take a GPU's figures, with copies of so many bytes, and those of its host's update; remember them, and return
+    the GPU's."""
+    table = _taken() | device_rates(device, nbytes)
+    rates = load()
+    host = _taken() | update_rates("bfloat16")
+    save(replace(rates, host=host, devices=rates.devices | {device.name: table}))
+    return table
+
+
+def _taken() -> Table:
+    return {"taken": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
 
 
 def remembered(config: OffloadConfig, directories: Sequence[Path], num_cores: int, cluster: Cluster) -> Machine:
@@ -159,28 +139,9 @@ def _drive_of(directory: Path) -> str:
     return str(existing_parent(directory).stat().st_dev)
 
 
-def _median_s(call: Callable[[], object]) -> float:
-    """Of a few calls after a first one, which takes memory and starts threads."""
-    call()
-    times = []
-    for _ in range(_ROUNDS):
-        began = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 def _block_flops(dtype_name: str) -> float:
     """Of a transformer's block, forward and backward."""
-    gpt = GPTConfig(num_layers=1, width=_WIDTH, num_heads=4, seq_max=_SEQUENCE)
-    model = GPT(gpt).to(getattr(torch, dtype_name))
-    rotation = model.rotation
-    inputs = host_empty((1, _SEQUENCE, _WIDTH), getattr(torch, dtype_name)).normal_().requires_grad_()
-    block = model.blocks[0]
-    seconds = _median_s(lambda: block(inputs, rotation).sum().backward())
-    numel = sum(param.numel() for param in block.parameters())
-    forward = 2.0 * numel + 2.0 * _WIDTH * _SEQUENCE
-    return 3 * forward * _SEQUENCE / seconds
+    return block_flops(torch.device("cpu"), dtype_name, _WIDTH, 1, _SEQUENCE, partial(median_s, _ROUNDS))
 
 
 def update_rates(dtype_name: str) -> Table:
@@ -198,10 +159,23 @@ def update_rates(dtype_name: str) -> Table:
     rates = {}
     for name, beside in (("bytes_per_s", False), ("bytes_per_s_beside", True)):
         threads = update_threads(num_cores, beside, is_host=True)
-        seconds = _median_s(partial(fused_update, Rule.ADAMW, buffers, segments, threads))
+        seconds = median_s(_ROUNDS, partial(fused_update, Rule.ADAMW, buffers, segments, threads))
         # States and value are read and written, gradients read.
         rates[name] = numel * (2 * sum(sizes) - dtype.itemsize) / seconds
     return {"num_cores": num_cores, **rates}
+
+
+@contextlib.contextmanager
+def private_directory(path: Path) -> Iterator[Path]:
+    """A directory of our own in `path`, which may be anyone's, such as /tmp."""
+    if not path.is_dir():
+        raise ConfigError(f"{path} is no directory; name one on the drive to measure")
+    try:
+        holder = tempfile.TemporaryDirectory(prefix="zero-offload-bench-", dir=path)
+    except OSError as error:
+        raise ConfigError(f"cannot write in {path}: {error.strerror}; name a directory of yours") from error
+    with holder as place:
+        yield Path(place)
 
 
 def drive_rates(directory: Path) -> Table:
@@ -227,7 +201,7 @@ def _products() -> Callable[[], None]:
     """Products of matrices on all cores, as a block makes them, for some tenths of a second."""
     shapes = (_SEQUENCE, 4 * _WIDTH), (16 * _WIDTH, 4 * _WIDTH)
     inputs, weight = (host_empty(shape, torch.float32).normal_() for shape in shapes)
-    once_s = _median_s(lambda: inputs @ weight.T)
+    once_s = median_s(_ROUNDS, lambda: inputs @ weight.T)
     count = max(round(_LOST_S / once_s), 1)
 
     def work() -> None:

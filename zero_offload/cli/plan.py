@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_offload.cli import measure, plan_text
-from zero_offload.cli.planning import Request, by_wear, offers, plan_request
+from zero_offload.cli.planning import Request, by_wear, find_gpu_here, offers, plan_request
 from zero_offload.config import OffloadConfig
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.forecast import forecast
@@ -27,7 +27,7 @@ _SETTINGS = {
     "activations": "tier of what forward keeps for backward",
     "precision": "bf16, fp16 or fp32",
     "states": "optimizer states: fp32, bf16 or compact",
-    "device_memory": "plan for a GPU with this memory, for example 24GiB (default: the CPU computes)",
+    "device_memory": "plan for a GPU with this memory, such as 24GiB (default: the GPU that is here, else the CPU)",
     "cpu_memory": "CPU memory of one rank, for example 48GiB",
     "nvme_capacity": "disk space of one rank, for example 400GiB",
     "durability": "commit, process or scratch",
@@ -96,7 +96,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--recompute", choices=("block", "none"), help="what backward runs again (default: as the model)"
     )
-    parser.add_argument("--measure", action="store_true", help="measure this machine and --nvme, and remember it")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure this machine, its GPU if it has one, and --nvme, and remember it",
+    )
     parser.add_argument(
         "--step-time", type=float, metavar="S", help="seconds of a step, in place of the predicted ones"
     )
@@ -112,10 +116,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    _check(args)
+    gpu_here = find_gpu_here() if args.gpu is None else None
+    _check(args, has_gpu=gpu_here is not None)
     drives = parse_drives(args.nvme or [])
     config = _config(args, None if drives is None else drives.count)
-    request = Request.of(args, config, drives)
+    request = Request.of(args, config, drives, gpu_here)
     if args.measure:
         measure.measure(config, () if drives else config.nvme_dirs)
     recommended = by_wear(request, args.tbw, args.step_time)
@@ -132,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if planned.memory.fits else CapacityError.exit_code
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, *, has_gpu: bool) -> None:
     counts = {name: getattr(args, name) for name in ("ranks", "accumulate", "tokens", "sequence")}
     if wrong := [f"--{name} {value}" for name, value in counts.items() if value is not None and value < 1]:
         raise ConfigError(f"{' '.join(wrong)}: give 1 or more")
@@ -142,11 +147,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--ranks {args.ranks} --nodes {args.nodes}: give each machine as many ranks as the others")
     if args.ram is not None and args.cpu_memory is not None:
         raise ConfigError("--ram is a machine's memory and --cpu-memory one rank's: give one of them")
-    if args.measure and (args.gpu is not None or args.device_memory is not None):
+    if args.measure and (args.gpu is not None or (args.device_memory is not None and not has_gpu)):
         other = f"--gpu {args.gpu}" if args.gpu is not None else f"--device-memory {args.device_memory}"
         raise ConfigError(
-            f"--measure takes the rates of this machine's CPU and drives, and {other} plans for a GPU that is not "
-            "measured; leave one of them out (drives measured before are remembered)"
+            f"--measure takes the rates of this machine and its drives, and {other} plans for a GPU that is not "
+            "measured; leave one of them out (what was measured before is remembered)"
         )
 
 

@@ -65,7 +65,7 @@ class Report:
     def outgrows(self) -> bool:
         """Whether at the break-even activations need memory of the GPU that this placement uses."""
         request, found = self.request, self.found
-        if request.gpu is None or found is None or found.break_even_tokens is None:
+        if not request.has_gpu or found is None or found.break_even_tokens is None:
             return False
         then = request.with_tokens(found.break_even_tokens).activation_bytes()
         free = self.planned.memory.budget.of(Tier.DEVICE) - self.planned.memory.used_bytes(Tier.DEVICE)
@@ -144,6 +144,8 @@ def _forecast_lines(report: Report) -> Iterator[str]:
     yield f"rates: {machine.source}"
     if "not measured" in machine.source and report.request.gpu is None:
         yield "  (--measure takes some seconds, and is remembered)"
+    elif "not measured" in machine.source:
+        yield "  (zero-offload bench --device measures such a GPU where it is, and is remembered there)"
 
 
 def _break_even(report: Report, found: Forecast) -> str:

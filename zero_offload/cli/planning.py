@@ -11,11 +11,12 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.cli.measure import remembered, remembered_drives
 from zero_offload.config import OffloadConfig
+from zero_offload.device import compute_device, on_likely_gpu
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.commit_interval import INTERVAL_MAX
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job
@@ -39,6 +40,7 @@ from zero_offload.plan.simulate import Prediction, simulate
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, value_bytes
 from zero_offload.plan.wear import Wear
 from zero_offload.probe import probe_hardware
+from zero_offload.rates import with_measured
 from zero_offload.recipes import gpt
 from zero_offload.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
@@ -54,6 +56,22 @@ LOGITS_TOKENS = 1024
 """Whose logits are in memory at once, with `zo.nn.chunked_cross_entropy`."""
 
 
+class GpuHere(NamedTuple):
+    """The GPU that a run on this machine would compute on."""
+
+    name: str
+    """As torch gives it."""
+    free_bytes: int
+
+
+def find_gpu_here() -> GpuHere | None:
+    """None where the CPU computes."""
+    with on_likely_gpu():
+        device = compute_device()
+        free_bytes = device.free_bytes()
+    return None if free_bytes is None else GpuHere(device.name, free_bytes)
+
+
 @dataclass(frozen=True)
 class Request:
     model: str
@@ -63,13 +81,18 @@ class Request:
     cluster: Cluster
     batch: Batch
     gpu: str | None
+    """By the name of the plan's table."""
+    gpu_here: GpuHere | None
+    """This machine's, where the plan is for it."""
     drives: Drives | None
     """None where they are directories of this machine."""
     outlook: Outlook | None = None
     """A former plan's, for the same model on the same machine: what it has simulated is known."""
 
     @classmethod
-    def of(cls, args: argparse.Namespace, config: OffloadConfig, drives: Drives | None) -> Request:
+    def of(
+        cls, args: argparse.Namespace, config: OffloadConfig, drives: Drives | None, gpu_here: GpuHere | None = None
+    ) -> Request:
         work, vocab, recompute = find_work(args.model)
         if args.recompute is not None:
             recompute = args.recompute == "block"
@@ -81,7 +104,8 @@ class Request:
         by_unit = args.accumulate > 1 and recompute and not args.loop and config.overlap != UpdateOverlap.BACKWARD
         batch = Batch(micro, args.accumulate, sequence, recompute, by_unit)
         gpu = None if args.gpu is None else find_gpu(args.gpu)[0]
-        found = cls(args.model, work, vocab, config, cluster, batch, gpu, drives)
+        gpu_here = None if gpu else gpu_here
+        found = cls(args.model, work, vocab, config, cluster, batch, gpu, gpu_here, drives)
         return replace(found, config=found._with_budgets(args.ram))
 
     def _with_budgets(self, ram: str | None) -> OffloadConfig:
@@ -89,15 +113,16 @@ class Request:
         config, here = self.config, self.cluster.ranks_per_node
         if ram is not None:
             config = replace(config, cpu_memory=self._beside_activations(int(parse_bytes(ram) * RAM_SHARE) // here))
-        if self.gpu is not None and config.device_memory is None:
-            whole = int(gpu_memory_bytes(self.gpu) * GPU_SHARE)
+        if self.has_gpu and config.device_memory is None:
+            has = self.gpu_here.free_bytes if self.gpu_here is not None else gpu_memory_bytes(self.gpu or "")
+            whole = int(has * GPU_SHARE)
             activations = self.activation_bytes()
             if activations >= whole:
                 stay = Tier.DEVICE in config.activation_fractions
                 raise CapacityError(
                     f"activations of {self.batch.tokens * self.batch.num_together:,} tokens take "
-                    f"{format_bytes(activations)} of the {format_bytes(whole)} of a {self.gpu}; make smaller "
-                    "micro-batches with --accumulate N --loop" + ", or add --activations-tier cpu" * stay
+                    f"{format_bytes(activations)} of the {format_bytes(whole)} of the {self.gpu or 'GPU'}; make "
+                    "smaller micro-batches with --accumulate N --loop" + ", or add --activations-tier cpu" * stay
                 )
             config = replace(config, device_memory=whole - activations)
         if self.drives is not None and config.nvme_capacity is None:
@@ -107,7 +132,7 @@ class Request:
 
     def _beside_activations(self, cpu_bytes: int) -> int:
         """What is left of a rank's share of the host's memory."""
-        kept = 0 if self.gpu is None and self.config.device_memory is None else self.kept_bytes(Tier.CPU)
+        kept = self.kept_bytes(Tier.CPU) if self.has_gpu or self.config.device_memory is not None else 0
         if kept >= cpu_bytes:
             raise CapacityError(
                 f"activations of {self.batch.tokens * self.batch.num_together:,} tokens on cpu take "
@@ -115,6 +140,11 @@ class Request:
                 "--accumulate N --loop, or use --activations-tier nvme"
             )
         return cpu_bytes - kept
+
+    @property
+    def has_gpu(self) -> bool:
+        """True if a GPU computes that has a name or is here."""
+        return self.gpu is not None or self.gpu_here is not None
 
     def kept_bytes(self, tier: Tier) -> int:
         """Of what is saved for backward, on this tier at once."""
@@ -154,16 +184,19 @@ class Request:
         """One rank's share."""
         config, cluster = self.config, self.cluster
         drives, source = (self.drives, "") if self.drives else remembered_drives(config.nvme_dirs)
+        dtype_name, here = config.compute_dtype_name, cluster.ranks_per_node
         if self.gpu is not None:
-            found = share_of_rank(self.gpu, drives, cluster, config.compute_dtype_name)
+            found = with_measured(share_of_rank(self.gpu, drives, cluster, dtype_name), self.gpu, dtype_name, here)
+        elif self.gpu_here is not None:
+            found = default_machine(self.gpu_here.name, 1, drives, cluster, dtype_name)
+            found = with_measured(found, self.gpu_here.name, dtype_name, here)
         elif config.device_memory is not None:
-            found = default_machine("a GPU of no name", 1, drives, cluster, config.compute_dtype_name)
+            found = default_machine("a GPU of no name", 1, drives, cluster, dtype_name)
         else:
             cores = max(probe_hardware().num_cores // cluster.ranks_per_node, 1)
             found = remembered(config, () if self.drives else config.nvme_dirs, cores, cluster)
             if self.drives is None:
                 return found
-            here = cluster.ranks_per_node
             found = replace(found, read_bytes=drives.read_bytes / here, write_bytes=drives.write_bytes / here)
         if self.drives is not None:
             return replace(found, source=f"{found.source}; drives as given, reads and writes taking turns")
@@ -307,7 +340,7 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offe
         count = (request.drives or remembered_drives(config.nvme_dirs)[0]).count
         found = _predict(request, planned.machine.with_drives((count + 1) / count))
         yield Offer(f"more drive{where}", 1, found if found and found.step_s < now.step_s * NOTICED else None)
-    if request.gpu is not None:
+    if request.has_gpu:
         larger = request.with_one_more_gpu()
         found = _predict(larger)
         yield Offer(f"more GPU{where}", 1, found if found and found.tokens_per_s * NOTICED > now.tokens_per_s else None)
