@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "telemetry.breakdown",
     ),
     ("native", "crc32c", "accelerators", "plan"),
-    ("probe", "device", "kernels", "memory", "storage"),
+    ("probe", "device", "kernels", "memory", "rates", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),
     (
