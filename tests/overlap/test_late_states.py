@@ -478,11 +478,12 @@ def raise_out_of_memory(*args: Any, **kwargs: Any) -> torch.Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-@pytest.mark.parametrize(("states", "launches"), [("fp32", 2), ("bf16", 2), ("compact", 3)])
+@pytest.mark.parametrize(("states", "launches"), [("fp32", 2), ("bf16", 2), ("compact", 2)])
 def test_a_parameter_is_one_launch_however_many_chunks_it_has(
     compute_on: Callable[[Device], None], monkeypatch: pytest.MonkeyPatch, states: Any, launches: int
 ) -> None:
-    """A launch takes the host longer than a GPU needs for a chunk. Compact states have scales chunk by chunk."""
+    """A launch takes the host longer than a GPU needs for a chunk. Compact states have scales chunk by chunk: there the
+    rest of the weight is updated together with the bias."""
     sizes, update = [], device_pass.update_on_device
 
     def note(rule: Any, tensors: Any, segment: Any) -> None:
@@ -507,5 +508,71 @@ def test_a_parameter_is_one_launch_however_many_chunks_it_has(
             optimizer.zero_grad()
         found.append(states_of(model, optimizer))
         zo.close(model)
-    assert len(sizes) == launches and sum(sizes) == 1100 * 1101
+    assert len(sizes) == launches and 0 <= sum(sizes) - 1100 * 1101 < 256  # with the padding between two
     assert differing(found[1], found[0]) == []
+
+
+class Small(torch.nn.Module):
+    """Parameters of odd sizes, all in one section."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.params = torch.nn.ParameterList(torch.randn(numel) for numel in (300, 5, 700, 64, 256, 90))
+
+    def forward(self, skipped: int) -> torch.Tensor:
+        used = [param for index, param in enumerate(self.params) if index != skipped]
+        return torch.stack([(param.float() * (number + 1)).square().mean() for number, param in enumerate(used)]).sum()
+
+
+def one_group(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return zo.AdamW(params, lr=1e-2, weight_decay=0.1)
+
+
+def two_groups(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return zo.AdamW([{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "lr": 1e-3}], lr=1e-2)
+
+
+@pytest.mark.parametrize("states", ["fp32", "bf16", "compact"])
+@pytest.mark.parametrize(
+    ("make", "skipped", "launches"),
+    [
+        (one_group, -1, 1),
+        (one_group, 2, 2),  # the third parameter has no gradient
+        (two_groups, -1, 2),
+        (lambda params: zo.Lion(params, lr=1e-3, weight_decay=0.1), -1, 1),
+        (lambda params: zo.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True), -1, 1),
+        (lambda params: zo.AdamW(params, lr=1e-2, eps=0.0), -1, 6),  # 0 / 0 is no zero
+        (lambda params: zo.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1), -1, 6),
+    ],
+)
+def test_small_parameters_are_updated_together(
+    compute_on: Callable[[Device], None],
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
+    skipped: int,
+    launches: int,
+    states: Any,
+) -> None:
+    """Torch's operations take as many launches for a small one. All that rests has the host's bits, padding too."""
+    made: list[Any] = []
+    update = device_pass.update_on_device
+    monkeypatch.setattr(device_pass, "update_on_device", lambda *args: (made.append(args[2]), update(*args)))
+    found = []
+    for device in (HostDevice(), LateDevice()):
+        compute_on(device)
+        config = zo.OffloadConfig(
+            params="device", grads="device", optimizer="device", precision=zo.Precision(compute="bf16", states=states)
+        )
+        model = zo.offload(Small(), config)
+        optimizer = make(list(model.parameters()))
+        for _ in range(3):
+            model(skipped).backward()
+            made.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+        (shard,) = {s.shard.layout.index: s.shard for u in runtime_of(model).parts.units for s in u.sections}.values()
+        found.append({str(component): array.clone() for component, array in shard.memory.items()})
+        zo.close(model)
+    assert len(made) == launches
+    assert len(found[0]) >= 2 and differing(found[1], found[0]) == []

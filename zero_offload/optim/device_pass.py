@@ -1,4 +1,5 @@
-"""The update of states in a device's memory: launched parameter by parameter, in the order of compute.
+"""The update of states in a device's memory: launched in the order of compute, parameter by parameter where Triton has
+one launch for each, else for small neighbours together, since torch's operations take a hundred launches or more.
 
 Owns what gradients pass through on their way up. Runs on the control thread, whose stream compute is launched on, so
 that forward finds new values without a wait: nothing is moved but gradients that rest on the host. `run` returns when
@@ -9,18 +10,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from zero_offload.abi import STATE_BLOCK, StateFormat
+from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.device import Device, Event, Handoff
+from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.device_update import UpdateTensors, update_on_device
 from zero_offload.kernels.states import num_scales, state_dtype
 from zero_offload.kernels.update import SIGNED, STATES, Segment
 from zero_offload.memory.pool import LazyRegion
 from zero_offload.optim.pipeline import SectionUpdate, cut_segments
-from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL
 from zero_offload.plan.memory import DEVICE_CHUNKS_IN_FLIGHT
 from zero_offload.shards.grad_shard import GradPiece
 from zero_offload.shards.shard import Component, is_packed
@@ -28,6 +30,9 @@ from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 
 Arrays = Mapping[Component, torch.Tensor]
+TOGETHER_NUMEL = 1 << 20
+"""Neighbours of up to so many elements are updated together, so the copy of their gradients takes 4 MiB at most."""
+_DIVIDES_BY_EPS = frozenset({Rule.ADAMW, Rule.ADAMW_AMSGRAD, Rule.ADAM, Rule.ADAM_AMSGRAD})
 
 
 class _Landing(NamedTuple):
@@ -72,8 +77,9 @@ class DevicePass:
                 first, last = begin + piece.begin, begin + piece.end
                 for rule, segments in section.segments.items():
                     tensors = _tensors(section, arrays, STATES[rule], piece, (begin, end))
-                    for each in cut_segments(segments, first, first, last):
-                        update_on_device(rule, tensors, Segment(*each.tolist()))
+                    cut = cut_segments(segments, first, first, last).tolist()
+                    for row in _joined(rule, cut) if section.grads.on_device else cut:
+                        update_on_device(rule, tensors, Segment(*row))
         self._await_uploads(0)
         self._store.finish_update(section.shard)
         section.grads.release()
@@ -89,10 +95,11 @@ class DevicePass:
             grad = region.tensor(section.grads.dtype, source.end - source.begin)
             yield from self._bring(GradPiece(source.begin, source.end, grad))
             return
-        for piece in section.grads.pieces(rows):
-            if section.grads.on_device:
-                yield piece
-            else:
+        pieces = section.grads.pieces(rows)
+        if section.grads.on_device:
+            yield from _together(pieces)
+        else:
+            for piece in pieces:
                 yield from self._bring(piece)
 
     def _bring(self, piece: GradPiece) -> Iterator[GradPiece]:
@@ -123,6 +130,49 @@ def _runs(section: SectionUpdate) -> Iterator[range]:
     together = section.grads.on_device and section.shard.layout.state_format is not StateFormat.COMPACT
     size = max(count, 1) if together else 1
     return (range(row, min(row + size, count)) for row in range(0, count, size))
+
+
+def _together(pieces: Sequence[GradPiece]) -> Iterator[GradPiece]:
+    """Neighbours as one, with zeros for the padding between them."""
+    group: list[GradPiece] = []
+    for piece in pieces:
+        if group and not (
+            piece.begin - group[-1].end < ALIGN_NUMEL
+            and piece.end - group[0].begin <= TOGETHER_NUMEL
+            and not has_device_update(piece.grad)
+        ):
+            yield _as_one(group)
+            group = []
+        group.append(piece)
+    if group:
+        yield _as_one(group)
+
+
+def _as_one(group: Sequence[GradPiece]) -> GradPiece:
+    if len(group) == 1:
+        return group[0]
+    zeros = group[0].grad.new_zeros(ALIGN_NUMEL)
+    parts, end = [], group[0].begin
+    for piece in group:
+        parts += [zeros[: piece.begin - end], piece.grad]
+        end = piece.end
+    return GradPiece(group[0].begin, end, torch.cat(parts))
+
+
+def _joined(rule: Rule, segments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Rows of a SegmentArray; neighbours with the same hyperparameters as one, with the padding between them.
+
+    There values, states and gradients are zero, and these rules keep them so.
+    """
+    found: list[tuple[Any, ...]] = []
+    for row in segments:
+        hyper = Segment(*row)
+        keeps_zeros = rule is not Rule.ADAGRAD and (hyper.eps > 0 or rule not in _DIVIDES_BY_EPS)
+        if found and keeps_zeros and row[2:] == found[-1][2:] and row[0] - found[-1][1] < ALIGN_NUMEL:
+            found[-1] = (found[-1][0], *row[1:])
+        else:
+            found.append(row)
+    return iter(found)
 
 
 def _tensors(
