@@ -1,4 +1,4 @@
-"""On a real GPU: the update that Triton compiles returns the bits of the native kernels, and waits for nothing."""
+"""On the GPU here, the update that Triton compiles returns the bits of the native kernels, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import zero_offload as zo
+from tests.helpers.accelerator import TYPE, on_gpu, waiting_for_nothing, with_triton
 from tests.helpers.device_updates import (
     FLOATS,
     GRADS,
@@ -27,7 +28,7 @@ from tests.helpers.device_updates import (
 )
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [*on_gpu, with_triton]
 
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (zo.AdamW, {"amsgrad": True}),
@@ -55,11 +56,11 @@ def test_the_bits_of_the_native_kernels(rule: Rule, format: StateFormat, make: A
         kept = Kept(format, origin=(1 << 32) - numel // 2 // grain * grain)
         for step in (1, 1000):
             arrays = make(rule, numel, value_dtype, grad_dtype, format)
-            on_gpu = copies(arrays, "cuda")
+            there = copies(arrays, TYPE)
             segment = replace(SEGMENT, begin=numel // 3 // grain * grain, end=numel - numel // 100, step=step)
             update_on_host(rule, arrays, segment, kept)
-            update_by(triton_update, rule, on_gpu, segment, kept)
-            assert same_bits(on_gpu, arrays) == [], (numel, value_dtype, grad_dtype, step)
+            update_by(triton_update, rule, there, segment, kept)
+            assert same_bits(there, arrays) == [], (numel, value_dtype, grad_dtype, step)
 
 
 @pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
@@ -69,18 +70,15 @@ def test_the_bits_after_many_steps(format: StateFormat) -> None:
     kept = Kept(format)
     for rule, value_dtype in itertools.product((Rule.ADAMW, Rule.SGD_MOMENTUM), FLOATS):
         arrays = tame(rule, 50_000, value_dtype, torch.bfloat16, format)
-        on_gpu = copies(arrays, "cuda")
+        there = copies(arrays, TYPE)
         segment = replace(SEGMENT, end=50_000, step=1)
-        update_by(triton_update, rule, on_gpu, segment, kept)  # compiles
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        update_by(triton_update, rule, there, segment, kept)  # compiles
+        with waiting_for_nothing():
             for step in range(2, 40):
-                update_by(triton_update, rule, on_gpu, replace(segment, step=step), kept)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+                update_by(triton_update, rule, there, replace(segment, step=step), kept)
         for step in range(1, 40):
             update_on_host(rule, arrays, replace(segment, step=step), kept)
-        assert same_bits(on_gpu, arrays) == [], (rule, value_dtype)
+        assert same_bits(there, arrays) == [], (rule, value_dtype)
 
 
 def train(optimizer: torch.optim.Optimizer, seeds: range) -> None:
@@ -104,12 +102,12 @@ def test_optimizers_and_a_move_between_devices(case: tuple[Any, dict[str, Any]],
     pytest.importorskip("triton")
     make, options = case
     value = torch.randn(37, 1001).to(dtype)
-    params = [nn.Parameter(value.clone()), nn.Parameter(value.cuda())]
+    params = [nn.Parameter(value.clone()), nn.Parameter(value.to(TYPE))]
     host, device = (make([param], lr=1e-2, **options) for param in params)
     for optimizer in (host, device):
         train(optimizer, range(5))
     assert same_bits(bits_of(device), bits_of(host)) == []
-    moved = make([nn.Parameter(params[0].detach().cuda())], lr=1e-2, **options)
+    moved = make([nn.Parameter(params[0].detach().to(TYPE))], lr=1e-2, **options)
     moved.load_state_dict(copy.deepcopy(host.state_dict()))
     for optimizer in (host, moved):
         train(optimizer, range(5, 8))
@@ -119,28 +117,25 @@ def test_optimizers_and_a_move_between_devices(case: tuple[Any, dict[str, Any]],
 def test_a_step_waits_for_nothing() -> None:
     """Not even after the state dict of torch's fused optimizer, which counts steps on the device."""
     pytest.importorskip("triton")
-    param = nn.Parameter(torch.randn(1000, device="cuda"))
+    param = nn.Parameter(torch.randn(1000, device=TYPE))
     theirs = torch.optim.AdamW([param], fused=True)
     param.grad = torch.ones_like(param)
     theirs.step()
     ours = zo.AdamW([param])
     ours.load_state_dict(theirs.state_dict())
     ours.step()  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_for_nothing():
         ours.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert ours.state[param]["step"].item() == 3
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+@pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="one GPU")
 def test_a_parameter_on_another_device_than_the_current() -> None:
     pytest.importorskip("triton")
     value = torch.randn(5000)
-    params = [nn.Parameter(value.clone()), nn.Parameter(value.to("cuda:1"))]
+    params = [nn.Parameter(value.clone()), nn.Parameter(value.to(f"{TYPE}:1"))]
     optimizers = [zo.AdamW([param]) for param in params]
-    with torch.cuda.device(0):
+    with torch.accelerator.device_index(0):
         for optimizer in optimizers:
             train(optimizer, range(3))
     assert same_bits(bits_of(optimizers[1]), bits_of(optimizers[0])) == []

@@ -1,6 +1,5 @@
-"""On a real GPU: placements agree bit for bit, training follows the plain model, memory goes back.
-
-Skipped without CUDA. The same paths run on the CPU with late lanes in tests/overlap.
+"""On the GPU here, the fake one too: placements agree bit for bit, training follows the plain model, memory goes back.
+Skipped without any.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ import torch
 from torch import nn
 
 import zero_offload as zo
+from tests.helpers.accelerator import IS_FAKE, TYPE, module, on_gpu, with_triton
 from zero_offload.api import runtime_of
+from zero_offload.device import compute_device
 from zero_offload.kernels import device_grads
 from zero_offload.kernels.fingerprint import device_fingerprints, fingerprints
 from zero_offload.kernels.grads import sum_of_squares
+from zero_offload.memory.arena import Arena
 from zero_offload.telemetry.spans import Lane
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = on_gpu
 
-WIDTH, NUM_BLOCKS, NUM_STEPS = 1024, 6, 8
+WIDTH, NUM_BLOCKS, NUM_STEPS = (64, 3, 6) if IS_FAKE else (1024, 6, 8)
 
 
 class Block(nn.Module):
@@ -43,7 +45,7 @@ def build() -> nn.Module:
 
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(4, WIDTH, generator=generator).cuda() for _ in range(NUM_STEPS)]
+    return [torch.randn(4, WIDTH, generator=generator).to(TYPE) for _ in range(NUM_STEPS)]
 
 
 def train(config: zo.OffloadConfig) -> list[tuple[float, float]]:
@@ -152,7 +154,7 @@ def test_states_on_the_device_go_through_generations(tmp_path: Path, states: Any
     assert go_on(range(6, NUM_STEPS), optimizer="device", grads="device", **kept) == expected
 
 
-@pytest.mark.parametrize("way", ["triton", "scan", "rows"])
+@pytest.mark.parametrize("way", [pytest.param("triton", marks=with_triton), "scan", "rows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_of_squares_have_the_bits_of_the_kernels(
     dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
@@ -168,14 +170,14 @@ def test_sums_of_squares_have_the_bits_of_the_kernels(
         for numel in (1, 17, 16383, 16384, 16385, 100_000, 5_000_001)
     ]
     grads[2][100], grads[3][200] = float("inf"), float("nan")
-    found = device_grads.read_sums([device_grads.launch_sum(grad.cuda()) for grad in grads])
+    found = device_grads.read_sums([device_grads.launch_sum(grad.to(TYPE)) for grad in grads])
     expected = [sum_of_squares(grad.data_ptr(), dtype, grad.numel()) for grad in grads]
     assert str(found) == str(expected)
 
 
 def test_a_scan_over_rows_adds_in_order() -> None:
     """If not, sums without Triton take a thousand launches each: slow, and no wrong bits."""
-    assert device_grads._scans_in_order(torch.device("cuda", torch.cuda.current_device()))
+    assert device_grads._scans_in_order(torch.device(TYPE, torch.accelerator.current_device_index()))
 
 
 def test_gradients_on_the_device_go_with_their_update() -> None:
@@ -183,26 +185,26 @@ def test_gradients_on_the_device_go_with_their_update() -> None:
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     grad_bytes = sum(2 * param.numel() for param in model.parameters())
     # The thread of backward takes its workspace for products with its first one.
-    warm = torch.ones(8, 8, device="cuda", requires_grad=True)
+    warm = torch.ones(8, 8, device=TYPE, requires_grad=True)
     (warm @ warm).sum().backward()
     for batch in batches()[:3]:
         loss = model(batch).float().square().mean()
-        before = torch.cuda.memory_allocated()
+        before = module().memory_allocated()
         loss.backward()
         assert zo.stats(model).resident_bytes["device"] == grad_bytes
-        assert torch.cuda.memory_allocated() - before > 0.5 * grad_bytes
+        assert module().memory_allocated() - before > 0.5 * grad_bytes
         optimizer.step()
         optimizer.zero_grad()
         runtime_of(model).drain()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
         assert zo.stats(model).resident_bytes["device"] == 0
-        assert torch.cuda.memory_allocated() - before < 0.2 * grad_bytes
+        assert module().memory_allocated() - before < 0.2 * grad_bytes
     zo.close(model)
 
 
 def test_fp32_follows_the_plain_model() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = build().cuda()
+    model = build().to(TYPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     expected = []
     for batch in batches():
@@ -220,24 +222,21 @@ def test_only_units_in_flight_are_on_the_device() -> None:
     model = zo.offload(build(), zo.OffloadConfig())
     for batch in batches()[:2]:  # in which values are looked at for changes that torch does not tell of
         model(batch).float().sum().backward()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    module().reset_peak_memory_stats()
+    before = module().memory_allocated()
     model(batches()[2]).float().sum().backward()
     block_bytes = 8 * WIDTH * WIDTH * 2
     # Three units in flight and one block's gradients, with room for the allocator's rounding.
-    assert torch.cuda.max_memory_allocated() - before < 5 * block_bytes
+    assert module().max_memory_allocated() - before < 5 * block_bytes
     zo.close(model)
 
 
 def test_registered_memory_copies_asynchronously() -> None:
-    from zero_offload.device import CudaDevice
-    from zero_offload.memory.arena import Arena
-
-    device = CudaDevice()
+    device = compute_device()
     arena = Arena(0, None, device)
     host = arena.allocate(64 << 20).tensor(torch.float32, 16 << 20)
     host.normal_()
-    target = torch.empty(16 << 20, device="cuda")
+    target = torch.empty(16 << 20, device=TYPE)
     back = arena.allocate(64 << 20).tensor(torch.float32, 16 << 20)
     uploaded = device.upload(target, host)
     device.download(back, uploaded.take()).take_on_host()
@@ -248,19 +247,19 @@ def test_registered_memory_copies_asynchronously() -> None:
 def test_fingerprints_are_the_same_numbers_everywhere(dtype: torch.dtype) -> None:
     """And take a bounded part of the device's memory: sums and products of integers have 8 bytes a word."""
     tensors = [torch.randn(numel).to(dtype) for numel in (1, 4097, 5_000_001)]
-    assert torch.equal(fingerprints([tensor.cuda() for tensor in tensors]).cpu(), device_fingerprints(tensors))
-    large = torch.zeros(1 << 26, dtype=dtype, device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    assert torch.equal(fingerprints([tensor.to(TYPE) for tensor in tensors]).cpu(), device_fingerprints(tensors))
+    large = torch.zeros(1 << 26, dtype=dtype, device=TYPE)
+    module().reset_peak_memory_stats()
+    before = module().memory_allocated()
     fingerprints([large])
-    assert torch.cuda.max_memory_allocated() - before < 80 << 20
+    assert module().max_memory_allocated() - before < 80 << 20
 
 
 def test_a_trace_has_copies_with_their_times(tmp_path: Path) -> None:
     model = zo.offload(build(), zo.OffloadConfig())
     with zo.profile(model, tmp_path / "trace.json") as recorded:
         model(batches()[0]).float().sum().backward()
-        torch.cuda.synchronize()
+        torch.accelerator.synchronize()
     zo.close(model)
     (forward,) = [span for span in recorded.spans() if span.lane is Lane.FORWARD and span.name == "forward"]
     for lane in (Lane.UPLOAD, Lane.DOWNLOAD):
