@@ -37,7 +37,14 @@ from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import SectionLayout, ShardLayout, UnitLayout, make_layout
-from zero_offload.plan.memory import GRADS_IN_FLIGHT, UNITS_IN_FLIGHT, Placement, estimate_memory, ring_bytes
+from zero_offload.plan.memory import (
+    GRADS_IN_FLIGHT,
+    UNITS_IN_FLIGHT,
+    Placement,
+    activations_ahead_bytes,
+    estimate_memory,
+    ring_bytes,
+)
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import Partition
@@ -53,6 +60,7 @@ from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_rec
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.units.guard import guard, unguard
@@ -262,8 +270,12 @@ def _adopt(
             parts.activations.keep(root.buffers())
         on_host, on_device = _frame_limits(build)
         before = _frame_limits(replace(build, layout=parts.layout, sizes=parts.sizes))
-        store.arena.widen(*(now - then for now, then in zip(on_host, before[0], strict=True)))
-        parts.frames.widen(on_device.chosen - before[1].chosen, on_device.most - before[1].most)
+        store.arena.widen(
+            on_host.chosen - before[0].chosen, on_host.most - before[0].most, on_host.kept - before[0].kept
+        )
+        parts.frames.widen(
+            on_device.chosen - before[1].chosen, on_device.most - before[1].most, on_device.least - before[1].least
+        )
         owner.grow(layout, sizes, new, _landing_bytes(build), steps)
         _install(root, owner, new, spec, dtypes.casts, undo)
         if model not in owner.modules:  # around the root: what it does with parameters is a forward too
@@ -435,7 +447,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     on_host, on_device = _frame_limits(build)
     arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
     device.will_pin(build.sizes.plan.used_bytes(Tier.CPU))
-    budget = FrameBudget(on_device.chosen, on_device.most)
+    budget = FrameBudget(on_device.chosen, on_device.most, on_device.least)
     num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
     store = ShardStore(layout, build.sizes.placement.tiers, arena, files.swap, num_slots, device)
     files.create(store, config.effective_durability)
@@ -454,8 +466,10 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
             files.scratch.on_error = board.fail
     carrier = _make_carrier(build, store)
     move_buffers(model, device, build.undo)
-    activations = open_activations(config, device, store, files.scratch, model.buffers())
-    residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget)
+    ahead_max = activations_ahead_bytes(config, build.sizes.placement.budget)
+    activations = open_activations(config, device, store, files.scratch, model.buffers(), ahead_max)
+    room = None if device.is_host else _make_room(build, budget, units)
+    residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget, room)
     update_worker = _start_worker(board, "zero_offload-update", build)
     commit_worker = None if files.keeper is None else _start_worker(board, "zero_offload-commit", build)
     # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
@@ -510,6 +524,14 @@ def _make_carrier(build: Build, store: ShardStore) -> Carrier:
     return DeviceCarrier(store, build.device, SpanPool(store.arena, _landing_bytes(build)), index)
 
 
+def _make_room(build: Build, budget: FrameBudget, units: Sequence[Unit]) -> DeviceRoom:
+    collectives, grows = build.collectives, build.config.device_memory is None
+    # Where ranks use different units, they agree before each gather, and need not have the same ones here.
+    alike = collectives.num_shards > 1 and not collectives.partition.any_branches
+    agreement = collectives.agreement if alike else None
+    return DeviceRoom(build.device.torch_device, budget, units, agreement, collectives.world_size, grows=grows)
+
+
 def _landing_bytes(build: Build) -> int:
     """Host memory for units on their way to a device."""
     whole = build.collectives.partition.replicates_params
@@ -526,6 +548,8 @@ class FrameLimits(NamedTuple):
     """Taken by a use that cannot wait (a checkpointed segment needs all of its units at once)."""
     kept: int = 0
     """Of those chosen, for gradients alone: units that are fetched ahead would have them all."""
+    least: int = 0
+    """Of a device, those that uses need at once."""
 
 
 def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
@@ -535,7 +559,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     for section in build.layout.sections:
         frames[_home(section, build)][section.unit] += num_frames(section.nbytes)
     passing = frames[Home.AWAY]
-    units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
+    in_flight = units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
     if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
         fewest, most = min(units, num_frames(budget)), num_frames(budget) - num_frames(_resting_on_device(build))
         units = min(sum(passing), max(fewest, most))
@@ -552,15 +576,15 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
     host = grads + (units if device.is_host else 0)
     # One rank on a CPU keeps frames in backward only, of the units' own where it can (`runtime/claims.py`).
     kept = 0 if device.is_host and build.collectives.world_size == 1 else grads
-    there = units + staying
+    there, least = units + staying, min(in_flight, units) + staying
     return (
-        FrameLimits(host - grads + kept, UNLIMITED_FRAMES if unlimited else host, kept),
-        FrameLimits(there, UNLIMITED_FRAMES if config.device_memory is None else there),
+        FrameLimits(host - grads + kept, UNLIMITED_FRAMES if unlimited else host, kept=kept),
+        FrameLimits(there, UNLIMITED_FRAMES if config.device_memory is None else there, least=least),
     )
 
 
 def _resting_on_device(build: Build) -> int:
-    """Bytes of gradients, and of states that are updated there, in a device's own memory."""
+    """Bytes of gradients, of activations fetched ahead, and of states that are updated there, in a device's memory."""
     if build.device.is_host:
         return 0
     partition, tiers = build.collectives.partition, build.sizes.placement.tiers
@@ -574,7 +598,8 @@ def _resting_on_device(build: Build) -> int:
     passing = [
         unit.passing_grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE
     ]
-    return sum(grads) + ring_bytes(passing) + sum(states)
+    ahead = activations_ahead_bytes(build.config, build.sizes.placement.budget)
+    return sum(grads) + ring_bytes(passing) + sum(states) + ahead
 
 
 class Home(Enum):

@@ -438,7 +438,9 @@ class OffloadedModel:
     # Life
 
     def stats(self) -> Stats:
-        return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes())
+        room = self.parts.residency.room
+        params = None if room is None else room.params
+        return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params)
 
     def _resident_bytes(self) -> dict[str, int]:
         store = self.parts.store

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "telemetry.breakdown",
     ),
     ("native", "crc32c", "accelerators", "plan"),
-    ("probe", "device", "kernels", "memory", "rates", "storage"),
+    ("probe", "device", "device_memory", "kernels", "memory", "rates", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),
     (
@@ -74,6 +74,8 @@ RUNTIME = (
     "loans",
     "victims",
     "claims",
+    "graphs",
+    "room",
     "residency",
     "grads",
     "inputs",

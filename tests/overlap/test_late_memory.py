@@ -63,7 +63,7 @@ def leaked(model: Any) -> int:
     for unit in parts.units:
         here = {s.buffer.attached for s in unit.sections if s.buffer is not None}
         assert here <= {unit.state is not UnitState.AWAY}
-    return int(budget._taken - sum(buffer.num_frames for buffer in buffers if buffer.attached))
+    return int(budget.taken - sum(buffer.num_frames for buffer in buffers if buffer.attached))
 
 
 def train(short: ShortOfMemory, overlap: str, fails_in: int | None, place: int) -> Iterator[float]:

@@ -19,7 +19,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import compute_device, on_likely_gpu
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.plan.commit_interval import INTERVAL_MAX
-from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job
+from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job, device_activation_bytes, kept_bytes
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.hardware import (
     DRIVE_BYTES,
@@ -148,18 +148,13 @@ class Request:
 
     def kept_bytes(self, tier: Tier) -> int:
         """Of what is saved for backward, on this tier at once."""
-        saved = sum(each.saved_values(self.batch.recompute) for each in self.work)
-        numel = self.batch.tokens * self.batch.num_together * saved
-        return int(numel * value_bytes(self.config) * self.config.activation_fractions.get(tier, 0.0))
+        return kept_bytes(self.work, self.config, self.batch, tier)
 
     def activation_bytes(self) -> int:
-        """At their most on the device: inputs of blocks, of all micro-batches that go through them together, one
-        block's inside, and some logits."""
-        value = value_bytes(self.config)
-        inside = self.batch.tokens * value * max(each.inside_values for each in self.work)
+        """At their most on the device, with some logits."""
         # And in fp32, and their gradient.
-        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value + 8)
-        return self.kept_bytes(Tier.DEVICE) + inside + logits
+        logits = min(self.batch.tokens, LOGITS_TOKENS) * self.vocab * (value_bytes(self.config) + 8)
+        return device_activation_bytes(self.work, self.config, self.batch) + logits
 
     def with_tokens(self, tokens: int) -> Request:
         """Of a rank's step, in as many micro-batches."""

@@ -46,10 +46,13 @@ class Buffer(Protocol):
 class FrameBudget:
     """Counts frames of device memory; the device's own allocator provides them."""
 
-    def __init__(self, frame_limit: int, frame_limit_max: int) -> None:
+    def __init__(self, frame_limit: int, frame_limit_max: int, least: int | None = None) -> None:
+        """`frame_limit` may fall to `least` (the same, by default), and rise to `frame_limit_max`."""
         self._frame_limit = frame_limit
         self._frame_limit_max = frame_limit_max
-        self._taken = 0
+        self.least = frame_limit if least is None else least
+        """What uses need at once; less would only have them evict each other."""
+        self.taken = 0
 
     @property
     def frame_limit(self) -> int:
@@ -57,26 +60,32 @@ class FrameBudget:
 
     @property
     def free_frames(self) -> int:
-        return self._frame_limit - self._taken
+        """Below 0 where the limit has fallen, until units above it have left."""
+        return self._frame_limit - self.taken
+
+    def limit_to(self, count: int) -> None:
+        self._frame_limit = max(min(count, self._frame_limit_max), self.least)
 
     def raise_limit(self, count: int, *, claimed: bool = False) -> bool:
         """Allow `count` frames more; False when that would exceed the budget."""
         if self._frame_limit + count > self._frame_limit_max:
             return False
         self._frame_limit += count
+        self.least = max(self.least, self._frame_limit)
         return True
 
-    def widen(self, chosen: int, most: int) -> None:
-        """Add so many frames to the limit, and to how far it may go."""
+    def widen(self, chosen: int, most: int, least: int) -> None:
+        """Add so many frames to the limit, to how far it may go, and to how far it may fall."""
         self._frame_limit += chosen
         self._frame_limit_max += most
+        self.least += least
 
     def take(self, count: int) -> None:
         assert count <= self.free_frames
-        self._taken += count
+        self.taken += count
 
     def give_back(self, count: int) -> None:
-        self._taken -= count
+        self.taken -= count
 
 
 class ResizableBuffer:

@@ -55,6 +55,19 @@ class Batch:
         return self.micro_batches if self.by_unit else 1
 
 
+def kept_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch, tier: Tier) -> int:
+    """Of what is saved for backward, on this tier at once."""
+    numel = batch.tokens * batch.num_together * sum(each.saved_values(batch.recompute) for each in work)
+    return int(numel * value_bytes(config) * config.activation_fractions.get(tier, 0.0))
+
+
+def device_activation_bytes(work: Sequence[UnitWork], config: OffloadConfig, batch: Batch) -> int:
+    """At their most on the device, without logits: inputs of blocks, of all micro-batches that go through them
+    together, and one block's inside."""
+    inside = batch.tokens * value_bytes(config) * max(each.inside_values for each in work)
+    return int(kept_bytes(work, config, batch, Tier.DEVICE) + inside)
+
+
 @dataclass(frozen=True)
 class Job:
     """A step of a model on one rank, whatever the machine."""

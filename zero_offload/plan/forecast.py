@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from zero_offload.plan.costs import Job
 from zero_offload.plan.hardware import Lane, Machine
@@ -120,8 +120,8 @@ class Plan(MemoryPlan):
     def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
         step_s = simulate(job, placement, machine).step_s
         bottleneck = find_bottleneck(job, placement, machine, step_s)
-        values = (memory.rest_bytes, memory.staging_bytes, memory.wear, memory.budget, memory.least_bytes)
-        return cls(*values, step_s, bottleneck.title, machine.source)
+        values = {field.name: getattr(memory, field.name) for field in fields(memory)}
+        return cls(**values, predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
 
     def table(self) -> str:
         seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck} ({self.rates})"

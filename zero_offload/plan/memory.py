@@ -7,7 +7,7 @@ adds up what `unit_bytes.measure_units` has of each unit, for a `Placement`, and
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero_offload.config import OffloadConfig
 from zero_offload.plan.layout import CHUNK_NUMEL
@@ -44,6 +44,19 @@ ACTIVATION_BLOCK_BYTES = 1 << 20
 """What activations on disk are cut into."""
 ACTIVATION_BLOCKS_OUT, ACTIVATION_BLOCKS_BACK = 16, 32
 """Blocks in memory on their way to the disk, and from it."""
+ACTIVATIONS_AHEAD_BYTES, ACTIVATIONS_AHEAD_SHARE = 512 << 20, 16
+"""What backward may fetch ahead to a device: so much, and one part in so many of its budget. Two tensors hide each
+other's way: 32 MiB each for 4,096 tokens of width 4,096 in bf16, 256 MiB each for 32,768."""
+MARGIN_SHARE = 16
+"""One part in so many of a device's memory stays free for fragmentation: blocks in the allocator's cache that fit no
+request. A choice; vLLM leaves 1/10 by default (`gpu_memory_utilization`), which has to cover peaks as well."""
+WORKSPACE_BYTES = 4 * (32 << 20)
+"""For cuBLAS, which takes a workspace for each handle and stream: 32 MiB on Hopper, 4 MiB before (cuBLAS reference,
+`cublasSetWorkspace`). Forward and backward have a thread each, so a handle each, and a program may add a stream."""
+COMMUNICATORS = 3
+COMMUNICATOR_BYTES = 32 * (10 << 20)
+"""Of one NCCL communicator: 10 MiB in each of up to 32 channels (NVIDIA/nccl#1685). Gathers, reductions and sums over
+replicas have one each, and connect on first use, outside of torch's allocator."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,9 @@ class MemoryPlan:
     """Of `device_memory`, where the CPU computes: for the units in use at once. With less a step runs only where it
     uses units in parts; what else `staging_bytes` has of units is for those fetched ahead, and shrinks to the budget.
     """
+    kept_params_bytes: int
+    """Of parameters that come to a device and may stay there, those in flight included; without a `device_memory` from
+    the second step on, and less what activations take. 0 where the CPU computes."""
 
     @property
     def nvme_written_bytes_per_step(self) -> int:
@@ -129,6 +145,10 @@ class MemoryPlan:
         lines.append(_row("in flight", [format_bytes(self.staging_bytes[tier]) for tier in Tier]))
         lines.append(_row("total", [format_bytes(self.used_bytes(tier)) for tier in Tier]))
         lines.append(_row("available", [format_bytes(self.budget.of(tier)) for tier in Tier]))
+        if self.kept_params_bytes:
+            lines.append(
+                f"parameters on the device: up to {format_bytes(self.kept_params_bytes)}, less what activations take"
+            )
         lines.append(f"written to NVMe per step: {format_bytes(self.nvme_written_bytes_per_step)}")
         if self.least_bytes and self.fits and self.used_bytes(Tier.DEVICE) > self.budget.device_bytes:
             lines.append(self._of_units_at_once())
@@ -168,7 +188,35 @@ def estimate_memory(
             grads += unit.grads_bytes
     wear = Wear(written + grads, committed, config.commit_every, grads)
     staging = _staging_bytes(units, placement, config, partition)
-    return MemoryPlan(rest, staging, wear, placement.budget, _least_bytes(units, placement, partition))
+    least = _least_bytes(units, placement, partition)
+    plan = MemoryPlan(rest, staging, wear, placement.budget, least, 0)
+    return (
+        plan
+        if shared
+        else replace(plan, kept_params_bytes=_kept_params_bytes(plan, units, placement, config, partition))
+    )
+
+
+def _kept_params_bytes(
+    plan: MemoryPlan, units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
+) -> int:
+    """What is left of a device beside all else that is there, and no more than all parameters that come and go."""
+    arriving = _arriving(units, placement, partition)
+    in_flight = sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
+    whole = plan.budget.device_bytes
+    margin = margin_bytes(whole, partition.world_size) if config.device_memory is None else 0
+    return max(min(sum(arriving), in_flight + plan.left_bytes(Tier.DEVICE) - margin), min(in_flight, whole))
+
+
+def _arriving(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> list[int]:
+    """Bytes of each unit that comes to the compute device for its uses."""
+    shared, found = placement.budget.shared_memory, [0]
+    for unit, tiers in zip(units, placement.tiers, strict=True):
+        in_place = tiers[StateKind.PARAMS] is Tier.DEVICE or (shared and tiers[StateKind.PARAMS] is Tier.CPU)
+        if partition.param_shards > 1 or not in_place:
+            stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
+            found.append(unit.frozen_bytes if stays else unit.params_bytes * partition.param_shards)
+    return found
 
 
 def _least_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Partition) -> int:
@@ -187,14 +235,10 @@ def _staging_bytes(
 ) -> dict[Tier, int]:
     num_shards = partition.param_shards
     shared = placement.budget.shared_memory
-    arriving, landing, trained, staged, written = [0], [0], [0], [0], [0]
+    landing, trained, staged, written = [0], [0], [0], [0]
     passing: dict[bool, list[int]] = {True: [], False: []}
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
-        in_place = params_tier is Tier.DEVICE or (shared and params_tier is Tier.CPU)
-        if num_shards > 1 or not in_place:
-            stays = tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared and partition.optimizer_shards == 1
-            arriving.append(unit.frozen_bytes if stays else unit.params_bytes * num_shards)
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
         trained_bytes = (unit.params_bytes - unit.frozen_bytes) * num_shards
@@ -224,11 +268,14 @@ def _staging_bytes(
     elif any(_stages_grads(tiers, shared) for tiers in placement.tiers):
         update_bytes = CHUNK_NUMEL * 4
     on_way_to_drives = sum(sorted(written)[-GRADS_IN_FLIGHT:])
-    activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + ACTIVATION_BLOCKS_BACK)
+    ahead_bytes = activations_ahead_bytes(config, placement.budget)
+    blocks_back = max(ahead_bytes // ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK)
+    activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + blocks_back)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
-        Tier.DEVICE: sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
+        Tier.DEVICE: sum(sorted(_arriving(units, placement, partition))[-UNITS_IN_FLIGHT:])
         + max(trained)
+        + ahead_bytes
         + on_way_to_drives * shared
         + ring_bytes(passing[True])
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
@@ -250,6 +297,18 @@ def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
         return nbytes
     reduced = divide_up(numel * 4, partition.optimizer_shards)
     return max(nbytes, reduced) if partition.defers_reduction else reduced
+
+
+def activations_ahead_bytes(config: OffloadConfig, budget: Budget) -> int:
+    """Of a device, for activations that come back to it before backward reads them; 0 where none leave."""
+    leave = any(tier is not Tier.DEVICE for tier in config.activation_fractions) and not budget.shared_memory
+    return min(ACTIVATIONS_AHEAD_BYTES, budget.device_bytes // ACTIVATIONS_AHEAD_SHARE) * leave
+
+
+def margin_bytes(total_bytes: int, num_ranks: int) -> int:
+    """What stays free of a device's memory beside the peak that was measured: for what comes later, or unevenly."""
+    communicators = COMMUNICATORS * COMMUNICATOR_BYTES * (num_ranks > 1)
+    return total_bytes // MARGIN_SHARE + WORKSPACE_BYTES + communicators
 
 
 def ring_bytes(unit_bytes: Iterable[int]) -> int:

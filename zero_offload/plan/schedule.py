@@ -24,6 +24,11 @@ class FetchSchedule:
         self._known: dict[str, AccessTrace] = {}
         self._kind = ""
 
+    @property
+    def has_departed(self) -> bool:
+        """True if this cycle was predicted, and went another way."""
+        return bool(self.trace.uses) and self.num_departures > 0
+
     def begin_cycle(self, kind: str) -> None:
         """A cycle of this kind starts; the previous one becomes the prediction for its own kind."""
         if self._recorded:

@@ -9,10 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zero_offload.plan.costs import Job, Tiers, step_costs
+from zero_offload.plan.costs import Job, device_activation_bytes, step_costs
 from zero_offload.plan.hardware import Lane, Machine
 from zero_offload.plan.lane_costs import UnitCosts
-from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_OUT, UNITS_IN_FLIGHT, Placement
+from zero_offload.plan.memory import (
+    ACTIVATION_BLOCK_BYTES,
+    ACTIVATION_BLOCKS_OUT,
+    UNITS_IN_FLIGHT,
+    Placement,
+    margin_bytes,
+)
 from zero_offload.plan.passes import Lanes
 from zero_offload.plan.timeline import Policy, Run
 from zero_offload.telemetry.spans import Cause
@@ -100,7 +106,7 @@ def _policy(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine:
     held = ACTIVATION_BLOCKS_OUT * ACTIVATION_BLOCK_BYTES
     return Policy(
         uses=uses,
-        room_bytes=_room_bytes(job, placement.tiers, costs, machine),
+        room_bytes=_room_bytes(job, placement, costs, machine),
         overlaps=job.overlaps(placement.tiers, machine),
         in_backward=job.config.overlap == UpdateOverlap.BACKWARD,
         num_passes=min(job.batch.num_passes, PASSES),
@@ -111,17 +117,24 @@ def _policy(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine:
     )
 
 
-def _room_bytes(job: Job, tiers: Sequence[Tiers], costs: Sequence[UnitCosts], machine: Machine) -> float:
-    """Room for the largest units in flight, or what a budget leaves beside all that rests there."""
+def _room_bytes(job: Job, placement: Placement, costs: Sequence[UnitCosts], machine: Machine) -> float:
+    """Room for the largest units in flight, or what a budget leaves beside all that rests there; where a device's
+    memory has none, what activations and a margin leave, as from the second step on."""
     buffers = sorted(each.buffer_bytes for each in costs)
     least = sum(buffers[-UNITS_IN_FLIGHT:])
     budget = job.config.budget_bytes(Tier.DEVICE)
-    if budget is None:
+    if budget is not None:
+        least = min(least, budget)
+    elif machine.is_host:
         return least
+    else:
+        whole = placement.budget.device_bytes
+        activations = device_activation_bytes(job.work, job.config, job.batch)
+        budget = whole - activations - margin_bytes(whole, job.partition.world_size)
     resting = 0
-    for unit, at, cost in zip(job.units, tiers, costs, strict=True):
+    for unit, at, cost in zip(job.units, placement.tiers, costs, strict=True):
         if not machine.is_host:
             resting += unit.grads_bytes * (at[StateKind.GRADS] is Tier.DEVICE)
             resting += unit.optimizer_bytes * (at[StateKind.OPTIMIZER] is Tier.DEVICE)
             resting += unit.params_bytes * (cost.buffer_bytes == 0 and at[StateKind.OPTIMIZER] is not Tier.DEVICE)
-    return min(sum(buffers), max(min(least, budget), budget - resting))
+    return min(sum(buffers), max(least, budget - resting))

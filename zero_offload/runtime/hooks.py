@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
+from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.saved.boundary import Group
 from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
@@ -228,6 +229,8 @@ def _before(
         # It wraps without looking at a parameter.
         raise cannot_wrap(what, f"an offloaded {type(module).__bases__[-1].__name__}")
     session.enter(units, (args, kwargs), runtime)
+    if session.looks_for_graphs:
+        refuse_graph_modes(module)
 
 
 def _after(session: Session, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

@@ -7,7 +7,6 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
@@ -22,6 +21,7 @@ from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.claims import Claims
 from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.unit import Section, Unit
@@ -46,8 +46,10 @@ class Residency:
         collectives: Collectives,
         carrier: Carrier,
         budget: Budget,
+        room: DeviceRoom | None,
     ) -> None:
-        """`budget` is the compute device's memory for units; `carrier` brings values into it."""
+        """`budget` is the compute device's memory for units; `carrier` brings values into it. `room` has the limit of a
+        device's own memory; None where a CPU computes."""
         self._units = units
         self._store = store
         self.spans = store.counters.spans
@@ -57,6 +59,10 @@ class Residency:
         self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
         self._budget = budget
+        self.room = room
+        self._is_refused = False
+        """True if the device had no memory for a prefetch, and no unit has left since: to ask again would flush the
+        allocator's cache for nothing."""
         self.claims = Claims(store.arena, budget)
         self.give_way: Callable[[], bool] = lambda: False
         """Others give their frames back once what is in them is written; says whether any did."""
@@ -69,6 +75,8 @@ class Residency:
         """The list of units has become longer, and so have the limits of memory."""
         self._num_absent = _count_absent(self._units)
         self._carrier.make_room(landing_bytes)
+        if self.room is not None:
+            self.room.measure()
         self.claims.release()
         self.claims = Claims(self._store.arena, self._budget)
 
@@ -76,8 +84,8 @@ class Residency:
         self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
         unit.tracker.advance(to)
 
-    def begin_cycle(self, kind: str) -> None:
-        """A forward starts; `kind` tells cycles apart that use units differently."""
+    def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
+        """A forward starts, with inputs of so many elements; `kind` tells cycles apart that use units differently."""
         self.gatherer.agreement.begin()
         self._store.read_lazy()  # a forward may change values where they rest
         self._store.counters.add("departures", self.schedule.num_departures)
@@ -85,12 +93,19 @@ class Residency:
         for unit in self._units:
             if unit.state is UnitState.AWAY:
                 unit.detach()  # what a Ctrl-C has left of it
+        has_departed = self.schedule.has_departed
         self.schedule.begin_cycle(kind)
         self.claims.release()
+        self._is_refused = False
+        if self.room is not None and self.room.begin(kind, num_elements, has_departed=has_departed):
+            self._shrink()
+            self.room.settle()
         self._look_ahead()
 
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""
+        if self.room is not None:
+            self.room.refuse_capture()
         self.bring(unit)
         self.gatherer.waited_for(unit)
         self.schedule.used(unit.index)
@@ -130,8 +145,7 @@ class Residency:
         """Bring the unit here now, or, where other ranks want it, send our part of it."""
         self.board.wait(unit.index)
         if unit.state is UnitState.AWAY:
-            self._make_room(unit.num_frames, unit.name)
-            self._reserve(unit)
+            self._reserve_now(unit)
         if unit.state is UnitState.AWAITING:
             self._resolve(unit, Urgency.URGENT)
         if unit.state is UnitState.FETCHING:
@@ -145,6 +159,8 @@ class Residency:
         `in_backward`: a backward is done with them, and goes on; it has their memory if it needs any.
         """
         self.gatherer.begin_update(order)
+        if self.room is not None:
+            self.room.stepped()
         stale = [self._units[i] for i in order if self.board.pending(i) and not self._units[i].updates_in_place]
         self._loans.find(stale)
         if not in_backward:
@@ -165,15 +181,17 @@ class Residency:
                     self._advance(unit, UnitState.AWAITING)
                 self._offer(unit)
         # The step counts by now, and must not break off for what is only ahead: its next use asks for memory again.
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             if in_backward:
                 self._look_ahead()
                 return
             for unit in stale:
                 if unit.state is UnitState.AWAY:
-                    if unit.num_frames > self._budget.free_frames:
+                    if unit.num_frames > self._budget.free_frames or self._is_refused:
                         break
                     self._reserve(unit)
+        except torch.OutOfMemoryError:
+            self._note_refusal()
 
     def refresh_kept(self) -> None:
         """The update is launched: views that others hold show the new values when this returns."""
@@ -229,13 +247,14 @@ class Residency:
         for index in self.schedule.upcoming():
             unit = self._units[index]
             if unit.state is UnitState.AWAY:
-                if not self._evict_for(unit):
+                if not self._evict_for(unit) or self._is_refused:
                     return
                 try:
                     self._reserve(unit)
                 except torch.OutOfMemoryError:
                     if not self._is_alone:
                         raise  # the others go on to gather it
+                    self._note_refusal()
                     return  # its use asks for memory again
             if unit.state is UnitState.AWAITING and _readable(unit, self.board, self._carrier):
                 self._resolve(unit, Urgency.NORMAL)
@@ -254,14 +273,44 @@ class Residency:
     def _make_room(self, num_frames: int, name: str, *, is_claim: bool = False) -> None:
         """Free frames for a use that cannot wait, whatever comes next; a claim is on those that are kept, too."""
         while (missing := num_frames - self._budget.free_frames - self._store.arena.kept_frames * is_claim) > 0:
-            victim = self._victims.choose() or self._victims.last_resort()
-            if victim is not None:
-                victim.break_off()
-                self._evict(victim)
-            elif (is_claim and self.claims.grow(missing)) or self._loans.release() or self.give_way():
+            if self._evict_some():
                 continue
-            elif not self._budget.raise_limit(missing, claimed=is_claim):
+            if (is_claim and self.claims.grow(missing)) or self._loans.release() or self.give_way():
+                continue
+            if not self._budget.raise_limit(missing, claimed=is_claim):
                 raise _no_room(num_frames, name, self._budget, self._units, self._loans)
+
+    def _reserve_now(self, unit: Unit) -> None:
+        """Reserve for a use that cannot wait: where the device refuses memory, units leave that are not in use."""
+        while True:
+            self._make_room(unit.num_frames, unit.name)
+            try:
+                self._reserve(unit)
+                return
+            except torch.OutOfMemoryError:
+                self._note_refusal()
+                # With several ranks a unit leaves on all of them.
+                if not self._is_alone or not self._evict_some():
+                    raise
+
+    def _note_refusal(self) -> None:
+        self._is_refused = True
+        if self._is_alone and self.room is not None:
+            self.room.ran_out()
+
+    def _shrink(self) -> None:
+        """The limit has fallen: units above it leave, those in use apart."""
+        while self._budget.free_frames < 0 and self._evict_some():
+            pass
+
+    def _evict_some(self) -> bool:
+        """Evict one unit, whatever comes next; False if all that are here are in use or kept."""
+        victim = self._victims.choose() or self._victims.last_resort()
+        if victim is None:
+            return False
+        victim.break_off()
+        self._evict(victim)
+        return True
 
     def _reserve(self, unit: Unit) -> None:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
@@ -309,6 +358,7 @@ class Residency:
         self._advance(unit, UnitState.AWAY)
         self._carrier.leave(unit)
         unit.detach()
+        self._is_refused = False
 
 
 def _count_absent(units: Sequence[Unit]) -> int:

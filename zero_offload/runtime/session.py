@@ -142,6 +142,11 @@ class Session:
             )
 
     @property
+    def looks_for_graphs(self) -> bool:
+        """True if a graph of a device's work would be seen only by looking for it, and this forward does."""
+        return self._watches and self._residency.room is not None
+
+    @property
     def in_own_process(self) -> bool:
         return os.getpid() == self._pid
 
@@ -205,7 +210,7 @@ class Session:
             self.forwards.append(scope)
         if is_outermost and self.round is None:
             try:
-                self.begin()
+                self.begin(inputs)
             except BaseException:
                 self.forwards.clear()
                 raise
@@ -326,7 +331,7 @@ class Session:
         """In a round: the forwards on `stack` go on, on this thread."""
         self.forwards, self._thread = stack, threading.get_ident()
 
-    def begin(self) -> None:
+    def begin(self, inputs: Iterable[Any] = ()) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
         self.check_usable()
         if self._backward_runs or any(unit.runs for unit in self._units):
@@ -340,7 +345,8 @@ class Session:
         self._watches = self._num_cycles[kind].bit_count() == 1
         self._saved.begin(checks=self._watches)
         self._grads.begin_forward()
-        self._residency.begin_cycle(kind)
+        sizes = () if self._residency.room is None else (tensor.numel() for tensor in tensors_in(inputs))
+        self._residency.begin_cycle(kind, sum(sizes))
 
     def settle(self) -> None:
         """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients

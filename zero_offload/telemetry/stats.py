@@ -6,10 +6,22 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zero_offload.telemetry.events import Counters
 from zero_offload.telemetry.spans import Cause, Lane
 from zero_offload.types import Tier
+
+
+class DeviceParams(NamedTuple):
+    """Parameters in the memory of a GPU, those that pass through included; in frames of 2 MiB."""
+
+    nbytes: int
+    """There now."""
+    limit: int
+    """Bytes that they may take, by `device_memory` or by what is free."""
+    reason: str
+    """Why the limit has fallen last; empty if it has not."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,8 @@ class Stats:
     """Steps not applied because a gradient was NaN or infinite, in all."""
     resident_bytes: dict[str, int]
     """Bytes that rest on each tier now; on the host and on drives with buffers, on a GPU without units in use."""
+    device_params: DeviceParams | None
+    """Parameters in a GPU's own memory; None where a CPU computes."""
     num_mappings: int
     """Ranges of host memory asked of the system, in all; these and the next stand still once training has settled."""
     num_registrations: int
@@ -91,7 +105,9 @@ class StatsKeeper:
         self._start, self._before = now, totals
         return self._delta
 
-    def stats(self, step: int, skipped_steps: int, resident_bytes: dict[str, int]) -> Stats:
+    def stats(
+        self, step: int, skipped_steps: int, resident_bytes: dict[str, int], device_params: DeviceParams | None
+    ) -> Stats:
         delta, (num_mappings, num_registrations) = self._delta, self._taken()
         return Stats(
             step=step,
@@ -107,6 +123,7 @@ class StatsKeeper:
             num_departures=int(delta.get("departures", 0)),
             skipped_steps=skipped_steps,
             resident_bytes=resident_bytes,
+            device_params=device_params,
             num_mappings=num_mappings,
             num_registrations=num_registrations,
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

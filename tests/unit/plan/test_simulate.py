@@ -42,9 +42,9 @@ def with_overlap(job: Job, overlap: str) -> Job:
     return replace(job, config=replace(job.config, overlap=overlap))
 
 
-def placement_of(job: Job, tiers: tuple[Tier, Tier, Tier], *, shared: bool) -> Placement:
+def placement_of(job: Job, tiers: tuple[Tier, Tier, Tier], *, shared: bool, device_bytes: int = 1 << 60) -> Placement:
     at = dict(zip(PLACED_KINDS, tiers, strict=True))
-    return Placement(tuple(at for _ in job.units), Budget(1 << 60, 1 << 60, 1 << 60, shared))
+    return Placement(tuple(at for _ in job.units), Budget(device_bytes, 1 << 60, 1 << 60, shared))
 
 
 DEVICE, HOST, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
@@ -148,7 +148,7 @@ def seconds_of(found: Prediction, lane: Lane) -> float:
 def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
     """However many there are; a loop moves them all for each. Computing is the same."""
     job = job_of(OffloadConfig(nvme="x", durability="scratch"))
-    placement = placement_of(job, (NVME, NVME, HOST), shared=False)
+    placement = placement_of(job, (NVME, NVME, HOST), shared=False, device_bytes=0)
 
     def of(count: int, *, by_unit: bool) -> Prediction:
         batch = replace(BATCH, micro_batches=count, by_unit=by_unit)

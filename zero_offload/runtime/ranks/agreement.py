@@ -28,6 +28,7 @@ class Intent(IntEnum):
     PLACE = 1  # wait here, taking part in gathers that others want
     CALL = 2  # a collective that all make together
     ERROR = 3  # this rank has failed before it
+    NUMBER = 4  # say a number
 
 
 class Agreement:
@@ -100,9 +101,21 @@ class Agreement:
             said = set(self._tell(intent, value))
         wanted = [value for intent, value in said if intent == Intent.UNIT]
         others = {each for each in said if each[0] != Intent.UNIT}
-        if len(others) > 1 or (wanted and any(intent in (Intent.CALL, Intent.ERROR) for intent, _ in others)):
+        if len(others) > 1 or (wanted and any(intent != Intent.PLACE for intent, _ in others)):
             raise self._mismatch(text)
         return wanted
+
+    def least(self, number: int, what: str) -> int:
+        """The smallest of the ranks' numbers; all say one now, or all raise."""
+        if self._group is None:
+            return number
+        if self._error is not None:
+            raise self._error
+        with self._watch.waiting(what):
+            said = self._tell(Intent.NUMBER, number)
+        if any(intent != Intent.NUMBER for intent, _ in said):
+            raise self._mismatch(what)
+        return min(theirs for _, theirs in said)
 
     def _tell(self, intent: int, value: int) -> list[tuple[int, ...]]:
         if self._channel is not None:

@@ -36,7 +36,8 @@ from zero_offload.types import MIB, Tier
 SMALLEST_BYTES = 1 * MIB
 """A smaller storage stays: it saves less memory than its way costs."""
 AHEAD_BYTES = 32 * MIB
-"""Fetched ahead of the backward, beside what is in use; one storage may be larger."""
+"""Fetched ahead of the backward, beside what is in use; one storage may be larger. To a device two of the largest
+storages, up to what the plan counts."""
 _LOOK_BACK = 64
 """Storages among which those to fetch ahead are looked for."""
 
@@ -136,16 +137,20 @@ class Activations:
         staying: Iterable[int],
         device_type: str,
         trimmer: HeapTrimmer | None = None,
+        ahead_max: int = 0,
     ) -> None:
         """`tiers`: of those in `fractions`, the ones that are elsewhere. `staying`: storages of buffers, by address; so
         does what is on no device of `device_type`. `trimmer` where tensors are in the C library's heap, which would
-        keep what they leave."""
+        keep what they leave. `ahead_max`: bytes that large storages may take ahead of the backward, on a device."""
         self._fractions = fractions
         self._tiers = tiers
         self._counters = counters
         self._staying = set(staying)
         self._device_type = device_type
         self._trimmer = trimmer
+        self._ahead_max = ahead_max
+        self._ahead = 0
+        """Bytes; less than `AHEAD_BYTES` where no storage needs more."""
         self._dealer = Dealer(fractions)
         self._by_key: dict[_Key, _Remains] = {}
         self._by_number: dict[int, _Remains] = {}
@@ -209,6 +214,10 @@ class Activations:
     def _put(self, tier: ActivationTier, storage: torch.UntypedStorage, device: torch.device, key: _Key) -> Stored:
         self._give_back()
         self._num_stored += 1
+        if (ahead := min(2 * storage.nbytes(), self._ahead_max)) > self._ahead:
+            self._ahead = ahead
+            for each in self._tiers.values():
+                each.reach(ahead)
         pieces = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
         stored = Stored(storage.nbytes(), tier.arrival(pieces), self._num_stored, self.part)
         self._count(stored)
@@ -246,7 +255,7 @@ class Activations:
             self._trimmer.freed(stored.nbytes)
 
     def _fetch_ahead(self, number: int) -> None:
-        left = AHEAD_BYTES
+        left = max(self._ahead, AHEAD_BYTES)
         for earlier in range(number - 1, max(number - 1 - _LOOK_BACK, 0), -1):
             remains = self._by_number.get(earlier)
             stored = None if remains is None else remains()
@@ -290,7 +299,12 @@ def storages_of(buffers: Iterable[Tensor]) -> set[int]:
 
 
 def open_activations(
-    config: OffloadConfig, device: Device, store: ShardStore, scratch: SwapFile | None, buffers: Iterable[Tensor]
+    config: OffloadConfig,
+    device: Device,
+    store: ShardStore,
+    scratch: SwapFile | None,
+    buffers: Iterable[Tensor],
+    ahead_max: int,
 ) -> Activations | None:
     """For one model; None when every tensor stays where it is: a CPU computes on the cpu tier itself."""
     fractions, counters = config.activation_fractions, store.counters
@@ -302,4 +316,4 @@ def open_activations(
     if not tiers:
         return None
     trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None
-    return Activations(fractions, tiers, counters, storages_of(buffers), device.torch_device.type, trimmer)
+    return Activations(fractions, tiers, counters, storages_of(buffers), device.torch_device.type, trimmer, ahead_max)

@@ -135,6 +135,9 @@ class HostTier:
     def arrival(self, pieces: Pieces) -> Arrival:
         return _FromHost(self._device, self._counters, pieces)
 
+    def reach(self, nbytes: int) -> None:
+        """It passes through no other memory."""
+
     def release(self, pieces: Pieces) -> None:
         for piece in pieces:
             self._slabs.give_back(piece.run, piece.last)

@@ -5,8 +5,8 @@ once a step has taken what it needs. Decides nothing. The calls: `put` launches 
 way back: `start` launches what there is room for, `finish` gives the bytes; `release` when nobody wants them any more.
 
 On a GPU both ways go over the copy lanes. On the way to a file bytes pass through page-aligned host memory of constant
-size, `ACTIVATION_BLOCKS_OUT` blocks; on the way back through `ACTIVATION_BLOCKS_BACK` to a GPU, while a CPU computes on
-what they were read to (`Landing`).
+size, `ACTIVATION_BLOCKS_OUT` blocks; on the way back to a GPU through `ACTIVATION_BLOCKS_BACK`, and more for larger
+tensors, while a CPU computes on what they were read to (`Landing`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,9 @@ class ActivationTier(Protocol):
 
     def release(self, pieces: Pieces) -> None:
         """The bytes are of no use any more. Any thread, at any time: waits for nothing."""
+
+    def reach(self, nbytes: int) -> None:
+        """So much may be fetched ahead to a device from now on."""
 
 
 def _cut(source: Tensor) -> Iterator[Tensor]:
@@ -154,6 +157,7 @@ class DiskTier:
         self._leaving: deque[_Leaving] = deque()
         self.landing = _Blocks(arena)
         """On the way to a GPU."""
+        self._num_landing = 0
         self._slabs = Landing(arena)
         """Where a CPU computes."""
         self._free: deque[_DiskPiece] = deque()
@@ -164,9 +168,16 @@ class DiskTier:
     def put(self, source: Tensor) -> Pieces:
         if self._num_extents == 0:
             self._staging.grow(ACTIVATION_BLOCKS_OUT)
-            if not self._device.is_host:
-                self.landing.grow(ACTIVATION_BLOCKS_BACK)
+            self._grow_landing(ACTIVATION_BLOCKS_BACK)
         return [self._put(part) for part in _cut(source)]
+
+    def reach(self, nbytes: int) -> None:
+        self._grow_landing(nbytes // ACTIVATION_BLOCK_BYTES)
+
+    def _grow_landing(self, num_blocks: int) -> None:
+        if num_blocks > self._num_landing and not self._device.is_host:
+            self.landing.grow(num_blocks - self._num_landing)
+            self._num_landing = num_blocks
 
     def _put(self, part: Tensor) -> _DiskPiece:
         piece = _DiskPiece(self._lease_extent(), part.nbytes)
