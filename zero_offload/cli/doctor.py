@@ -19,9 +19,11 @@ from pathlib import Path
 
 from zero_offload import device, native, probe
 from zero_offload.checkpoint.file_list import reusable_bytes
+from zero_offload.device_memory import read_memory
 from zero_offload.errors import CapacityError, ZeroOffloadError
 from zero_offload.kernels import choice
 from zero_offload.memory import pages
+from zero_offload.plan.memory import margin_bytes
 from zero_offload.storage.directory import check_private
 from zero_offload.storage.tuning import io_uring_problem
 from zero_offload.types import GIB, format_bytes
@@ -177,7 +179,11 @@ def _check_io_uring() -> Check:
 
 
 def _check_device() -> Check:
-    return Check("device", Status.OKAY, device.describe_device())
+    detail, memory = device.describe_device(), read_memory(device.compute_device().torch_device)
+    if memory is not None:
+        margin = format_bytes(margin_bytes(memory.total, 1))
+        detail += f"; parameters may take what a first step leaves of it, less {margin}, or device_memory"
+    return Check("device", Status.OKAY, detail)
 
 
 def _check_directory(path: Path) -> Iterator[Check]:
