@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 # Before torch loads OpenMP: waiting threads sleep, since tests often share their cores with others.
@@ -22,13 +23,33 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
+from tests.fake_gpu import build as fake_gpu_build  # noqa: E402
 from zero_offload import native  # noqa: E402
 
 # The same examples in every run, and none too slow: a core may be away for as long as it likes.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 
+_BUILD = pytest.StashKey[subprocess.Popen[bytes] | None]()
 _ISA = native.isa() if native.available() else None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """The fake GPU is built while other tests run: by the process that starts the workers, if there are some."""
+    config = session.config
+    if hasattr(config, "workerinput") or "FAKE_GPU_SOCKET" in os.environ or config.option.collectonly:
+        return
+    folder = Path(__file__).parent / "fake_gpu"
+    paths = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    if any(path in (folder, *folder.parents) or folder in path.parents for path in paths):
+        config.stash[_BUILD] = fake_gpu_build.start()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Tests that need the device have waited for it."""
+    if (building := config.stash.get(_BUILD, None)) is not None:
+        building.terminate()
+        building.wait()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

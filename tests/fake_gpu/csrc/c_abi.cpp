@@ -1,0 +1,78 @@
+// What Python calls, by ctypes, which lets the GIL go during a call.
+#include <cstring>
+
+#include "device.h"
+
+using namespace fake_gpu;
+
+namespace {
+
+thread_local std::string text;
+
+const char* kept(std::string value) {
+  text = std::move(value);
+  return text.c_str();
+}
+
+}  // namespace
+
+extern "C" {
+
+void fake_gpu_set_policy(int policy, uint64_t seed) { set_policy(Policy(policy), seed); }
+void fake_gpu_reset() { reset(); }
+int64_t fake_gpu_num_queued() { return num_queued(); }
+
+// Lines; valid until the thread's next call.
+const char* fake_gpu_take_races() {
+  std::string lines;
+  for (const std::string& race : take_races()) lines += race + "\n";
+  return kept(lines);
+}
+const char* fake_gpu_take_error() { return kept(take_error()); }
+
+int fake_gpu_num_counts() { return kNumCounts; }
+const char* fake_gpu_count_name(int which) { return kCountNames[which]; }
+int64_t fake_gpu_counted(int which) { return counted(which); }
+
+int fake_gpu_register_host(uintptr_t address, size_t nbytes) { return register_host(address, nbytes); }
+int fake_gpu_unregister_host(uintptr_t address) { return unregister_host(address); }
+void fake_gpu_refuse_registration(int refuse) { refuse_registration(refuse); }
+
+void fake_gpu_set_memory_limit(int device, size_t nbytes) { set_memory_limit(device, nbytes); }
+size_t fake_gpu_memory_limit(int device) { return memory_limit(device); }
+void fake_gpu_memory_stats(int device, int64_t* values) {
+  MemoryStats stats = memory_stats(device);
+  std::memcpy(values, &stats, sizeof(stats));
+}
+void fake_gpu_reset_peak(int device) { reset_peak(device); }
+void fake_gpu_empty_cache() { empty_cache(); }
+
+// `sent` and `received` are host memory, which Python keeps.
+void* fake_gpu_launch_exchange(int stream, uintptr_t source, void* sent, size_t sent_bytes, uintptr_t target,
+                               const void* received, size_t received_bytes) {
+  std::vector<Span> spans{{source, source + sent_bytes, false}, {target, target + received_bytes, true}};
+  return new std::shared_ptr<Exchange>(launch_exchange(
+      stream, "collective", spans, [=] { std::memcpy(sent, reinterpret_cast<void*>(source), sent_bytes); },
+      [=] { std::memcpy(reinterpret_cast<void*>(target), received, received_bytes); }));
+}
+int fake_gpu_exchange_is_read(void* exchange) { return is_read(**static_cast<std::shared_ptr<Exchange>*>(exchange)); }
+void fake_gpu_fetch_exchange(void* exchange) { fetch(**static_cast<std::shared_ptr<Exchange>*>(exchange)); }
+// The last call with it.
+void fake_gpu_finish_exchange(void* exchange) {
+  auto* held = static_cast<std::shared_ptr<Exchange>*>(exchange);
+  finish(**held);
+  delete held;
+}
+
+int fake_gpu_current_device() { return current_device(); }
+void fake_gpu_set_current_device(int device) { set_current_device(device); }
+
+void fake_gpu_get_random(int device, uint64_t* seed, uint64_t* num_draws) {
+  *seed = default_random_state(device).seed;
+  *num_draws = default_random_state(device).num_draws;
+}
+void fake_gpu_set_random(int device, uint64_t seed, uint64_t num_draws) {
+  default_random_state(device) = {seed, num_draws};
+}
+
+}  // extern "C"

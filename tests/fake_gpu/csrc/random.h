@@ -1,0 +1,13 @@
+// A generator whose draws do not depend on when operations run.
+#pragma once
+
+#include <ATen/core/Generator.h>
+
+namespace fake_gpu {
+
+const at::Generator& default_generator(int device);
+at::Generator new_generator(int device);
+// For one operation: a generator of the CPU, whose seed is the next draw of this one.
+at::Generator draw_generator(const at::Generator& generator);
+
+}  // namespace fake_gpu
