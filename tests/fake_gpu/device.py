@@ -173,5 +173,3 @@ def current(index: int) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_device_index(before)
-
-

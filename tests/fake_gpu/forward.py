@@ -50,7 +50,7 @@ class DeviceProcess:
         ours, theirs = socket.socketpair()
         option = self._config.option
         arguments = [str(FOLDER), "-m", "", "-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        arguments += [f"--rootdir={self._config.rootpath}", f"--tb={option.tbstyle}", f"--capture={option.capture}"]
+        arguments += [f"--rootdir={self._config.rootpath}", f"--capture={option.capture}"]
         if option.basetemp is not None:
             arguments.append(f"--basetemp={option.basetemp}-device{self._num_started}")
         self._process = subprocess.Popen(
