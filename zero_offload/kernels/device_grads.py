@@ -59,7 +59,7 @@ def total(chunks: Tensor) -> GradSum:
 
 def sums_in_few_launches(grad: Tensor) -> bool:
     """Whether `launch_sum` does not add up row by row."""
-    return has_device_update(grad) or _scans_in_order(grad.device)
+    return has_device_update(grad) or _may_scan(grad.device)
 
 
 def _sum_block(values: Tensor, sums: Tensor) -> None:
@@ -78,7 +78,7 @@ def _sum_block(values: Tensor, sums: Tensor) -> None:
 
 def _add_rows(squares: Tensor) -> Tensor:
     """(chunks, LANES): the rows of each chunk, added up one after the other."""
-    if _scans_in_order(squares.device):
+    if _may_scan(squares.device):
         return squares.cumsum(1)[:, -1]
     return _add_row_by_row(squares)
 
@@ -89,6 +89,11 @@ def _add_row_by_row(squares: Tensor) -> Tensor:
     for row in range(1, squares.shape[1]):
         lanes += squares[:, row]
     return lanes
+
+
+def _may_scan(device: torch.device) -> bool:
+    # With deterministic algorithms alone torch refuses scans of floats on CUDA, whatever they do.
+    return not torch.are_deterministic_algorithms_enabled() and _scans_in_order(device)
 
 
 @functools.cache

@@ -95,6 +95,23 @@ def test_a_launch_does_not_wait_for_the_device() -> None:
     assert launch_sum(torch.empty(40000, device="meta")).shape == (3,)
 
 
+def test_no_scan_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA torch refuses it then."""
+
+    def refuse(*_: object) -> torch.Tensor:
+        raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
+
+    grad = tame(40000, torch.float32)
+    monkeypatch.setattr(device_grads, "_scans_in_order", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "cumsum", refuse)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same(read_sums([launch_sum(grad)]), [native(grad)])
+        assert not device_grads.sums_in_few_launches(grad)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_scan_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     assert device_grads._scans_in_order.__wrapped__(device)
