@@ -147,6 +147,18 @@ class TangledByAFunction(Tangled):
         return _Twice.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+class Functions(ResidualOutside):
+    """Blocks are given results of functions of the program, and so is the caller."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _Twice.apply(super().forward(tokens))  # type: ignore[no-any-return, no-untyped-call]
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = _Twice.apply(x + block(x))  # type: ignore[no-untyped-call]
+        return x
+
+
 class Decoder(nn.Module):
     """A block that takes an encoder's output twice."""
 
@@ -294,7 +306,8 @@ def marked(make: Make = TinyLM) -> nn.Module:
 
 MODELS: list[Make] = [
     *(TinyLM, ResidualOutside, UnseenResidual, Skips, Transposed, InPlace, SharedAndRepeated, TwoStacks, ManyOutputs),
-    *(Hooked, Tangled, Adapted, Branching, TangledByAFunction, Checkpointed, CheckpointedTogether, marked),
+    *(Hooked, Tangled, Adapted, Branching, TangledByAFunction, Functions, Checkpointed, CheckpointedTogether),
+    marked,
 ]
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -175,6 +177,29 @@ def test_evaluation_after_a_broken_forward(fp32_config: zo.OffloadConfig) -> Non
         with torch.no_grad():
             yield model(tokens_of(9)).item()
         yield from train(model, optimizer, range(2, 4))
+
+    assert_same(script, Fused, fp32_config)
+
+
+@pytest.mark.parametrize("has_hooks", [False, True])
+def test_training_goes_on_after_an_interrupt_in_another_thread(has_hooks: bool, fp32_config: zo.OffloadConfig) -> None:
+    """Saving hooks belong to a thread: those that the interrupt has left are not this one's, which may have its own."""
+    sizes: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    def script(model: nn.Module, optimizer: zo.AdamW) -> Iterator[float]:
+        yield from train(model, optimizer, range(2))
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(broken_step, model, optimizer, "forward", KeyboardInterrupt).result()
+        sizes.clear()
+        with torch.autograd.graph.saved_tensors_hooks(note, note) if has_hooks else contextlib.nullcontext():
+            yield from train(model, optimizer, range(2, 4))
+            optimizer.zero_grad()
+            torch.ones(7, requires_grad=True).square()
+        assert (7 in sizes) is has_hooks
 
     assert_same(script, Fused, fp32_config)
 

@@ -22,6 +22,7 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.saved.boundary import Group
+from zero_offload.runtime.saved.frames import untraced
 from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
@@ -52,8 +53,8 @@ def install_hooks(
     for name, needed in points.items():
         units = tuple(needed)
         module = root.get_submodule(name)
-        before = _Hook(_untraced(_before), session, units, runtime)
-        after = _Hook(_untraced(_after), session)
+        before = _Hook(untraced(_before), session, units, runtime)
+        after = _Hook(untraced(_after), session)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         undo.callback(module.register_forward_hook(after, always_call=True).remove)
@@ -78,13 +79,6 @@ class _Hook(functools.partial[Any]):
 
 def _do_nothing(*_: Any) -> None:
     """A hook of a module that was copied."""
-
-
-@functools.cache
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for torch.compile, which then compiles what a module does between its hooks."""
-    disable: Any = torch.compiler.disable
-    return disable(hook)  # type: ignore[no-any-return]
 
 
 def is_recomputed(module: nn.Module) -> bool:

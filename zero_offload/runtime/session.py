@@ -39,7 +39,7 @@ from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
-from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, runs_again, saving_hooks
+from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, leave_hooks, runs_again, saving_hooks
 from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
@@ -292,7 +292,7 @@ class Session:
         while self.forwards:
             saving = self.forwards.pop().saving
             if saving is not None:
-                saving.__exit__(None, None, None)
+                leave_hooks(saving)
         for unit in self._units:
             unit.forward_uses = 0
             unit.close()

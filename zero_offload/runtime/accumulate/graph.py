@@ -113,6 +113,8 @@ class MicroGraph:
         """Of what was given to modules, which they may outlive."""
         self._waiting: dict[Edge, Tensor] = {}
         self._stored: dict[Edge, Any] = {}
+        self._owners: list[Node] = []
+        """Nodes in front of Functions of Python, whose own objects keep no graph before torch 2.13."""
         self._anchor = host_empty(0, torch.float32).requires_grad_()
 
     # Forward
@@ -122,25 +124,31 @@ class MicroGraph:
         for tensor in tensors_in(inputs):
             if tensor.grad_fn is None or tensor.grad_fn in self._cuts:
                 continue
-            edge = _edge_of(tensor)
+            edge = self._edge_of(tensor)
             if type(tensor) is Tensor and not tensor._is_view() and not tensor.retains_grad:
                 tensor.detach_()
                 # It is not changed: nodes that have saved it find it as they left it.
                 with _autograd._unsafe_preserve_version_counter(tensor):
                     _cut(self._anchor, tensor)
-                cut = _edge_of(tensor)
+                cut = self._edge_of(tensor)
                 self._cuts[cut[0]], self._cut_of[edge] = edge, cut
-            given = _edge_of(tensor)
-            self._given[given], self._hooks[given] = weakref.ref(tensor), _hooks_on(tensor)
+                edge = cut
+            self._given[edge], self._hooks[edge] = weakref.ref(tensor), _hooks_on(tensor)
 
     def begin_part(self, units: tuple[Unit, ...], visit: int) -> None:
         self.parts.append(Part(units, visit, _autograd._get_sequence_nr()))
+
+    def _edge_of(self, tensor: Tensor) -> Edge:
+        edge = get_gradient_edge(tensor)
+        if edge.ownership_token is not None:
+            self._owners.append(edge.ownership_token)
+        return edge.node, edge.output_nr
 
     # Between
 
     def plan(self, loss: Tensor, together: Callable[[Tensor], int]) -> None:
         """Find every part's roots and ends; `together` says which leaves' gradients must arrive with each other."""
-        root = _edge_of(loss)
+        root = self._edge_of(loss)
         self._waiting[root] = torch.ones_like(loss)
         self._part_of(root).roots[root] = None
         last_uses: dict[Edge, int] = {}
@@ -264,11 +272,6 @@ def leaf_of(edge: Edge) -> Tensor:
     node: Any = edge[0]
     leaf: Tensor = node.variable
     return leaf
-
-
-def _edge_of(tensor: Tensor) -> Edge:
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
 
 
 def _hooks_on(tensor: Tensor) -> Hooks:

@@ -1,11 +1,17 @@
-"""Whether a call still runs: how hooks that were never left, as after Ctrl-C, are told from those in use."""
+"""Calls of hooks: whether one still runs, which tells those that were never left, as after Ctrl-C, from those in use;
+and which ones torch.compile leaves alone."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+import torch
 
 _COLLECTOR = threading.RLock()
 
@@ -26,6 +32,13 @@ def _current_frames() -> dict[int, FrameType]:
         finally:
             if collects:
                 gc.enable()
+
+
+@functools.cache
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for torch.compile, which then compiles what a module does between its hooks."""
+    disable: Any = torch.compiler.disable
+    return disable(hook)  # type: ignore[no-any-return]
 
 
 def module_call() -> FrameType:

@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
+from zero_offload.runtime.saved.frames import untraced
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.runtime.units.unit import Unit
 
@@ -159,9 +160,22 @@ def runs_again(hooks: SavingHooks | None) -> bool:
     return name.startswith(_SECOND_PASSES)
 
 
+def leave_hooks(entered: saved_tensors_hooks) -> None:
+    """Leave them, if saved tensors of this thread pass through them now: each thread has hooks of its own."""
+    hooks = saving_hooks()
+    if hooks is not None and hooks[0] is entered.pack_hook:
+        entered.__exit__()
+
+
 def hooks_of_session(hooks: SavingHooks) -> bool:
     """Whether they are those of an offloaded model."""
-    return isinstance(getattr(getattr(hooks[0], "func", None), "__self__", None), SavedTensors)
+    return _saver_of(hooks) is not None
+
+
+def _saver_of(hooks: SavingHooks) -> SavedTensors | None:
+    """Whose they are, if they are those of an offloaded model."""
+    given = hooks[0].args if isinstance(hooks[0], partial) else ()
+    return next((each for each in given[:1] if isinstance(each, SavedTensors)), None)
 
 
 class SavedTensors:
@@ -210,9 +224,14 @@ class SavedTensors:
         autograd: Any = torch._C._autograd
         if not autograd._saved_tensors_hooks_is_enabled():
             return None  # inside of torch.func.grad and its kin: what is saved is a view like any that is held
-        entered = saved_tensors_hooks(partial(self._pack, hooks, reads), partial(self._unpack, use))
+        entered = saved_tensors_hooks(*self._hooks(hooks, use, reads))
         entered.__enter__()
         return entered
+
+    def _hooks(self, users: SavingHooks | None, use: Use, reads: Use) -> SavingHooks:
+        # C++ calls them from any operation: torch.compile would follow them into the file engine.
+        pack, unpack = untraced(SavedTensors._pack), untraced(SavedTensors._unpack)
+        return partial(pack, self, users, reads), partial(unpack, self, use)
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """The unit whose buffer the tensor views."""
@@ -224,11 +243,10 @@ class SavedTensors:
         hooks = saving_hooks()
         if not self._is_ours(hooks) and not recomputed_later(hooks):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
-            unpack = partial(self._unpack, use)
-            torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, hooks, _read_already), unpack)
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(hooks, use, _read_already))
 
     def _is_ours(self, hooks: SavingHooks | None) -> bool:
-        return hooks is not None and getattr(hooks[0], "func", None) == self._pack
+        return hooks is not None and _saver_of(hooks) is self
 
     def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | SavedCast | SavedByOthers:
         unit = self.unit_of(tensor)
