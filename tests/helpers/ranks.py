@@ -244,7 +244,7 @@ def read_params(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for each in model.parameters():
         with zo.gathered([each]) as params:
-            found |= {name: param.detach().float().clone() for name, param in params.items()}
+            found |= {name: param.detach().float().to("cpu", copy=True) for name, param in params.items()}
     return found
 
 

@@ -135,7 +135,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int) -> None:
 def read_masters(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the fp32 masters, read from where they rest, by name."""
     with zo.gathered(model, kind="master") as masters:
-        return {name: masters[name].clone() for name, _ in model.named_parameters()}
+        return {name: masters[name].to("cpu", copy=True) for name, _ in model.named_parameters()}
 
 
 # Plain
