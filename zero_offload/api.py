@@ -30,6 +30,7 @@ from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
 from zero_offload.shards.registry import check_adopted, owner_of
+from zero_offload.telemetry.spans import Lane
 from zero_offload.telemetry.stats import Stats
 
 CLIP_EPS = 1e-6
@@ -164,6 +165,8 @@ def clip_grad_norm_(
         squares = squares_of(grads) if owners else 0.0
     if not owners:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
+    spans = owners[0][0].parts.store.counters.spans
+    opened = spans.open(Lane.CLIP, "norm")
     if ordinary:
         owners[0][0].check_ordinary(call, lambda: squares)
     norm = math.sqrt(math.fsum([squares, *(owner.grads.squares(members) for owner, members in owners)]))
@@ -174,6 +177,7 @@ def clip_grad_norm_(
         owner.grads.ledger.multiply(factor, members)
     for grad in grads if factor != 1.0 else ():
         grad.detach().mul_(factor)
+    spans.close(opened)
     return host_tensor(norm, torch.float32)
 
 
@@ -222,7 +226,10 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
             check_holds_grads(owner.parts.config, call)
             owner.session.settle()
     for owner, members in owners:
+        spans = owner.parts.store.counters.spans
+        opened = spans.open(Lane.CLIP, "value")
         owner.grads.clip_value(members, clip_value)
+        spans.close(opened)
     if held := [param for param in ordinary if param.grad is not None]:
         torch.nn.utils.clip_grad_value_(held, clip_value, foreach)
 

@@ -45,7 +45,7 @@ from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import LossScaler, Trainer, not_adopted, owner_of
 from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
-from zero_offload.telemetry.spans import Lane, now
+from zero_offload.telemetry.spans import Lane
 from zero_offload.telemetry.stats import Stats, StatsKeeper
 from zero_offload.threads import THREAD_PREFIX, start
 from zero_offload.types import Durability
@@ -262,7 +262,7 @@ class OffloadedModel:
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
         spans = self.parts.store.counters.spans
-        begin = now() if spans.on else 0
+        opened = spans.open(Lane.STEP, "")
         self.check_step()
         self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
@@ -278,8 +278,8 @@ class OffloadedModel:
                 self._count_skipped(names, "units with such gradients stay as they are, others are updated")
         elif not self._take(hypers, groups):
             return
-        if begin:
-            spans.add(Lane.STEP, str(self.step_count), begin)
+        spans.close(opened, str(self.step_count))
+        if spans.on:
             for tier, nbytes in self._resident_bytes().items():
                 spans.sample(f"resident.{tier}", nbytes)
         passed = self._stats.close_step(self.step_count)

@@ -44,7 +44,7 @@ from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.extents import Extent, extent_record
 from zero_offload.storage.manifest import read_manifest, write_manifest
 from zero_offload.storage.swap_file import SwapFile
-from zero_offload.telemetry.spans import Lane, now
+from zero_offload.telemetry.spans import Lane
 from zero_offload.types import Durability, Existing
 
 
@@ -348,11 +348,10 @@ class GenerationKeeper:
         """
         assert self._store is not None and self._swap is not None
         spans = self._store.counters.spans
-        begin = now() if spans.on else 0
+        opened = spans.open(Lane.COMMIT, f"step {record.step}")
         with self._store.counters.timed("commit_s"):
             self._commit(record, snapshot or self._store.snapshots.begin(), wish)
-        if begin:
-            spans.add(Lane.COMMIT, f"step {record.step}", begin)
+        spans.close(opened)
         self._store.snapshots.end()
 
     def _commit(self, record: StepRecord, snapshot: Snapshot, wish: int) -> None:

@@ -27,7 +27,7 @@ from zero_offload.shards.shard import Component, Shard, is_packed
 from zero_offload.shards.store import OpenChunks, ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import Transfer
-from zero_offload.telemetry.spans import Lane, now
+from zero_offload.telemetry.spans import Lane, Opened
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class UpdatePipeline:
         self._store = store
         self._spans = store.counters.spans
         self._laps = store.counters.laps("update_s")
-        self._unit_ns = 0
-        """When the update of a unit began that is being recorded."""
+        self._unit: Opened | None = None
+        """The update of a unit, where it is recorded."""
         self._board = board
         self._num_threads = 1
         self._staging = store.update_staging
@@ -85,10 +85,10 @@ class UpdatePipeline:
         """
         self._num_threads = num_threads
         try:
-            begin_ns = now() if self._spans.on else 0
+            opened = self._spans.open(Lane.UPDATE, "update")
             self._laps = self._store.counters.laps("update_s")
             self._run(sections)
-            self._record("update", begin_ns)
+            self._spans.close(opened)
         except BaseException as error:
             self._board.fail(error)
             raise
@@ -110,11 +110,11 @@ class UpdatePipeline:
                 break
             task = reading.popleft()
             if task.first:
-                self._unit_ns = now() if self._spans.on else 0
+                self._unit = self._spans.open(Lane.UPDATE, task.section.name)
                 delivery = self._board.start(task.section.unit)
             self._compute(task, delivery)
             if task.last:
-                self._record(task.section.name, self._unit_ns)
+                self._spans.close(self._unit)
                 self._board.complete(task.section.unit)
             self._reap(all_of_them=False)
         self._reap(all_of_them=True)
@@ -148,12 +148,12 @@ class UpdatePipeline:
         """Update what was read and launch its writes."""
         chunks, section = task.chunks, task.section
         assert chunks is not None
-        begin_ns = now() if self._spans.on else 0
+        opened = self._spans.open(Lane.UPDATE, "wait for reads")
         chunks.wait()
         for read in task.grad_reads:
             read.wait()
-        self._record("wait for reads", begin_ns)
-        begin_ns = now() if self._spans.on else 0
+        self._spans.close(opened)
+        opened = self._spans.open(Lane.UPDATE, "compute")
         dtype = section.shard.layout.dtype
         out = 0 if delivery is None else delivery[section.position] + chunks.begin * dtype.itemsize
         if delivery is not None and not section.complete:
@@ -161,10 +161,10 @@ class UpdatePipeline:
             ctypes.memmove(out, chunks.addresses[Component.VALUE], (chunks.end - chunks.begin) * dtype.itemsize)
         for each in _passes(section, chunks, task.grads, out):
             fused_update(*each, self._num_threads)
-        self._record("compute", begin_ns)
-        begin_ns = now() if self._spans.on else 0
+        self._spans.close(opened)
+        opened = self._spans.open(Lane.UPDATE, "write")
         task.writes = self._store.close_chunks(chunks)
-        self._record("write", begin_ns)
+        self._spans.close(opened)
         self._writing.append(task)
         if task.rows.stop == len(section.shard.layout.chunks()):
             self._store.finish_update(section.shard)
@@ -187,17 +187,12 @@ class UpdatePipeline:
         while self._writing and (all_of_them or all(w.done() for w in self._writing[0].writes)):
             self._release(self._writing.popleft())
 
-    def _record(self, name: str, begin_ns: int) -> None:
-        """What began then, if it was recorded, is over."""
-        if begin_ns:
-            self._spans.add(Lane.UPDATE, name, begin_ns)
-
     def _release(self, task: _Task) -> None:
-        begin_ns = now() if self._spans.on else 0
+        opened = self._spans.open(Lane.UPDATE, "wait for writes")
         for write in task.writes:
             write.wait()
         self._laps.lap()
-        self._record("wait for writes", begin_ns)
+        self._spans.close(opened)
         if task.staging is not None:
             self._staging.free.append(task.staging)
 

@@ -31,7 +31,7 @@ from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.engine import Urgency
-from zero_offload.telemetry.spans import Cause
+from zero_offload.telemetry.spans import Cause, Lane
 from zero_offload.types import format_bytes
 
 
@@ -335,6 +335,7 @@ class Residency:
             self._advance(unit, UnitState.PRESENT)
             return
         self._advance(unit, UnitState.FETCHING)
+        opened = self.spans.open(Lane.FETCH, unit.name)
         try:
             self._carrier.launch(unit, unit.to_read, urgency)
         except BaseException:
@@ -342,6 +343,7 @@ class Residency:
             self._carrier.abandon(unit)
             self._advance(unit, UnitState.AWAITING)
             raise
+        self.spans.close(opened)
 
     def _finish(self, unit: Unit) -> None:
         self._carrier.finish(unit)

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.telemetry.spans import Lane
+from zero_offload.telemetry.spans import Lane, Opened
 
 
 @dataclass
@@ -24,8 +24,8 @@ class Scope:
     touched: list[Unit] = field(default_factory=list)
     saving: saved_tensors_hooks | None = None
     """Entered because it began under hooks of the user."""
-    begin_ns: int = 0
-    """When its units were here; 0 where nobody records."""
+    opened: Opened | None = None
+    """Since its units are here, where it is recorded."""
 
     def name(self, *, whole: bool) -> str:
         """For a trace."""

@@ -43,7 +43,7 @@ from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, leave_
 from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
-from zero_offload.telemetry.spans import Lane, now
+from zero_offload.telemetry.spans import Lane
 from zero_offload.types import MIB, format_bytes
 
 _IN_ANOTHER_THREAD = (
@@ -215,12 +215,13 @@ class Session:
                 self.forwards.clear()
                 raise
         self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._residency.use)
-        if self._spans.on and len(self.forwards) == 1 and self.round is None:
-            self.forwards[-1].begin_ns = now()  # the whole, with its waits
+        whole = len(self.forwards) == 1 and self.round is None
+        if whole:
+            scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=True))  # with its waits
         for unit in units:
             self._use(unit)
-        if self._spans.on:
-            self.forwards[-1].begin_ns = self.forwards[-1].begin_ns or now()
+        if units and not whole:
+            scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=False))
         if units and (self.any_leaves or self.updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
@@ -242,8 +243,7 @@ class Session:
         if whole:
             self._residency.meet("the end of a forward")
             self._tell_casts()
-        if scope.begin_ns and (scope.units or whole):
-            self._spans.add(Lane.FORWARD, scope.name(whole=whole), scope.begin_ns)
+        self._spans.close(scope.opened)
         if changed:
             raise changed_in_forward(changed)
         return replaced

@@ -63,6 +63,7 @@ class Counters:
         seconds are not the outer one's.
         """
         inner = self._thread.inner_ns
+        opened = self.spans.open(Lane.WAIT, f"{cause.value}: {what}" if what else cause.value)
         begin = now()
         inner.append(0)
         try:
@@ -72,8 +73,7 @@ class Counters:
             self.add(f"exposed.{cause.value}", (passed - inner.pop()) / 1e9)
             if inner:
                 inner[-1] += passed
-            if self.spans.on:
-                self.spans.put(Lane.WAIT, f"{cause.value}: {what}" if what else cause.value, begin, begin + passed)
+            self.spans.close(opened)
 
     def hindering(self, cause: Cause) -> AbstractContextManager[None]:
         """The same on a thread that compute may be waiting for: only one that is `waiting` itself is compute's."""

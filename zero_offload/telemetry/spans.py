@@ -1,8 +1,9 @@
 """Who did what from when to when: spans on named lanes, for traces and for where a step went. Values only.
 
-Off, a site costs one look at `Spans.on`; on, a tuple at the end of a ring, without a lock, so any thread may. Times are
-`perf_counter_ns`. The calls: `begin`; at each site `start = now() if spans.on else 0` before and, if that is not 0,
-`add` after; `sample` for totals; `end`; then `taken` and `samples`.
+Work of one thread has a site: `Spans.open` before and `close` after. It goes to `zo.profile`, while that records, as a
+tuple at the end of a ring, without a lock, so any thread may; and to torch.profiler, while that runs, as a range named
+`zo LANE: NAME`. While neither does, a site costs two looks at flags. Times are `perf_counter_ns`. The other calls:
+`begin`; `put` for what no thread does alone, such as a transfer; `sample` for totals; `end`; then `taken`, `samples`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections import deque
 from enum import StrEnum
 from time import perf_counter_ns
 from typing import NamedTuple
+
+from torch.autograd import profiler
 
 now = perf_counter_ns
 
@@ -26,6 +29,9 @@ class Lane(StrEnum):
     FORWARD = "forward"  # the whole, and in it each hooked module's units; waits are on a lane of their own
     BACKWARD = "backward"  # the whole, and in it units in turns
     WAIT = "exposed wait"  # compute stands still
+    FETCH = "fetch"  # launching it: its memory, its reads and copies
+    GRADS = "gradients"  # one of them to its place
+    CLIP = "clip"
     STEP = "step()"  # the call
     UPDATE = "update"  # passes, in them units, in them what a pass waits for and computes
     COMMIT = "commit"
@@ -68,6 +74,31 @@ class Sample(NamedTuple):
     value: float
 
 
+_NUMBERED = (Lane.STEP, Lane.COMMIT)
+"""Ranges of these lanes have one name, so that tables of torch.profiler add them up; which one it is is an argument."""
+
+
+class Opened:
+    """A site's work that is under way."""
+
+    __slots__ = ("_range", "begin_ns", "lane", "name")
+
+    def __init__(self, lane: Lane, name: str) -> None:
+        self.lane, self.name = lane, name
+        self._range: profiler.record_function | None = None
+        if profiler._is_profiler_enabled:
+            is_numbered = lane in _NUMBERED
+            label = f"zo {lane.value}" if is_numbered else f"zo {lane.value}: {name}"
+            self._range = profiler.record_function(label, name if is_numbered and name else None)
+            self._range.__enter__()
+        self.begin_ns = now()
+
+    def leave(self) -> None:
+        """torch's range is over; its owner is the thread that has opened it."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+
+
 class Spans:
     """Of one model on one rank."""
 
@@ -89,12 +120,19 @@ class Spans:
         """Record no more; what is under way is left out."""
         self.on = False
 
-    def add(self, lane: Lane, name: str, begin_ns: int, nbytes: int = 0) -> None:
-        """Something that began then is over."""
-        self.put(lane, name, begin_ns, now(), nbytes)
+    def open(self, lane: Lane, name: str) -> Opened | None:
+        """This thread begins something; None where nobody records."""
+        return Opened(lane, name) if self.on or profiler._is_profiler_enabled else None
+
+    def close(self, opened: Opened | None, name: str = "") -> None:
+        """It is over, on the same thread; `name` where that was not known before."""
+        if opened is not None:
+            opened.leave()
+            if self.on:
+                self.put(opened.lane, name or opened.name, opened.begin_ns, now())
 
     def put(self, lane: Lane, name: str, begin_ns: int, end_ns: int, nbytes: int = 0) -> None:
-        """The same of something that was over earlier."""
+        """Something has taken from then to then."""
         self._ring.append((lane, name, begin_ns, end_ns, nbytes))
 
     def sample(self, name: str, value: float) -> None:
@@ -162,7 +200,7 @@ class Turns:
         """So is the whole."""
         self._close(self._last_ns)
         if self._whole_ns:
-            self._spans.add(self._lane, self._lane.value, self._whole_ns)
+            self._spans.put(self._lane, self._lane.value, self._whole_ns, now())
         self._whole_ns = 0
 
     def _close(self, at_ns: int) -> None:

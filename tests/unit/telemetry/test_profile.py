@@ -242,7 +242,7 @@ def test_the_trace_has_what_viewers_need(nvme: Path, tmp_path: Path) -> None:
     kinds = Counter(event["ph"] for event in events)
     assert kinds["X"] == len(recorded.spans())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    elsewhere = {"gather", "reduce", "exposed wait", "upload", "download"}  # several ranks, a GPU, no luck
+    elsewhere = {"gather", "reduce", "exposed wait", "fetch", "upload", "download"}  # several ranks, a GPU, no luck
     assert {lane.value for lane in Lane} - elsewhere <= set(tracks.values())
     ends: dict[int, list[float]] = {}
     for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["ts"], -e["dur"])):

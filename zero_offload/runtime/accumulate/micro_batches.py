@@ -34,7 +34,7 @@ from zero_offload.runtime.scope import Scope, changed_in_forward, end_use
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import Owner, owner_of
-from zero_offload.telemetry.spans import Lane, now
+from zero_offload.telemetry.spans import Lane
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class MicroBatches:
     def forward(self) -> list[Tensor]:
         """Run all forwards; the losses, without their graphs."""
         session, spans = self._session, self._pieces.residency.spans
-        begin = now() if spans.on else 0
+        opened = spans.open(Lane.FORWARD, Lane.FORWARD.value)
         relay = self._relay
         assert relay is not None
         session.abandon()
@@ -92,8 +92,7 @@ class MicroBatches:
             session.resume([])
             self._relay = None  # it knows this object: a cycle would keep the model
         self._pieces.residency.meet("the end of a forward")
-        if begin:
-            spans.add(Lane.FORWARD, Lane.FORWARD.value, begin)
+        spans.close(opened)
         return [loss.detach() for loss in self._losses]
 
     def _compute(self, number: int, loss: Callable[[], Tensor]) -> None:

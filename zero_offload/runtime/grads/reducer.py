@@ -31,6 +31,7 @@ from zero_offload.shards.device_grad_shard import DeviceGradShard
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.telemetry.spans import Lane
 from zero_offload.types import Tier
 
 
@@ -103,6 +104,7 @@ class GradReducer:
                 "parameter with param.grad = None"
             )
         self._board.wait(grads.unit.index)
+        opened = self._spans.open(Lane.GRADS, grads.unit.name)
         more = self._is_coming(param)
         takes_turns = self.reduces and bool(self.coming)
         if self._collectives.world_size == 1:
@@ -115,6 +117,7 @@ class GradReducer:
             self._open_partial(grads)
             self._partials.put(grads, index, grad)
             self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
+        self._spans.close(opened)
         grads.arrived.add(index)
         grads.holding.add(index)
         self.ledger.zeroed.discard(param)

@@ -9,7 +9,7 @@ them only `CommitGroup` communicates, on a process group of its own because comm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -31,6 +31,10 @@ T = TypeVar("T")
 
 COME_S = timedelta(seconds=5)
 """How long ranks wait for each other where one may have been left by an exception."""
+
+
+_LAUNCHES = {TraceLane.GATHER: TraceLane.FETCH, TraceLane.REDUCE: TraceLane.GRADS}
+"""What launching a transfer is a part of."""
 
 
 class _Track(NamedTuple):
@@ -140,18 +144,20 @@ class Collectives:
         self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str, track: _Track
     ) -> Callable[[], T]:
         """`_watched`, with its time: as a transfer, and as one that compute waits for where the launch is all of it."""
-        begin = now() if self.counters.spans.on else 0
+        spans = self.counters.spans
+        begin = now() if spans.on else 0
+        opened = spans.open(_LAUNCHES[track.lane], f"{track.lane.value} {track.name}")
 
         def over() -> None:
             if begin:
-                self.counters.spans.add(track.lane, track.name, begin, track.nbytes)
+                spans.put(track.lane, track.name, begin, now(), track.nbytes)
 
+        with self.counters.waiting(track.cause, track.name) if lane.at_once else nullcontext():
+            wait = self._watched(launch, lane, what)
+        spans.close(opened)
         if lane.at_once:
-            with self.counters.waiting(track.cause, track.name):
-                wait = self._watched(launch, lane, what)
             over()
             return wait
-        wait = self._watched(launch, lane, what)
 
         def recorded() -> T:
             result = wait()
