@@ -47,11 +47,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     optimizer that is built; after a resume or a load they are what was loaded.
 
     On ordinary parameters it is a plain optimizer. Contiguous fp32 and bf16 ones are updated in one fused pass each: on
-    a CPU by the kernels of offloaded parameters, on a CUDA device by the same arithmetic compiled by Triton. It is
+    a CPU by the kernels of offloaded parameters, on a GPU that Triton compiles for by the same arithmetic. That is
     launched on the device's current stream, and the host waits for nothing, unless a learning rate is a tensor there.
     States are fp32, and bf16 parameters get an fp32 master by the same means as offloaded ones, kept in `state`. All
-    other parameters, DTensors among them, and all on a GPU where Triton cannot be imported, are updated by torch's
-    functions, with states in the parameter's dtype.
+    other parameters, DTensors among them, and all on a GPU without Triton, are updated by torch's functions, with
+    states in the parameter's dtype.
     """
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:

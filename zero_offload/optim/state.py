@@ -50,7 +50,10 @@ _METADATA = frozenset(
 )
 """Functions that need no values; every other one is given them."""
 _CONVERSIONS = frozenset(
-    (Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.contiguous)
+    (
+        *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.xpu, Tensor.contiguous),
+        *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+    )
 )
 _data: Any = Tensor.data
 

@@ -184,6 +184,7 @@ class DeviceCarrier:
         landing = self._flying[unit.index] = _Landing(None, self._streams[unit.index])
         self._catch_up(landing.streams)
         offset, nbytes = 0, self._landing_bytes(sections)
+        mark: Event | None = None  # one for all: nothing that uses the targets is launched meanwhile
         for section in sections:
             target, source = self._ends(section)
             if section.shard.on_device and section.shard.fresh_replica is None:
@@ -192,7 +193,8 @@ class DeviceCarrier:
                 continue
             if source is not None:
                 self._counters.read(Tier.CPU, source.nbytes)
-                landing.uploads.append(self._device.upload(target, source))
+                mark = mark or self._device.mark()
+                landing.uploads.append(self._device.upload(target, source, after=mark))
                 section.shard.last_copy = landing.uploads[-1].ready
                 continue
             landing.region = landing.region or self._lease(nbytes)
@@ -319,15 +321,17 @@ class DeviceCarrier:
             self._pool.release(keeping.region)
 
     def _upload(self, landing: _Landing) -> None:
-        if landing.reads:
-            self._catch_up(landing.streams)
+        if not landing.reads:
+            return
+        self._catch_up(landing.streams)
+        mark = self._device.mark()
         while landing.reads:
             target, offset, transfers = landing.reads[0]
             for transfer in transfers:
                 transfer.wait()
             assert landing.region is not None
             source = landing.region.tensor(target.dtype, target.numel(), offset)
-            landing.uploads.append(self._device.upload(target, source))
+            landing.uploads.append(self._device.upload(target, source, after=mark))
             landing.reads.pop(0)
 
     def _lease(self, nbytes: int) -> Region:

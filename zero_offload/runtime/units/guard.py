@@ -48,6 +48,7 @@ _QUESTIONS = (
         "to",
         "cpu",
         "cuda",
+        "xpu",
         "float",
         "double",
         "half",
