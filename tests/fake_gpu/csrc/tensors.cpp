@@ -78,6 +78,12 @@ c10::DataPtr allocate_data(size_t nbytes, int device) {
   return {address, address, &release, where};
 }
 
+// As CUDA's allocator: of memory that it did not allocate, such as a DLPack alias of its own, it notes nothing.
+void record_use(const c10::DataPtr& pointer, const c10::Stream& stream) {
+  if (pointer.get_deleter() == &release)
+    record_stream(pointer.get(), stream_of(stream.device_index(), int(stream.id())));
+}
+
 using c10::CachingDeviceAllocator::DeviceStats;
 
 c10::CachingAllocator::StatArray stat(int64_t current, int64_t peak) {
@@ -97,7 +103,7 @@ struct Allocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override { empty_cache(); }
   void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
-    record_stream(pointer.get(), stream_of(stream.device_index(), int(stream.id())));
+    record_use(pointer, stream);
   }
   DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     MemoryStats found = memory_stats(device);
@@ -286,7 +292,7 @@ Tensor as_strided(const Tensor& self, c10::IntArrayRef sizes, c10::IntArrayRef s
 }
 
 void record_tensor_stream(Tensor& self, c10::Stream stream) {
-  record_stream(self.storage().data(), stream_of(stream.device_index(), int(stream.id())));
+  record_use(self.storage().data_ptr(), stream);
 }
 
 }  // namespace
