@@ -1,14 +1,14 @@
-"""Llama's shapes from plain torch modules, whose initial values cost next to nothing.
+"""The models of `gpu.py`: Llama's shapes in plain torch modules, the same with LoRA, and transformers' own Llama.
 
-`Llama(shape)` returns the loss of a batch. With `resident` it has only so many layers and runs through them again and
-again until it has done the work of all: the same step where the whole model does not fit. Values are 64 random rows,
-repeated: as random as a matrix product cares, and made at the speed of a copy.
+`Llama(shape, seq)` returns the loss of a batch. Weights are 64 random rows, repeated: as random as a matrix product
+cares, and made at the speed of a copy, inside `zo.deferred_init()` too.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from torch.utils.checkpoint import checkpoint
 import zero_offload as zo
 
 ROWS, STD, ROPE_BASE = 64, 0.02, 500_000.0
+
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets, (batch, seq) int64 each."""
 
 
 @dataclass(frozen=True)
@@ -30,65 +33,86 @@ class Shape:
     vocab: int
 
     @property
+    def kv_width(self) -> int:
+        return self.width // self.num_heads * self.num_kv_heads
+
+    @property
     def layer_numel(self) -> int:
         attention = 2 * self.width**2 + 2 * self.width * self.kv_width
         return attention + 3 * self.width * self.inner + 2 * self.width
 
     @property
-    def kv_width(self) -> int:
-        return self.width // self.num_heads * self.num_kv_heads
-
-    @property
     def numel(self) -> int:
         return self.num_layers * self.layer_numel + 2 * self.vocab * self.width + self.width
 
-    def flops(self, num_tokens: int, seq: int) -> float:
-        """Of forward and backward, what is computed twice counted once; causal attention, half of the square."""
-        matrices = 6.0 * (self.numel - self.vocab * self.width) * num_tokens
+    def flops(self, num_tokens: int, seq: int, *, is_frozen: bool = False) -> float:
+        """Of forward and backward; what is computed twice counts once, and causal attention half of its square.
+
+        Frozen weights have no gradient: two products of each, not three.
+        """
+        per_weight = 4.0 if is_frozen else 6.0
+        matrices = per_weight * (self.numel - self.vocab * self.width) * num_tokens
         return matrices + 6.0 * self.num_layers * self.width * seq * num_tokens
 
 
 SHAPES = {
     "2b": Shape(30, 2048, 16, 8, 8192, 32000),
+    "3b": Shape(28, 3072, 24, 8, 8192, 128256),
     "8b": Shape(32, 4096, 32, 8, 14336, 128256),
     "13b": Shape(40, 5120, 40, 40, 13824, 32000),
-    "tiny": Shape(4, 64, 4, 2, 128, 256),
+    "32b": Shape(64, 5120, 40, 8, 27648, 152064),
     "small": Shape(4, 256, 4, 2, 512, 1024),
+    "toy": Shape(4, 64, 4, 2, 128, 256),
 }
 
 
-def _weight(num_out: int, num_in: int, dtype: torch.dtype, device: str) -> nn.Parameter:
-    num_rows = math.gcd(num_out, ROWS)
-    rows = torch.randn(num_rows, num_in, generator=torch.Generator().manual_seed(num_out)) * STD
-    weight = nn.Parameter(torch.empty(num_out, num_in, dtype=dtype, device=device))
+def _fill(weight: Tensor) -> None:
+    """(rows, columns): random rows, repeated."""
+    num_rows = math.gcd(weight.shape[0], ROWS)
+    rows = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(weight.shape[0])) * STD
     with torch.no_grad():
-        weight.view(-1, num_rows, num_in).copy_(rows)
+        weight.view(-1, *rows.shape).copy_(rows)
+
+
+def _weight(num_out: int, num_in: int) -> nn.Parameter:
+    weight = nn.Parameter(torch.empty(num_out, num_in, dtype=torch.bfloat16))
+    _fill(weight)
     return weight
 
 
 class Linear(nn.Module):
-    def __init__(self, num_in: int, num_out: int, dtype: torch.dtype, device: str) -> None:
+    """With a LoRA rank the weight is frozen, and two thin matrices beside it are trained."""
+
+    def __init__(self, num_in: int, num_out: int, lora_rank: int) -> None:
         super().__init__()
-        self.weight = _weight(num_out, num_in, dtype, device)
+        self.weight = _weight(num_out, num_in).requires_grad_(not lora_rank)
+        self.lora_in = _weight(lora_rank, num_in) if lora_rank else None
+        self.lora_out = nn.Parameter(torch.zeros(num_out, lora_rank, dtype=torch.bfloat16)) if lora_rank else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        out = F.linear(x, self.weight)
+        if self.lora_in is not None and self.lora_out is not None:
+            out = out + F.linear(F.linear(x, self.lora_in), self.lora_out)
+        return out
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: Shape, lora_rank: int) -> None:
         super().__init__()
-        self.head_width = shape.width // shape.num_heads
-        self.num_kv_heads = shape.num_kv_heads
-        self.attention_norm = nn.RMSNorm(shape.width, dtype=dtype, device=device)
-        self.query = Linear(shape.width, shape.width, dtype, device)
-        self.key = Linear(shape.width, shape.kv_width, dtype, device)
-        self.value = Linear(shape.width, shape.kv_width, dtype, device)
-        self.out = Linear(shape.width, shape.width, dtype, device)
-        self.mlp_norm = nn.RMSNorm(shape.width, dtype=dtype, device=device)
-        self.gate = Linear(shape.width, shape.inner, dtype, device)
-        self.up = Linear(shape.width, shape.inner, dtype, device)
-        self.down = Linear(shape.inner, shape.width, dtype, device)
+        width, kv_width, inner = shape.width, shape.kv_width, shape.inner
+        self.head_width = width // shape.num_heads
+        self.attention_norm = nn.RMSNorm(width, dtype=torch.bfloat16)
+        self.query = Linear(width, width, lora_rank)
+        self.key = Linear(width, kv_width, lora_rank)
+        self.value = Linear(width, kv_width, lora_rank)
+        self.out = Linear(width, width, lora_rank)
+        self.mlp_norm = nn.RMSNorm(width, dtype=torch.bfloat16)
+        self.gate = Linear(width, inner, lora_rank)
+        self.up = Linear(width, inner, lora_rank)
+        self.down = Linear(inner, width, lora_rank)
+        if lora_rank:
+            self.attention_norm.requires_grad_(False)
+            self.mlp_norm.requires_grad_(False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         normed = self.attention_norm(x)
@@ -105,56 +129,46 @@ class Block(nn.Module):
         return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
 
-class Head(nn.Module):
-    """The loss, without the logits of all tokens at once."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(shape.width, dtype=dtype, device=device)
-        self.weight = _weight(shape.vocab, shape.width, dtype, device)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return zo.nn.chunked_cross_entropy(self.norm(x), self.weight, targets)
-
-
 class Embedding(nn.Module):
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.weight = _weight(shape.vocab, shape.width, dtype, device)
+        self.weight = _weight(shape.vocab, shape.width)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight)
 
 
+class Head(nn.Module):
+    """The loss, without the logits of all tokens at once."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(shape.width, dtype=torch.bfloat16)
+        self.weight = _weight(shape.vocab, shape.width)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return zo.nn.chunked_cross_entropy(self.norm(x), self.weight, targets)
+
+
 class Llama(nn.Module):
     rotation: Tensor
 
-    def __init__(
-        self,
-        shape: Shape,
-        seq: int,
-        *,
-        dtype: torch.dtype = torch.bfloat16,
-        device: str = "cpu",
-        resident: int | None = None,
-    ) -> None:
+    def __init__(self, shape: Shape, seq: int, *, lora_rank: int = 0, recomputes: bool = False) -> None:
+        """`recomputes`: by torch's checkpoint, for systems that do not know `zo.checkpoint`."""
         super().__init__()
-        self.shape = shape
-        self.torch_checkpoint = False
-        """Recompute by torch, for those who do not know `zo.checkpoint`."""
-        self.embedding = Embedding(shape, dtype, device)
-        self.blocks = nn.ModuleList(Block(shape, dtype, device) for _ in range(resident or shape.num_layers))
-        self.head = Head(shape, dtype, device)
-        self.register_buffer("rotation", _rotation_table(shape, seq).to(device), persistent=False)
+        self.recomputes = recomputes
+        self.embedding = Embedding(shape)
+        self.blocks = nn.ModuleList(Block(shape, lora_rank) for _ in range(shape.num_layers))
+        self.head = Head(shape)
+        if lora_rank:
+            self.embedding.requires_grad_(False)
+            self.head.requires_grad_(False)
+        self.register_buffer("rotation", _rotation_table(shape, seq), persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        for index in range(self.shape.num_layers):
-            block = self.blocks[index % len(self.blocks)]
-            if self.torch_checkpoint:
-                x = checkpoint(block, x, self.rotation, use_reentrant=False)
-            else:
-                x = block(x, self.rotation)
+        for block in self.blocks:
+            x = checkpoint(block, x, self.rotation, use_reentrant=False) if self.recomputes else block(x, self.rotation)
         return self.head(x, targets)
 
 
@@ -172,8 +186,43 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
-def batch_of(shape: Shape, num_tokens: int, seq: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and targets, (num_tokens / seq, seq) each."""
+class TransformersLlama(nn.Module):
+    """Llama of the transformers library, called as `Llama` is. Raises ImportError where the library is absent."""
+
+    def __init__(self, shape: Shape, seq: int) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.initialization import no_init_weights
+
+        config = LlamaConfig(
+            hidden_size=shape.width,
+            intermediate_size=shape.inner,
+            num_hidden_layers=shape.num_layers,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            vocab_size=shape.vocab,
+            max_position_embeddings=seq,
+            use_cache=False,
+            attn_implementation="sdpa",
+        )
+        with no_init_weights():
+            self.inner: Any = LlamaForCausalLM(config).to(torch.bfloat16)
+        for param in self.inner.parameters():
+            if param.dim() == 2:
+                _fill(param)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        found: nn.ModuleList = self.inner.model.layers
+        return found
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.inner(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def batch_of(shape: Shape, num_tokens: int, seq: int, device: torch.device, seed: int = 0) -> Batch:
+    """(num_tokens / seq, seq) each."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(shape.vocab, (num_tokens // seq, seq + 1), generator=generator).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

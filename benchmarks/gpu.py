@@ -1,231 +1,218 @@
-"""What offloading costs on a GPU: correctness, rates, and training steps against the same steps with no offload.
+"""What offloading costs on a GPU, in the half hour that one may be lent for.
 
-Each section is a process of its own with a time limit, so that none takes the figures of another with it; the JSON file
-is written after each. The sections come in groups of eight minutes at most: a machine may be lent for ten at a time,
-and what a section that was ended has pinned, up to 100 GiB, must be freed within them. Build first, in a command of its
-own:
+    python3 setup.py -q build_ext --inplace                       # once, unless zero_offload/_native.so is there
+    PYTHONPATH=. python3 benchmarks/gpu.py --until 9 --json gpu.json
 
-    python3 setup.py -q build_ext --inplace
-    PYTHONPATH=. python3 benchmarks/gpu.py [--group 1|2|3|4 | --only NAME,NAME] [--nvme DIR] [--json FILE] [--plan]
-                                           [--rehearse]
+Sections run in order of worth (--list), each in a process of its own, which is killed when its time is up. FILE has
+every figure as soon as it is measured: the same command again goes on with the sections that it does not have. With
+--until MINUTES no section starts that might not end by then, so three commands of ten minutes make a half hour; what is
+shorter and fits runs in its place. A part that fails has its traceback in FILE, and the next one runs.
 
-* correctness: tests/gpu; losses of a small model with every placement `==` those of a plain one on the GPU.
-* bandwidth: PCIe, pinning, the update on the host, the disk, the GPU.
-* activations: 2B exact in CPU memory, what autograd saves kept on the GPU and in CPU memory: time and GPU memory.
-* 8b-cpu: 8B exact in CPU memory. 13b-24g: 13B parameters in compact states within 24 GB of GPU memory and 100 GiB of
-  the host's.
-* 2b-disk: 2B exact on disk, with generations (two slots). 8b-disk: 8B in compact states on disk (`scratch`).
-* deepspeed: 2B exact in CPU memory, beside DeepSpeed ZeRO-3 with CPU offload, where that is installed.
+Needs 128 GiB of memory and 64 GiB of disk for all of it. Where the host has less memory than a section plans, the
+section says so and is skipped; where the disk has less, its model has fewer layers. `--rehearse` runs every line of
+every section at toy size, without a GPU; its figures are worth nothing, and its file says so.
 
-A training section has tokens/s and TFLOP/s (each multiplication of the model counted once, those of recompute not) at
-4k to 32k tokens a step, in sequences of 4k. The bar: a step is <= 1.05x the largest of the same step with no offload (a
-few layers in the GPU's memory, passed through as often as the model has layers, and the update of all by torch's fused
-AdamW with states in bf16), what PCIe takes for the parameters twice and the gradients once, the host's update, and the
-disk's bytes, all at rates of the same process. It prints the tokens per step from which on offloading costs nothing,
-measured and by those rates.
+DeepSpeed runs where it can be imported. For a machine without network, build its wheel beside:
+`DS_BUILD_OPS=0 pip wheel --no-deps -w wheels deepspeed==0.19.8 hjson py-cpuinfo`, carry `wheels`, and there
+`pip install --no-index --no-deps --target site wheels/*.whl`, then PYTHONPATH=.:site. It compiles its kernels at the
+first start, with g++, nvcc and ninja.
 
---quick takes the rates only; --rehearse runs everything on the CPU with tiny sizes. Wants 128 GiB of memory and 64 GiB
-of disk: where less memory is free than a plan says, its section is left out and says so; where less disk is, models on
-it have fewer layers. Ends with 3 where there is no GPU, no native library, or no DeepSpeed.
+Ends with 3 where there is no GPU or no native library, and where a peer's rows are empty.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_activations import activations
-from _gpu_machine import Machine
-from _gpu_sections import bandwidth, correctness, deepspeed
-from _gpu_training import JOBS, Clock, Report, train
-from _rows import Row, missing, row, show
-from _train_systems import INSTALL
+from _gpu_machine import commit, gpu_name, this_machine
+from _gpu_record import Record, Skip
+from _gpu_rows import rows_of
+from _gpu_sections import SECTIONS
+from _gpu_training import Bench
+from _rows import Row, show
 
 from zero_offload.kernels.choice import find
 
-REHEARSAL_LIMIT_S = 240
+RESULTS = Path(__file__).parent / "results"
+REHEARSAL_LIMIT_S = 120
+ENDING_SHARE = 0.1
+"""Of a section's time: it measures no longer, since 100 GiB that are pinned take a while to go."""
+STDERR_LINES = 200
+"""The last ones that are kept of a section that failed."""
+MACHINE = "machine"
+"""Of the figures: what each section says of where it ran."""
 
 
-@dataclass(frozen=True)
-class Section:
-    group: int
-    limit_s: int
-
-
-SECTIONS = {
-    "correctness": Section(1, 270),
-    "bandwidth": Section(1, 60),
-    "activations": Section(1, 150),
-    "8b-cpu": Section(2, 220),
-    "13b-24g": Section(2, 260),
-    "2b-disk": Section(3, 190),
-    "8b-disk": Section(3, 290),
-    "deepspeed": Section(4, 200),
-}
-GROUPS = sorted({section.group for section in SECTIONS.values()})
-
-
-def limit_of(name: str, machine: Machine) -> float:
-    return machine.size(SECTIONS[name].limit_s, REHEARSAL_LIMIT_S)
-
-
-def run_section(name: str, machine: Machine, directory: Path, limit_s: float, report: Report) -> Iterator[Row]:
-    """In the section's own process; a row as soon as it is known."""
-    if name in JOBS:
-        return train(JOBS[name], machine, directory, Clock(time.perf_counter() + limit_s), report)
-    others: dict[str, Callable[[Machine, Path, float, Report], Iterator[Row]]] = {
-        "correctness": correctness,
-        "bandwidth": bandwidth,
-        "activations": activations,
-        "deepspeed": deepspeed,
-    }
-    return others[name](machine, directory, limit_s, report)
-
-
-def serve(name: str, machine: Machine, directory: Path, limit_s: float, result: Path) -> None:
-    """Writes what is found as it is found."""
-    found: dict[str, Any] = {"found": {}, "rows": []}
-
-    def write() -> None:
-        unfinished = result.with_suffix(".part")
-        unfinished.write_text(json.dumps(found, indent=1))
-        unfinished.replace(result)
-
-    def report(what: str, figures: Any) -> None:
-        found["found"][what] = figures
-        print(f"  {what}: {_short(figures)}", flush=True)
-        write()
-
+def serve(name: str, rehearses: bool, directory: Path, seconds: float, result: Path) -> None:
+    """In the section's own process: what it starts is in its session, and what it complains of in a file."""
+    os.setsid()
+    with result.with_suffix(".stderr").open("w") as stderr:
+        os.dup2(stderr.fileno(), sys.stderr.fileno())
+    faulthandler.enable()
+    # Products in an order that does not change, where a section asks for it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    record = Record(result, time.perf_counter() + (1 - ENDING_SHARE) * seconds)
+    machine = this_machine(rehearses)
     machine.use_all_cores()
-    report("machine", machine.describe())
-    for each in run_section(name, machine, directory, limit_s, report):
-        found["rows"].append(each)
-        write()
-
-
-def _short(figures: Any) -> str:
-    if not isinstance(figures, dict):
-        return str(figures)
-    plain = {key: value for key, value in figures.items() if isinstance(value, int | float | str)}
-    shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in plain.items())
-    return ", ".join(text for text in shown if len(text) < 300)
+    record.put(MACHINE, {"hardware": machine.hardware(directory), "versions": machine.versions()})
+    try:
+        SECTIONS[name].run(Bench(machine, record, directory))
+    except Skip as reason:
+        record.put("all", {"skipped": str(reason)})
+    except Exception:
+        record.put("all", {"error": traceback.format_exc()})
+        sys.exit(1)
 
 
 def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """One section in a process of its own, ended with all that it started when its time is up."""
-    limit_s = limit_of(name, Machine(args.rehearse))
-    result = directory / "result.json"
-    command = [sys.executable, __file__, "--section", name, "--result", str(result), "--nvme", str(directory)]
-    environment = dict(os.environ)
-    if args.rehearse:
-        command.append("--rehearse")
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    # Products in an order that does not change, where a section asks for it.
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """One section in a process of its own, killed with all that it started when its time is up."""
+    limit_s = REHEARSAL_LIMIT_S if args.rehearse else SECTIONS[name].limit_s
+    result, states = directory / "result.json", directory / "states"
+    states.mkdir()
+    # CUDA bears no fork. Without it one saves the imports, most of a rehearsal's time.
+    context = multiprocessing.get_context("fork" if args.rehearse else "spawn")
     began = time.perf_counter()
-    child = subprocess.Popen(command, env=environment, start_new_session=True)
+    child = context.Process(target=serve, args=(name, args.rehearse, states, limit_s, result))
+    child.start()
     try:
-        status: int | str = child.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        status = f"ended after its {limit_s:.0f} s"
+        child.join(limit_s)
+        status = {0: "ok", None: "killed"}.get(child.exitcode, "failed")
     finally:
-        if child.poll() is None:
+        # Processes that the section started may have outlived it.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-    told = json.loads(result.read_text()) if result.exists() else {"found": {}, "rows": []}
-    return {"status": status, "seconds": time.perf_counter() - began, **told}
+        child.join()
+    figures = json.loads(result.read_text()) if result.exists() else {}
+    if "skipped" in figures.get("all", {}):
+        status = "skipped"
+    found = {"status": status, "exit_code": child.exitcode, "seconds": time.perf_counter() - began}
+    found |= {"limit_s": limit_s, "date": _now(), "commit": args.commit, "figures": figures}
+    stderr = result.with_suffix(".stderr")
+    if status in ("failed", "killed") and stderr.exists():
+        found["stderr"] = stderr.read_text(errors="replace").splitlines()[-STDERR_LINES:]
+        print(*found["stderr"], sep="\n", flush=True)
+    return found
 
 
-def show_section(name: str, section: dict[str, Any]) -> None:
-    status = "" if section["status"] == 0 else f"; {section['status']}"
-    print(f"{name}: {section['seconds']:.0f} s{status}", flush=True)
-
-
-def rows_of(name: str, section: dict[str, Any]) -> list[Row]:
-    rows: list[Row] = [each | {"name": f"{name}: {each['name']}"} for each in section["rows"]]
-    if section["status"] != 0:
-        rows.append(row(f"{name}: ended early", 1, "", "one; none is wanted", 1, 0.0))
-    return rows
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help=f"sections, with commas: {', '.join(SECTIONS)}")
-    parser.add_argument("--group", type=int, choices=GROUPS, help="the sections of one group")
-    parser.add_argument("--quick", action="store_true", help="rates only; within three minutes")
-    parser.add_argument("--plan", action="store_true", help="print what would run, and how long at most")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with tiny sizes")
-    parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, figures and rows here")
-    parser.add_argument("--section", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--sections", metavar="A,B", help=f"only these, in this order: {', '.join(SECTIONS)}")
+    parser.add_argument("--until", type=float, metavar="MINUTES", help="start no section that might not end by then")
+    parser.add_argument("--list", action="store_true", help="print the sections, and the seconds each may take")
+    parser.add_argument("--again", action="store_true", help="run sections that FILE has already")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="figures and rows; goes on where it exists")
+    parser.add_argument("--nvme", type=Path, metavar="DIR", help="where the disk to use is (default: here)")
+    parser.add_argument("--commit", help="of the code, where git cannot tell it")
+    parser.add_argument("--quick", action="store_true", help="smoke and rates: within two minutes")
+    parser.add_argument("--rehearse", action="store_true", help="every line at toy size, without a GPU")
     args = parser.parse_args(arguments)
-    chosen = args.only.split(",") if args.only else ["bandwidth"] if args.quick else [*SECTIONS]
-    if unknown := set(chosen) - set(SECTIONS):
-        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
-    args.sections = [name for name in chosen if args.group in (None, SECTIONS[name].group)]
+    args.sections = args.sections.split(",") if args.sections else ["smoke", "rates"] if args.quick else [*SECTIONS]
+    if unknown := [name for name in args.sections if name not in SECTIONS]:
+        parser.error(f"no section {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    if args.rehearse and args.json is not None and args.json.resolve().is_relative_to(RESULTS):
+        parser.error(f"{args.json} is among results, and a rehearsal has none; name another file")
+    args.commit = args.commit or commit()
     return args
 
 
-def show_plan(names: Sequence[str]) -> None:
+def open_document(args: argparse.Namespace) -> dict[str, Any]:
+    """What `--json` names, to go on with, or a new one. Raises SystemExit for one of another machine or kind."""
+    document: dict[str, Any] = {"rehearsal": args.rehearse, "gpu": None if args.rehearse else gpu_name()}
+    if args.json is not None and args.json.exists():
+        found: dict[str, Any] = json.loads(args.json.read_text())
+        for what in ("rehearsal", "gpu"):
+            if found.get(what) != document[what]:
+                raise SystemExit(
+                    f"{args.json} has {what}={found.get(what)}, and this run {document[what]}; name another --json file"
+                )
+        return found
+    return document | {
+        "date": _now(),
+        "commit": args.commit,
+        "hardware": {},
+        "versions": {},
+        "sections": {},
+        "rows": [],
+    }
+
+
+def write(document: dict[str, Any], path: Path | None) -> None:
+    rows = rows_of(document["sections"])
+    document["rows"] = [_rehearsed(each) for each in rows] if document["rehearsal"] else rows
+    if path is not None:
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps(document, indent=1) + "\n")
+        unfinished.replace(path)
+
+
+def _rehearsed(each: Row) -> Row:
+    """Marked, and graded only where it counts mistakes: seconds and bytes of toy sizes say nothing."""
+    return each | {"name": f"rehearsal, {each['name']}", "ok": each["ok"] if each["reach"] == 0.0 else None}
+
+
+def show_list(names: Sequence[str]) -> None:
     for name in names:
-        print(f"  {name:<12} group {SECTIONS[name].group}, {SECTIONS[name].limit_s:.0f} s at most")
-    print(f"  in all {sum(SECTIONS[name].limit_s for name in names):.0f} s at most", flush=True)
+        print(f"  {name:<13} {SECTIONS[name].limit_s:4d} s at most  {SECTIONS[name].what}")
+    print(f"  in all        {sum(SECTIONS[name].limit_s for name in names)} s at most", flush=True)
 
 
 def main() -> int:
-    args = parse()
-    machine = Machine(args.rehearse)
-    if args.section:
-        serve(args.section, machine, args.nvme, limit_of(args.section, machine), args.result)
+    started, args = time.perf_counter(), parse()
+    if args.list:
+        show_list(args.sections)
         return 0
-    show_plan(args.sections)
-    if args.plan:
-        return 0
-    if not args.rehearse and (lacking := _lacking()) is not None:
-        what, remedy = lacking
-        _write(args.json, {}, {}, [missing(name, 0.0, "s", what, 1.05) for name in args.sections])
-        print(f"{what}; {remedy}")
+    if not args.rehearse and (lack := _lacking()):
+        print(lack)
         return 3
-    sections: dict[str, dict[str, Any]] = {}
-    rows: list[Row] = []
+    document = open_document(args)
     for name in args.sections:
+        if name in document["sections"] and not args.again:
+            print(f"{name}: in {args.json} already")
+            continue
+        left_s = float("inf") if args.until is None else 60 * args.until - (time.perf_counter() - started)
+        if SECTIONS[name].limit_s > left_s:
+            print(f"{name}: may take {SECTIONS[name].limit_s} s, and {left_s:.0f} s are left")
+            continue
         print(f"{name}:", flush=True)
         with tempfile.TemporaryDirectory(prefix="gpu_", dir=args.nvme or Path.cwd()) as directory:
-            sections[name] = run_apart(name, args, Path(directory))
-        show_section(name, sections[name])
-        rows += rows_of(name, sections[name])
-        _write(args.json, sections[name]["found"].get("machine", {}), sections, rows)
-    show(rows)
-    if any(each["theirs"] is None for each in rows):
-        print(f"a peer is missing: {INSTALL.partition(', then')[0]}")
-        return 3
-    return 0
+            section = run_apart(name, args, Path(directory))
+        document |= section["figures"].pop(MACHINE, {})
+        document["sections"][name] = section
+        write(document, args.json)
+        print(f"{name}: {section['status']}, {section['seconds']:.0f} s", flush=True)
+    show(document["rows"])
+    return 3 if any(_lacks_peer(each) for each in document["rows"]) else 0
 
 
-def _lacking() -> tuple[str, str] | None:
+def _lacks_peer(row: Row) -> bool:
+    return row["theirs"] is None
+
+
+def _lacking() -> str | None:
     """What is not here without which there is nothing to measure, and what to do."""
-    if not torch.cuda.is_available():
-        return "no CUDA device here", "--rehearse runs everything on the CPU, with tiny sizes"
+    if not torch.accelerator.is_available():
+        return "no GPU here; --rehearse runs every section at toy size without one"
     if find().name != "native":
-        return "no native library here", "python setup.py -q build_ext --inplace builds it"
+        return "no native library here; python3 setup.py -q build_ext --inplace builds it"
     return None
-
-
-def _write(path: Path | None, machine: dict[str, Any], sections: dict[str, Any], rows: list[Row]) -> None:
-    if path is not None:
-        path.write_text(json.dumps({"machine": machine, "sections": sections, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
