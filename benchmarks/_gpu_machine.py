@@ -1,13 +1,11 @@
-"""The machine of `gpu.py`: its accelerator by `torch.accelerator`, and the rates of links, memory, arithmetic and disk.
-
-Where there is no accelerator the CPU stands in, so that `--rehearse` runs everywhere.
-"""
+"""The machine of `gpu.py`: its accelerator, by what torch has for all of them, and what can be said of it."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import importlib.metadata
+import itertools
 import platform
 import shutil
 import statistics
@@ -20,7 +18,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.device import compute_device
@@ -32,7 +29,6 @@ from zero_offload.types import GIB, MIB
 from zero_offload.updates import update_threads
 
 UPDATE_NUMEL = 1 << 26
-MATRIX = 8192
 VERSIONS = ("triton", "transformers", "peft", "deepspeed", "numpy", "safetensors")
 
 
@@ -44,25 +40,14 @@ class Machine:
 
     @property
     def device(self) -> torch.device:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-    @property
-    def has_accelerator(self) -> bool:
-        return self.device.type != "cpu"
+        found = torch.accelerator.current_accelerator()
+        assert found is not None
+        return found
 
     @property
     def module(self) -> Any:
         """torch.cuda, or what a device of another type has in its place."""
         return torch.get_device_module(self.device)
-
-    @property
-    def device_bytes(self) -> int:
-        return int(self.module.get_device_properties(0).total_memory)
-
-    @property
-    def collectives(self) -> str:
-        """torch's backend of collectives on the device."""
-        return dist.Backend.default_device_backend_map.get(self.device.type, "gloo")
 
     def size(self, real: int, toy: int) -> int:
         return toy if self.rehearses else real
@@ -70,36 +55,27 @@ class Machine:
     def cap(self, nbytes: int) -> None:
         """From now on torch's allocator takes no more of the device's memory in this process."""
         if not self.rehearses:
-            self.module.set_per_process_memory_fraction(min(nbytes / self.device_bytes, 1.0))
-
-    def wait(self) -> None:
-        """Return when all that was launched is done."""
-        if self.has_accelerator:
-            torch.accelerator.synchronize()
+            _, total = self.module.mem_get_info()
+            self.module.set_per_process_memory_fraction(min(nbytes / total, 1.0))
 
     def forget(self) -> None:
         """Freed memory goes back to the driver, that of cycles too, and peaks begin anew."""
         gc.collect()
-        if self.has_accelerator:
-            torch.accelerator.empty_cache()
-            torch.accelerator.reset_peak_memory_stats()
+        self.module.empty_cache()
+        self.module.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
         """Device memory that torch's allocator has held in this process since `forget`, at its peak."""
-        return torch.accelerator.max_memory_reserved() if self.has_accelerator else 0
-
-    def stream(self) -> contextlib.AbstractContextManager[Any]:
-        """A new stream of the device, to launch on inside a `with`."""
-        return torch.Stream(self.device) if self.has_accelerator else contextlib.nullcontext()
+        return int(self.module.max_memory_reserved())
 
     def seconds(self, call: Callable[[], object], rounds: int = 5) -> float:
         """The median; the first call does not count."""
         times = []
         for _ in range(1 + rounds):
-            self.wait()
+            torch.accelerator.synchronize()
             start = time.perf_counter()
             call()
-            self.wait()
+            torch.accelerator.synchronize()
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:])
 
@@ -117,20 +93,20 @@ class Machine:
     def hardware(self, directory: Path) -> dict[str, Any]:
         """For the record."""
         disk = shutil.disk_usage(directory)
-        found: dict[str, Any] = {
-            "device": self.device.type,
+        free, total = self.module.mem_get_info()
+        return {
+            "gpu": self.module.get_device_name(),
+            "gpu_memory_gib": total / GIB,
+            "gpu_memory_free_gib": free / GIB,
+            "driver": _nvidia_smi("driver_version"),
             "cpu": _cpu_model(),
             "cores": count_cores(),
-            "update_threads": update_threads(count_cores(), overlaps=True, is_host=not self.has_accelerator),
+            "update_threads": update_threads(count_cores(), overlaps=True, is_host=False),
             "ram_gib": psutil.virtual_memory().total / GIB,
             "ram_free_gib": self.free_host_bytes() / GIB,
             "disk_gib": disk.total / GIB,
             "disk_free_gib": disk.free / GIB,
         }
-        if self.has_accelerator and not self.rehearses:
-            found |= {"gpu": self.module.get_device_name(), "gpu_memory_gib": self.device_bytes / GIB}
-            found["driver"] = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        return found
 
     def versions(self) -> dict[str, Any]:
         found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
@@ -142,12 +118,31 @@ class Machine:
 
 
 def this_machine(rehearses: bool) -> Machine:
+    """In a rehearsal the process gets the GPU of the tests, in host memory, which does everything late."""
+    if rehearses:
+        from tests.fake_gpu import device
+
+        device.load()
+        device.policy(device.Policy.LATE)
     return Machine(rehearses)
 
 
+def races(machine: Machine) -> list[str]:
+    """What a rehearsal's device saw used before it was there, or after."""
+    if not machine.rehearses:
+        return []
+    from tests.fake_gpu import device
+
+    return device.take_races()
+
+
 def gpu_name() -> str | None:
-    """Without a context on the GPU, which would take its memory from the sections."""
-    return _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    """Without a context on the GPU, which would take memory from the sections."""
+    return _nvidia_smi("name")
+
+
+def _nvidia_smi(what: str) -> str | None:
+    return _output("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader")
 
 
 def commit() -> str | None:
@@ -173,37 +168,25 @@ def device_update(machine: Machine) -> dict[str, str]:
     return {"by": "Triton" if is_triton else "torch's operations", "host": find().name}
 
 
-def links(machine: Machine) -> dict[str, float]:
-    """Bytes per second between pinned host memory and the device: each way alone, both at once, and of pinning itself.
+def pin_and_copy(machine: Machine) -> dict[str, float]:
+    """Through the library's own copy lanes, up and down again, and of pinning itself; each once.
 
-    Raises AssertionError where bytes arrive changed. The memory is pinned as the library does it: torch's own pinned
-    memory is rounded up, and kept when it is freed.
+    Raises AssertionError where bytes arrive changed.
     """
-    nbytes = machine.size(GIB, MIB)
-    arena, start = Arena(0, pinner=compute_device()), time.perf_counter()
-    sources = [arena.array(torch.uint8, nbytes) for _ in range(2)]
-    pin_s = time.perf_counter() - start
-    targets = [torch.empty(nbytes, dtype=torch.uint8, device=machine.device) for _ in range(2)]
-    lanes = [machine.stream() for _ in range(2)]
-
-    def up() -> None:
-        with lanes[0]:
-            targets[0].copy_(sources[0], non_blocking=True)
-
-    def down() -> None:
-        with lanes[1]:
-            sources[1].copy_(targets[1], non_blocking=True)
-
-    def both() -> None:
-        up()
-        down()
-
-    sources[0].random_(generator=torch.Generator().manual_seed(0))
-    targets[1].fill_(7)
-    up_s, down_s, both_s = (machine.seconds(call) for call in (up, down, both))
-    assert torch.equal(targets[0].cpu(), sources[0]), "an upload changed bytes"
-    assert bool((sources[1] == 7).all()), "a download changed bytes"
-    return {"up": nbytes / up_s, "down": nbytes / down_s, "both": 2 * nbytes / both_s, "pin": 2 * nbytes / pin_s}
+    device, nbytes = compute_device(), machine.size(GIB, MIB)
+    seconds = [time.perf_counter()]
+    out, back = Arena(0, pinner=device).array(torch.uint8, 2 * nbytes).split(nbytes)
+    seconds.append(time.perf_counter())
+    out.random_(generator=torch.Generator().manual_seed(0))
+    there = torch.empty(nbytes, dtype=torch.uint8, device=machine.device)
+    seconds.append(time.perf_counter())
+    device.upload(there, out).take_on_host()
+    seconds.append(time.perf_counter())
+    device.download(back, there).take_on_host()
+    seconds.append(time.perf_counter())
+    assert torch.equal(out, back), "bytes that went up and came down are not the same"
+    pin, _, up, down = (nbytes / (then - before) for before, then in itertools.pairwise(seconds))
+    return {"pin_bytes_per_s": 2 * pin, "upload_bytes_per_s": up, "download_bytes_per_s": down}
 
 
 def update_s_per_parameter(machine: Machine, states: str) -> float:
@@ -229,13 +212,3 @@ def update_s_per_parameter(machine: Machine, states: str) -> float:
     )
     segments = segment_array([Segment(0, numel, 1e-6, 0.9, 0.999, 1e-8, 0.01, 1.0, 100)])
     return machine.seconds(lambda: fused_update(Rule.ADAMW, buffers, segments, count_cores())) / numel
-
-
-def arithmetic(machine: Machine) -> dict[str, float]:
-    """Of the device: operations of a large bf16 product per second, and bytes of its own memory, read or written."""
-    size = machine.size(MATRIX, 64)
-    left, right = (torch.randn(size, size).to(machine.device, torch.bfloat16) for _ in range(2))
-    source = torch.ones(machine.size(GIB, MIB), dtype=torch.uint8, device=machine.device)
-    target = torch.empty_like(source)
-    product_s, copy_s = machine.seconds(lambda: left @ right), machine.seconds(lambda: target.copy_(source))
-    return {"flops_per_s": 2 * size**3 / product_s, "memory_bytes_per_s": 2 * source.nbytes / copy_s}

@@ -71,7 +71,9 @@ class Found:
         return found
 
     def figure(self, section: str, name: str) -> Figures:
-        return self.figures(section).get(name, {})
+        """Empty where it was not measured."""
+        found = self.figures(section).get(name, {})
+        return {} if found.keys() & {"skipped", "error", "out_of_memory"} else found
 
     def with_key(self, section: str, begins: str, key: str) -> dict[str, Figures]:
         named = self.figures(section).items()
@@ -92,10 +94,10 @@ class Found:
             bounds["no offload"] = same["step_s"]
         elif largest := max((each["flops_per_s"] for each in plain.values()), default=None):
             bounds["arithmetic, as without offload"] = figures["flops"] / largest
-        if links := self.figure("smoke", "links, bytes/s"):
-            bounds["link up"] = 2 * 2 * numel / links["up"]
+        if device := self.figure("rates", "device"):
+            bounds["link up"] = 2 * 2 * numel / device["upload_bytes_per_s"]
             if not which.is_frozen:
-                bounds["link down"] = 2 * numel / links["down"]
+                bounds["link down"] = 2 * numel / device["download_bytes_per_s"]
         update = self.figure("rates", f"update on the host, {which.states}")
         if update and not which.is_frozen:
             bounds["update on the host"] = update["s_per_parameter"] * numel
@@ -164,7 +166,7 @@ def _of_8b(found: Found) -> Iterator[Row]:
     tokens, most = max(steps.items())
     name = f"8b: {tokens} tokens"
     if device := found.figure("rates", "device"):
-        as_product_s = most["flops"] / device["flops_per_s"]
+        as_product_s = most["flops"] / device["matmul_flops"]["bfloat16"]
         yield row(f"{name}, 1 / MFU", most["step_s"], "s", "its FLOPs as one product", as_product_s, REACH_MFU)
     yield ungraded(f"{name}, published", most["step_s"], "s", PUBLISHED, tokens / PUBLISHED_TOKENS_PER_S, 1.0)
     for each, figures in found.with_key("8b", "profile", "busy").items():

@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from _disk_rates import Rates, disk_rates
-from _gpu_machine import Machine, arithmetic, device_update, links, this_machine, update_s_per_parameter
+from _gpu_machine import Machine, device_update, pin_and_copy, this_machine, update_s_per_parameter
 from _gpu_model import SHAPES, Batch, Llama, Shape, TransformersLlama, batch_of
 from _gpu_record import Figures, Skip
 from _gpu_training import Bench, Trainer, deepspeed, fsdp2, in_turn, measure, ours, plain, profile, time_steps
 
 import zero_offload as zo
+from zero_offload.cli.measure_device import device_rates
+from zero_offload.device import collectives_of, compute_device
 from zero_offload.types import GIB, MIB
 
 REPOSITORY = Path(__file__).parent.parent
@@ -75,7 +77,7 @@ class Section:
 def smoke(bench: Bench) -> None:
     machine, record = bench.machine, bench.record
     record.attempt("update on the device", partial(device_update, machine))
-    record.attempt("links, bytes/s", partial(links, machine))
+    record.attempt("pin and copy", partial(pin_and_copy, machine))
     for name, placement in PLACEMENTS.items():
         record.attempt(f"one step: {name}", partial(_one_step, bench, name, placement))
 
@@ -89,7 +91,7 @@ def _one_step(bench: Bench, name: str, placement: dict[str, Any]) -> Figures:
 
 def rates(bench: Bench) -> None:
     machine, record = bench.machine, bench.record
-    record.attempt("device", partial(arithmetic, machine))
+    record.attempt("device", lambda: device_rates(compute_device(), machine.size(GIB, MIB)))
     for states in STATE_BYTES:
         name = f"update on the host, {states}"
         record.attempt(name, lambda states=states: {"s_per_parameter": update_s_per_parameter(machine, states)})
@@ -101,11 +103,11 @@ def _rates_of_disk(bench: Bench) -> Rates:
 
 
 def placements(bench: Bench) -> None:
-    """Losses of a small model: of plain training on the device, again, and of every placement."""
+    """Losses of a small model: of training without offload, again, and of every placement."""
     # Some backwards on a GPU add in any order unless they are asked not to.
     torch.use_deterministic_algorithms(True, warn_only=True)
     record, num_steps = bench.record, bench.machine.size(6, 2)
-    for precision in ("fp32", "bf16"):
+    for precision in ("bf16",) if bench.machine.rehearses else ("fp32", "bf16"):
         plainly = partial(_plain_losses, bench.machine, precision, num_steps)
         record.attempt(f"{precision}, plain", lambda plainly=plainly: {"losses": plainly()})
         record.attempt(f"{precision}, plain again", lambda plainly=plainly: {"losses": plainly()})
@@ -127,16 +129,21 @@ def _small_batches(machine: Machine, num_steps: int) -> Iterator[Batch]:
 
 
 def _plain_losses(machine: Machine, precision: str, num_steps: int) -> list[float]:
-    model = _small(machine).to(machine.device)
-    if precision == "bf16":
-        model.to(torch.bfloat16)
-    optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+    """Forward and backward on the device, the update on the host by the same optimizer."""
+    model = _small(machine).to(machine.device, torch.bfloat16 if precision == "bf16" else torch.float32)
+    params = list(model.parameters())
+    copies = [param.detach().cpu().requires_grad_() for param in params]
+    optimizer = zo.AdamW(copies, lr=1e-3)
     losses = []
     for batch in _small_batches(machine, num_steps):
         loss = model(*batch)
         loss.backward()
+        for param, copy in zip(params, copies, strict=True):
+            assert param.grad is not None
+            copy.grad, param.grad = param.grad.cpu(), None
         optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(params, copies)
         losses.append(loss.item())
     return losses
 
@@ -164,9 +171,7 @@ def _losses(
 
 def _sizes(machine: Machine, *tokens: int) -> tuple[list[int], int]:
     """Tokens per step, and the length of a sequence."""
-    if machine.rehearses:
-        return [TOY_SEQ, 2 * TOY_SEQ][: len(tokens)], TOY_SEQ
-    return list(tokens), SEQ
+    return ([2 * TOY_SEQ], TOY_SEQ) if machine.rehearses else (list(tokens), SEQ)
 
 
 def _shape(machine: Machine, name: str) -> Shape:
@@ -375,8 +380,8 @@ def _pytest(bench: Bench, *arguments: str) -> None:
         output, status = f"{told}\nkilled after {seconds:.0f} s", -1
     summary = next(reversed(output.strip().splitlines()), "")
     counts = {what: int(number) for number, what in re.findall(r"(\d+) (passed|failed|error|skipped)", summary)}
-    failed = counts.get("failed", 0) + counts.get("error", 0)
-    found = {"exit code": status, "failed": max(failed, int(status != 0)), "summary": summary, **counts}
+    failed = max(counts.get("failed", 0) + counts.get("error", 0), int(status != 0))
+    found = {"failed": failed, "exit_code": status, "summary": summary, "counts": counts}
     bench.record.put("tests", found | {"output": output[-OUTPUT_MAX:]})
 
 
@@ -397,8 +402,10 @@ def _rank(rank: int, directory: Path, rehearses: bool) -> None:
     # Two ranks of one machine may not share a device; two machines with one device each may.
     here = socket.gethostname()
     socket.gethostname = lambda: f"{here}-{rank}"
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     machine = this_machine(rehearses)
+    # NCCL refuses two ranks on one device.
+    backend = collectives_of(machine.device) if rehearses else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=2)
     warnings.simplefilter("ignore")
     for stage in (1, 2, 3):
         for tier in ("cpu", "device"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from _turns import peak_rss_bytes
 from torch import Tensor, nn
 
 import zero_offload as zo
+from zero_offload.accelerators import ACCELERATORS
+from zero_offload.device import collectives_of
 from zero_offload.types import GIB, Tier
 
 LEARNING_RATE, CLIP = 1e-5, 1.0
@@ -128,12 +129,13 @@ def fsdp2(bench: Bench, build: Build) -> Trainer:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     device = bench.machine.device
-    _join(bench.machine)
+    store = f"file://{bench.directory}/store"
+    dist.init_process_group(collectives_of(device), init_method=store, rank=0, world_size=1)
     model: Any = build().float()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
-        "offload_policy": CPUOffloadPolicy(pin_memory=bench.machine.has_accelerator),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True),
         "mp_policy": policy,
     }
     for block in model.blocks:
@@ -162,7 +164,7 @@ def deepspeed(bench: Bench, build: Build, seq: int) -> Trainer:
         import deepspeed
     except ImportError as error:
         raise Skip(f"no DeepSpeed here ({error}); gpu.py --help says how to carry its wheel") from None
-    deepspeed.init_distributed(dist_backend=bench.machine.collectives)
+    deepspeed.init_distributed(dist_backend=ACCELERATORS[bench.machine.device.type].collectives)
     config = deepspeed_config(Case("2b", seq, "bf16", bench.directory, 0), "cpu")
     stage3 = config["zero_optimization"] | {"overlap_comm": True}
     model = build()
@@ -178,13 +180,6 @@ def deepspeed(bench: Bench, build: Build, seq: int) -> Trainer:
         return loss.detach()
 
     return Trainer(step)
-
-
-def _join(machine: Machine) -> None:
-    """A group of this process alone; collectives of host memory go by gloo."""
-    backend = f"cpu:gloo,{machine.device.type}:{machine.collectives}" if machine.has_accelerator else "gloo"
-    store = tempfile.mkdtemp()
-    dist.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
 
 
 def measure(
@@ -228,7 +223,7 @@ def measure(
 def _seconds(step: Callable[[Batch], Tensor], machine: Machine, batch: Batch) -> float:
     began = time.perf_counter()
     step(batch)
-    machine.wait()
+    torch.accelerator.synchronize()
     return time.perf_counter() - began
 
 
@@ -238,12 +233,12 @@ def time_steps(step: Callable[[Batch], Tensor], machine: Machine, batch: Batch) 
     One more goes before them, for the allocators; where that one is slow, one step is timed.
     """
     first_s = _seconds(step, machine, batch)
-    num_steps = TIMED_STEPS if first_s < SLOW_STEP_S else 1
+    num_steps = machine.size(TIMED_STEPS, 1) if first_s < SLOW_STEP_S else 1
     ends = [time.perf_counter()]
     for _ in range(num_steps):
         loss = step(batch)
         if len(ends) == num_steps:
-            machine.wait()
+            torch.accelerator.synchronize()
         ends.append(time.perf_counter())
     step_s = statistics.median(then - before for before, then in itertools.pairwise(ends))
     return {"step_s": step_s, "steps": num_steps, "loss": loss.item()}
@@ -259,19 +254,18 @@ class Interval(NamedTuple):
 
 def profile(trainer: Trainer, machine: Machine, batch: Batch) -> Figures:
     """Two steps, the second one taken apart: its update runs beside the next forward, so one step has both."""
-    activities = torch.profiler.supported_activities()
+    activities, marks = torch.profiler.supported_activities(), ("before", "profiled")
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        for name in ("before", "profiled"):
+        for name in marks:
             with torch.profiler.record_function(name):
                 trainer.step(batch)
-                machine.wait()
+                torch.accelerator.synchronize()
     events = profiler.events() or []
     (whole,) = (each.time_range for each in events if each.name == "profiled" and _is_on_host(each))
     computes, copies = [], []
     for each in events:
-        if _is_on_host(each) == machine.has_accelerator or each.time_range.start < whole.start:
-            continue
-        if each.name in ("before", "profiled"):
+        # The GPU of a rehearsal tells a profiler nothing: operators of the host stand in for its kernels.
+        if _is_on_host(each) != machine.rehearses or each.time_range.start < whole.start or each.name in marks:
             continue
         interval = Interval(each.time_range.start, each.time_range.end, each.name)
         (copies if each.name.startswith(("Memcpy", "Memset")) else computes).append(interval)

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_machine import commit, gpu_name, this_machine
+from _gpu_machine import commit, gpu_name, races, this_machine
 from _gpu_record import Record, Skip
 from _gpu_rows import rows_of
 from _gpu_sections import SECTIONS
@@ -51,6 +51,7 @@ RESULTS = Path(__file__).parent / "results"
 REHEARSAL_LIMIT_S = 120
 ENDING_SHARE = 0.1
 """Of a section's time: it measures no longer, since 100 GiB that are pinned take a while to go."""
+STDERR = 2
 STDERR_LINES = 200
 """The last ones that are kept of a section that failed."""
 MACHINE = "machine"
@@ -61,8 +62,8 @@ def serve(name: str, rehearses: bool, directory: Path, seconds: float, result: P
     """In the section's own process: what it starts is in its session, and what it complains of in a file."""
     os.setsid()
     with result.with_suffix(".stderr").open("w") as stderr:
-        os.dup2(stderr.fileno(), sys.stderr.fileno())
-    faulthandler.enable()
+        os.dup2(stderr.fileno(), STDERR)
+    faulthandler.enable(STDERR)
     # Products in an order that does not change, where a section asks for it.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     record = Record(result, time.perf_counter() + (1 - ENDING_SHARE) * seconds)
@@ -71,6 +72,8 @@ def serve(name: str, rehearses: bool, directory: Path, seconds: float, result: P
     record.put(MACHINE, {"hardware": machine.hardware(directory), "versions": machine.versions()})
     try:
         SECTIONS[name].run(Bench(machine, record, directory))
+        if found := races(machine):
+            raise AssertionError(f"{len(found)} races, the first {found[0]}")
     except Skip as reason:
         record.put("all", {"skipped": str(reason)})
     except Exception:
@@ -84,7 +87,7 @@ def run_apart(name: str, args: argparse.Namespace, directory: Path) -> dict[str,
     result, states = directory / "result.json", directory / "states"
     states.mkdir()
     # CUDA bears no fork. Without it one saves the imports, most of a rehearsal's time.
-    context = multiprocessing.get_context("fork" if args.rehearse else "spawn")
+    context: Any = multiprocessing.get_context("fork" if args.rehearse else "spawn")
     began = time.perf_counter()
     child = context.Process(target=serve, args=(name, args.rehearse, states, limit_s, result))
     child.start()

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,156 +37,283 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def told() -> tuple[dict[str, Any], Any]:
-    """What a section reports, and the function that it reports with."""
-    found: dict[str, Any] = {}
-    return found, found.__setitem__
-
-
 # gpu.py
 
 
-def test_a_rehearsal_writes_machine_figures_and_rows(tmp_path: Path) -> None:
-    result = tmp_path / "gpu.json"
-    done = run("gpu.py", "--rehearse", "--only", "bandwidth", "--nvme", tmp_path, "--json", result)
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = json.loads(result.read_text())
-    assert {"torch", "date", "commit", "kernels", "update_threads"} <= set(written["machine"])
-    assert written["machine"]["torch_threads"] == written["machine"]["cores"]
-    section = written["sections"]["bandwidth"]
-    assert section["status"] == 0 and section["found"]["PCIe, bytes/s"]["up"] > 0
-    assert written["rows"] == []
-    assert list(tmp_path.iterdir()) == [result], "what was written to the disk is gone"
+class Bare:
+    """In the place of a GPU's machine, where a section measures nothing."""
+
+    rehearses = True
+
+    def use_all_cores(self) -> None: ...
+
+    def hardware(self, directory: Path) -> dict[str, Any]:
+        return {"disk": directory.is_dir()}
+
+    def versions(self) -> dict[str, Any]:
+        return {"python": "any"}
 
 
-@pytest.mark.full
-def test_a_whole_rehearsal(tmp_path: Path) -> None:
-    done = run("gpu.py", "--rehearse", "--nvme", tmp_path, "--json", tmp_path / "gpu.json")
-    written = json.loads((tmp_path / "gpu.json").read_text())
-    assert [section["status"] for section in written["sections"].values()] == [0] * 8, done.stdout
-    different = [row for row in written["rows"] if "losses that differ" in row["name"]]
-    assert len(different) == 22 and all(row["ok"] for row in different)
+def hang(bench: Any) -> None:
+    started = subprocess.Popen(["sleep", "600"])
+    bench.record.put("before", {"seconds": 1.5, "started": started.pid})
+    time.sleep(600)
 
 
-@pytest.mark.parametrize("name", ["13b-24g", "2b-disk"])
-def test_training_sections_measure_every_number_of_tokens(name: str, benchmark: Any, tmp_path: Path) -> None:
-    training, machines = benchmark("_gpu_training"), benchmark("_gpu_machine")
-    found, report = told()
-    clock = training.Clock(time.perf_counter() + 600)
-    rows = list(training.train(training.JOBS[name], machines.Machine(True), tmp_path, clock, report))
-    steps = [row for row in rows if "tokens" in row["name"]]
-    assert len(steps) == len(training.SMALL_TOKENS)
-    for num_tokens in training.SMALL_TOKENS:
-        figures = found[f"{num_tokens} tokens"]
-        assert figures["bound_s"] >= figures["no_offload_s"] > 0 and figures["tflops"] > 0
-        assert (figures["written_bytes"]["nvme"] > 0) == (name == "2b-disk")
-    assert found["no offload"]["resident_layers"] < found["no offload"]["layers"], "passed through more than once"
-    assert ("host memory" in rows[-1]["name"]) == (name == "13b-24g")
-    json.dumps([found, rows])
+def fail(bench: Any) -> None:
+    bench.record.put("before", {"seconds": 2.5})
+    raise RuntimeError("this section is broken")
 
 
-def test_a_section_without_time_says_what_it_left_out(benchmark: Any, tmp_path: Path) -> None:
-    training, machines = benchmark("_gpu_training"), benchmark("_gpu_machine")
-    found, report = told()
-    clock = training.Clock(time.perf_counter() + training.MARGIN_S)
-    assert list(training.train(training.JOBS["8b-cpu"], machines.Machine(True), tmp_path, clock, report)) == []
-    assert all(found[f"{num} tokens"] == {"skipped": "no time is left"} for num in training.SMALL_TOKENS)
+def work(bench: Any) -> None:
+    bench.record.attempt("broken", lambda: {"never": 1 / 0})
+    bench.record.put("whole", {"seconds": 3.5})
 
 
-class FullAt:
-    """Memory runs out in the backward of so many tokens, when half of the layers are through."""
+@pytest.fixture
+def gpu(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script with three sections of ours, and `gpu.command(...)`: exit code and JSON of a rehearsal."""
+    script, sections = benchmark("gpu"), benchmark("_gpu_sections")
+    monkeypatch.setattr(script, "this_machine", lambda rehearses: Bare())
+    monkeypatch.setattr(script, "races", lambda machine: [])
+    monkeypatch.setattr(script, "REHEARSAL_LIMIT_S", 2)
+    runs = {"hangs": (hang, 300), "fails": (fail, 30), "works": (work, 20)}
+    monkeypatch.setattr(
+        script, "SECTIONS", {name: sections.Section(limit_s, name, run) for name, (run, limit_s) in runs.items()}
+    )
 
-    def __init__(self, num_tokens: int) -> None:
-        self._num_tokens = num_tokens
+    def command(*arguments: object) -> tuple[int, dict[str, Any]]:
+        file = tmp_path / "gpu.json"
+        options = ["gpu.py", "--rehearse", "--nvme", tmp_path, "--json", file, *arguments]
+        monkeypatch.setattr(sys, "argv", list(map(str, options)))
+        code = script.main()
+        return code, json.loads(file.read_text())
 
-    def __call__(self, block: Any, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        if out.requires_grad and out[..., 0].numel() == self._num_tokens:
-            out.register_hook(self._raise)
+    script.command = command
+    return script
 
-    def _raise(self, grad: torch.Tensor) -> None:
+
+def test_what_hangs_or_fails_keeps_its_figures_and_the_rest_runs(gpu: Any, tmp_path: Path) -> None:
+    code, written = gpu.command()
+    sections = written["sections"]
+    assert {name: each["status"] for name, each in sections.items()} == {
+        "hangs": "killed",
+        "fails": "failed",
+        "works": "ok",
+    }
+    assert sections["hangs"]["figures"]["before"]["seconds"] == 1.5
+    started = Path(f"/proc/{sections['hangs']['figures']['before']['started']}/stat")
+    assert not started.exists() or ") Z " in started.read_text(), "all that it started was killed"
+    assert "this section is broken" in sections["fails"]["figures"]["all"]["error"]
+    assert "ZeroDivisionError" in sections["works"]["figures"]["broken"]["error"]
+    assert sections["works"]["figures"]["whole"] == {"seconds": 3.5}
+    rows = {row["name"]: row for row in written["rows"]}
+    assert set(rows) == {f"rehearsal, {name}: parts that failed" for name in sections}
+    assert not any(row["ok"] for row in rows.values()) and code == 0
+    assert written["rehearsal"] and written["hardware"] == {"disk": True} and written["versions"] == {"python": "any"}
+    assert list(tmp_path.iterdir()) == [tmp_path / "gpu.json"], "what was written to the disk is gone"
+
+
+def test_a_second_command_goes_on(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    _, first = gpu.command("--sections", "works")
+    _, second = gpu.command("--sections", "works,fails")
+    assert second["sections"]["works"] == first["sections"]["works"], "not measured again"
+    assert list(second["sections"]) == ["works", "fails"] and "works: in " in capsys.readouterr().out
+    _, third = gpu.command("--sections", "works", "--again")
+    assert third["sections"]["works"]["seconds"] != first["sections"]["works"]["seconds"]
+
+
+def test_no_section_starts_that_might_not_end(gpu: Any) -> None:
+    _, written = gpu.command("--until", "0.6")
+    assert list(written["sections"]) == ["fails", "works"], "the first may take 300 s"
+
+
+def test_the_file_of_another_machine_or_of_a_rehearsal_is_refused(
+    gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.command("--sections", "works")
+    file = tmp_path / "gpu.json"
+    with pytest.raises(SystemExit, match="rehearsal=True, and this run False; name another"):
+        gpu.open_document(gpu.parse(["--json", str(file)]))
+    file.write_text(json.dumps({"rehearsal": False, "gpu": "NVIDIA H100"}))
+    monkeypatch.setattr(gpu, "gpu_name", lambda: "NVIDIA H200")
+    with pytest.raises(SystemExit, match="gpu=NVIDIA H100, and this run NVIDIA H200"):
+        gpu.open_document(gpu.parse(["--json", str(file)]))
+
+
+def test_a_rehearsal_is_not_written_among_results(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        gpu.parse(["--rehearse", "--json", str(BENCHMARKS / "results" / "gpu.json")])
+    assert "a rehearsal has none" in capsys.readouterr().err
+
+
+def test_without_a_gpu_or_the_native_library_it_says_what_to_do(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(gpu.torch.accelerator, "is_available", lambda: False)
+    assert gpu.main() == 3 and "no GPU here; --rehearse runs" in capsys.readouterr().out
+    monkeypatch.setattr(gpu.torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "find", lambda: argparse.Namespace(name="numba"))
+    assert gpu.main() == 3 and "setup.py -q build_ext --inplace builds it" in capsys.readouterr().out
+
+
+def test_the_list_has_every_section_and_its_seconds(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, sections = benchmark("gpu"), benchmark("_gpu_sections")
+    gpu.show_list([*sections.SECTIONS])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:-1]] == [*sections.SECTIONS]
+    assert str(sum(each.limit_s for each in sections.SECTIONS.values())) in lines[-1]
+    assert max(each.limit_s for each in sections.SECTIONS.values()) <= 300, "two fit a command of ten minutes"
+    assert (BENCHMARKS.parent / sections.TESTS / sections.KERNEL_TESTS).is_file()
+
+
+def section_of(status: str = "ok", **figures: dict[str, Any]) -> dict[str, Any]:
+    return {"status": status, "figures": {name.replace("_", " "): each for name, each in figures.items()}}
+
+
+def step_of(tokens: int, step_s: float, numel: float = 8e9, **more: Any) -> dict[str, Any]:
+    flops = 6.0 * numel * tokens
+    peaks = {"device_peak_gib": 20.0, "host_peak_gib": 90.0}
+    return {"tokens": tokens, "step_s": step_s, "numel": numel, "flops": flops, "flops_per_s": flops / step_s} | (
+        peaks | more
+    )
+
+
+RATES = section_of(
+    device={
+        "upload_bytes_per_s": 50e9,
+        "download_bytes_per_s": 40e9,
+        "matmul_flops": {"bfloat16": 800e12},
+    }
+) | {"status": "ok"}
+
+
+def rows_by_name(benchmark: Any, sections: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["name"], row["against"]): row for row in benchmark("_gpu_rows").rows_of(sections)}
+
+
+def test_a_step_is_judged_by_the_largest_of_what_bounds_it(benchmark: Any) -> None:
+    rates = json.loads(json.dumps(RATES))
+    rates["figures"]["update on the host, fp32"] = {"s_per_parameter": 2.5e-10}
+    ours = {"4096 tokens": step_of(4096, 2.1), "16384 tokens": step_of(16384, 3.0), "32768 tokens": step_of(32768, 6.0)}
+    plain = {"8b: 4096 tokens": step_of(4096, 1.0), "8b: 16384 tokens": step_of(16384, 2.9)}
+    profile = {"profile, 8192 tokens": {"step_s": 2.0, "busy": 0.98}}
+    taken = {"loop, 4 x 4096 tokens": {"step_s": 5.0}, "accumulate, 4 x 4096 tokens": {"step_s": 4.0}}
+    sections = {
+        "rates": rates,
+        "8b": {"status": "ok", "figures": ours | profile | taken},
+        "plain": {"status": "ok", "figures": plain},
+    }
+    rows = rows_by_name(benchmark, sections)
+    least = rows["8b: 8.0B, 4096 tokens", "update on the host"]
+    assert least["theirs"] == 2.0 and least["ratio"] == pytest.approx(1.05) and least["ok"]
+    assert rows["8b: 8.0B, 4096 tokens", "no offload"]["ok"] is None, "not what it is judged by"
+    assert rows["8b: 8.0B, 16384 tokens", "no offload"]["ok"]
+    # Not measured without offload: its arithmetic, as fast as the largest step that was.
+    beyond = rows["8b: 8.0B, 32768 tokens", "arithmetic, as without offload"]
+    assert beyond["theirs"] == pytest.approx(5.8) and beyond["ok"]
+    mfu = rows["8b: 32768 tokens, 1 / MFU", "its FLOPs as one product"]
+    assert mfu["theirs"] == pytest.approx(6 * 8e9 * 32768 / 800e12) and not mfu["ok"]
+    assert rows["8b: profile, 8192 tokens, idle", "the step"]["ok"]
+    assert rows["8b: zo.accumulate, 4 micro-batches", "a loop over them"]["ratio"] == 0.8
+    free = rows["8b: tokens a step, the fewest measured at which offloading is free", "by rates"]
+    assert free["ours"] == 16384 and free["theirs"] == pytest.approx(2.0 * 16384 / 2.9)
+
+
+def test_bounds_of_disks_and_of_frozen_weights(benchmark: Any) -> None:
+    moved = {"read_bytes": {"nvme": 60e9}, "written_bytes": {"nvme": 40e9}}
+    on_disk = section_of(disk__bytes={}) | {
+        "figures": {
+            "4096 tokens": step_of(4096, 60.0, **moved),
+            "disk, bytes/s": {"read_bytes_per_s": 2e9, "write_bytes_per_s": 1e9},
+        }
+    }
+    lora = {"status": "ok", "figures": {"4096 tokens": step_of(4096, 3.0, 32e9)}}
+    rows = rows_by_name(benchmark, {"rates": RATES, "8b-nvme": on_disk, "32b-lora": lora})
+    assert rows["8b-nvme: 8.0B, 4096 tokens", "disk"]["theirs"] == 70.0
+    assert rows["32b-lora: 32.0B, 4096 tokens", "link up"]["theirs"] == pytest.approx(2.56)
+    assert rows["32b-lora: device memory", "24 less 1 GiB"]["ok"]
+
+
+def test_pairs_and_peers_that_are_missing(benchmark: Any) -> None:
+    ours = {"cpu: 4096 tokens": step_of(4096, 1.0, 2e9), "overlap backward: 4096 tokens": step_of(4096, 0.9, 2e9)}
+    sections = {"2b": {"status": "ok", "figures": ours}, "deepspeed": {"status": "skipped", "figures": {}}}
+    rows = rows_by_name(benchmark, sections)
+    assert rows["2b: overlap backward, 4096 tokens", "overlap forward"]["ratio"] == 0.9
+    assert rows["2b: in CPU memory, 4096 tokens", "DeepSpeed ZeRO-3, CPU"]["theirs"] is None
+    assert len(rows) == 2, "FSDP2 was not asked for"
+    sections["fsdp2"] = {"status": "ok", "figures": {"4096 tokens": step_of(4096, 2.0, 2e9)}}
+    assert rows_by_name(benchmark, sections)["2b: in CPU memory, 4096 tokens", "FSDP2, CPU offload"]["ok"]
+
+
+def test_mistakes_are_counted(benchmark: Any) -> None:
+    losses = {f"bf16, {name}": {"losses": [1.0]} for name in ("plain", "cpu", "cpu, clipped", "all on nvme, clipped")}
+    losses["bf16, cpu"] = {"losses": [1.5]}
+    tests = {"tests": {"failed": 2, "summary": "2 failed"}}
+    ranks = {"stage 1, cpu": {"losses": [1]}, "stage 1, device": {"losses": [1]}, "stage 2, cpu": {"losses": [2]}}
+    sections = {"placements": losses, "tests": tests, "two-ranks": ranks}
+    rows = rows_by_name(benchmark, {name: {"status": "ok", "figures": each} for name, each in sections.items()})
+    counts = {name: (row["ours"], row["ok"]) for (name, _), row in rows.items()}
+    assert counts == {
+        "tests: tests that fail": (2, False),
+        "placements: of 2 runs that differ, bf16": (1, False),
+        "placements: of 2 runs that differ, bf16, clipped": (0, True),
+        "two-ranks: tiers that differ, stage 1": (0, True),
+        "two-ranks: tiers that differ, stage 2": (1, False),
+    }
+
+
+def test_what_the_device_did_in_a_step(benchmark: Any) -> None:
+    training = benchmark("_gpu_training")
+    kernels = [training.Interval(*each) for each in [(30.0, 60.0, "b"), (10.0, 40.0, "a"), (90.0, 100.0, "c")]]
+    assert training.busy_us(kernels) == 60.0
+    found = training.gaps(kernels, 0.0, 100.0)
+    assert [(gap["ms"], gap["after"], gap["before"]) for gap in found] == [
+        (0.03, "b", "c"),
+        (0.01, "the step's begin", "a"),
+    ]
+
+
+def test_a_part_without_memory_or_time_says_so(benchmark: Any, tmp_path: Path) -> None:
+    recording = benchmark("_gpu_record")
+    record = recording.Record(tmp_path / "figures.json", time.perf_counter() + 100)
+
+    def too_large() -> dict[str, Any]:
         raise torch.OutOfMemoryError("nothing left")
 
-
-@pytest.mark.filterwarnings("ignore:the last backward was left by an exception")
-def test_memory_that_runs_out_costs_one_figure(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training, machines = benchmark("_gpu_training"), benchmark("_gpu_machine")
-    found, report = told()
-    fewest, most = training.SMALL_TOKENS
-    offload = training._offload
-
-    def too_large(config: Any, *others: Any) -> Any:
-        model, optimizer = offload(config, *others)
-        model.blocks[2].register_forward_hook(FullAt(fewest))
-        return model, optimizer
-
-    monkeypatch.setattr(training, "_offload", too_large)
-    monkeypatch.setattr(training, "warm_up", lambda step, machine, batch: 0.1)
-    clock = training.Clock(time.perf_counter() + 600)
-    rows = list(training.train(training.JOBS["8b-cpu"], machines.Machine(True), tmp_path, clock, report))
-    assert "out of memory" in found[f"{fewest} tokens"]["error"]
-    assert [f"{most} tokens" in row["name"] for row in rows] == [True] and rows[0]["ours"] > 0
+    assert record.attempt("large", too_large) is None
+    assert record.attempt("slow", lambda: {"seconds": 1}, least_s=200) is None
+    assert record.attempt("right", lambda: {"seconds": 1}, least_s=50) == {"seconds": 1}
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert written["large"] == {"out_of_memory": "nothing left"} and written["right"] == {"seconds": 1}
+    assert written["slow"]["skipped"].startswith("it takes 200 s or more, and")
 
 
-def test_what_may_not_fit_is_tried_last(benchmark: Any) -> None:
-    training = benchmark("_gpu_training")
-    assert training.JOBS["13b-24g"].ordered(training.TOKENS) == (4096, 8192, 16384, 32768)
-    assert training.JOBS["8b-cpu"].ordered(training.TOKENS) == (4096, 32768, 16384, 8192)
-
-
-def test_a_device_limit_is_the_plans_too(benchmark: Any, tmp_path: Path) -> None:
-    training, machines, gib = benchmark("_gpu_training"), benchmark("_gpu_machine"), 1 << 30
-    _, report = told()
-    job, tiny = training.JOBS["13b-24g"], training.SHAPES["tiny"]
-    config = training._config(job, machines.Machine(True), tiny, 32, tmp_path, report)
-    assert config.device_memory == 8 * gib and config.cpu_memory == 100 * gib
-    assert training._config(training.JOBS["8b-cpu"], machines.Machine(True), tiny, 32, tmp_path, report).grads == "cpu"
-
-
-@pytest.mark.parametrize(("free_gib", "grads"), [(115, "cpu"), (105, "device"), (95, None)])
-def test_a_section_without_memory_is_left_out(
-    free_gib: int, grads: str | None, benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("free_gib", "fits"), [(115, True), (95, False)])
+def test_a_model_that_the_host_has_no_room_for_is_skipped(
+    free_gib: int, fits: bool, benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """8B of 14 bytes, or of 12 with gradients on the GPU, and the process."""
-    training, machines = benchmark("_gpu_training"), benchmark("_gpu_machine")
-    found, report = told()
-    plan = argparse.Namespace(fits=True, reasons=())
-    held = {"cpu": 14, "device": 12}
-
-    def planned(model: Any, config: Any) -> Any:
-        nbytes = held[config.grads] * training.SHAPES["8b"].numel
-        return argparse.Namespace(**vars(plan), used_bytes=lambda tier: nbytes if tier is Tier.CPU else 0)
-
-    monkeypatch.setattr(training.zo, "plan", planned)
-    monkeypatch.setattr(machines.Machine, "free_host_bytes", lambda machine: free_gib << 30)
-    monkeypatch.setattr(machines.Machine, "size", lambda machine, real, small: real)
-    shape = training.SHAPES["tiny"]
-    config = training._config(training.JOBS["8b-cpu"], machines.Machine(True), shape, 32, tmp_path, report)
-    assert found["placement"]["grads"] == (grads or "device")
-    if grads is None:
-        assert config is None
-        assert found["skipped"] == "97.7 GiB of host memory are needed, 95.0 GiB are free"
-        clock = training.Clock(time.perf_counter() + 600)
-        assert list(training.train(training.JOBS["8b-cpu"], machines.Machine(True), tmp_path, clock, report)) == []
+    """100 GiB by plan, and the process."""
+    training, recording = benchmark("_gpu_training"), benchmark("_gpu_record")
+    plan = argparse.Namespace(fits=True, reasons=(), used_bytes=lambda tier: (100 << 30) * (tier is Tier.CPU))
+    monkeypatch.setattr(training.zo, "plan", lambda model, config: plan)
+    machine = argparse.Namespace(size=lambda real, toy: real, free_host_bytes=lambda: free_gib << 30)
+    record = recording.Record(tmp_path / "figures.json", time.perf_counter() + 100)
+    model, bench = benchmark("_gpu_model"), training.Bench(machine, record, tmp_path)
+    build, config = partial(model.Llama, model.SHAPES["toy"], 32), training.zo.OffloadConfig()
+    if fits:
+        training.ours(bench, build, config).close()
     else:
-        assert config.grads == grads and "skipped" not in found
+        with pytest.raises(recording.Skip, match="108.0 GiB of host memory are needed, 95.0 GiB are free"):
+            training.ours(bench, build, config)
 
 
-def test_activations_are_compared(benchmark: Any, tmp_path: Path) -> None:
-    section, machines = benchmark("_gpu_activations"), benchmark("_gpu_machine")
-    found, report = told()
-    rows = list(section.activations(machines.Machine(True), tmp_path, 600, report))
-    assert len(rows) == 1 and rows[0]["against"] == "on the GPU" and rows[0]["theirs"] > 0
-    assert found["activations: device"]["loss"] == found["activations: cpu"]["loss"]
-    links = benchmark("_gpu_machine").LinkRates(up=10.0, down=5.0, both=1.0, pin=1.0)
-    kept, away = section.Found(2.0, 0, 0), section.Found(9.0, 0, 10)
-    assert section._bound(kept, away, links) == (3.0, "PCIe down, then up")
-
-
-@pytest.mark.parametrize("has_xdist", [True, False])
-def test_tests_of_the_gpu_share_its_kernels_among_workers(
-    has_xdist: bool, benchmark: Any, monkeypatch: pytest.MonkeyPatch
+def test_tests_of_the_gpu_are_counted_and_share_its_kernels(
+    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections, (found, report) = benchmark("_gpu_sections"), told()
+    sections, recording = benchmark("_gpu_sections"), benchmark("_gpu_record")
+    record = recording.Record(tmp_path / "figures.json", time.perf_counter() + 100)
     commands = []
 
     def ran(command: list[str], **settings: Any) -> Any:
@@ -193,65 +321,21 @@ def test_tests_of_the_gpu_share_its_kernels_among_workers(
         return argparse.Namespace(stdout="1 failed, 2 passed, 3 errors in 4s", stderr="", returncode=1)
 
     monkeypatch.setattr(sections.subprocess, "run", ran)
-    monkeypatch.setattr(sections.importlib.util, "find_spec", lambda name: has_xdist or None)
-    assert sections._tests(100, report)["ours"] == 4 and found["tests/gpu"]["exit code"] == 1
-    assert ("-n" in commands[0]) == has_xdist
+    sections.tests_of_kernels(argparse.Namespace(record=record, machine=argparse.Namespace(rehearses=False)))
+    assert record.figures["tests"]["failed"] == 4 and record.figures["tests"]["counts"]["passed"] == 2
+    assert "-n" in commands[0] and str(sections.TESTS / sections.KERNEL_TESTS) in commands[0]
 
 
-def test_fewer_layers_where_the_disk_is_small_or_slow(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training, model = benchmark("_gpu_training"), benchmark("_gpu_model")
-    shape, job = model.SHAPES["2b"], training.JOBS["2b-disk"]
-    free = int(24 * shape.numel * 0.7)
-    monkeypatch.setattr(training.shutil, "disk_usage", lambda path: argparse.Namespace(free=free))
-    fast, slow = (training.Rates(rate, rate) for rate in (100e9, 1e9))
-    fitting = training._that_fits(job, shape, tmp_path, fast, 150.0)
-    assert 0 < fitting.num_layers < shape.num_layers and 24 * fitting.numel <= 0.9 * free
-    in_time = training._that_fits(job, shape, tmp_path, slow, 150.0)
+def test_fewer_layers_where_the_disk_is_small_or_slow(benchmark: Any) -> None:
+    sections, shape = benchmark("_gpu_sections"), benchmark("_gpu_model").SHAPES["2b"]
+    fast, slow = (sections.Rates(rate, rate) for rate in (100e9, 1e9))
+    room = int(24 * shape.numel * 0.7)
+    fitting = sections.that_fits(shape, 12.0, 2, room, fast, 150.0)
+    assert 0 < fitting.num_layers < shape.num_layers and 24 * fitting.numel <= 0.9 * room
+    in_time = sections.that_fits(shape, 12.0, 2, room, slow, 150.0)
     # Of 12 and 4 bytes per parameter read, and 12 written, eight times in half of that.
     assert 0 < in_time.num_layers < fitting.num_layers and 8 * 28 * in_time.numel / 1e9 <= 75
-    whole = training._that_fits(job, replace(shape, num_layers=2), tmp_path, fast, 150.0)
-    assert whole.num_layers == 2
-
-
-def test_a_section_whose_time_is_up_is_ended_and_leaves_a_row(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpu = benchmark("gpu")
-    monkeypatch.setattr(gpu, "limit_of", lambda name, machine: 0.01)
-    section = gpu.run_apart("bandwidth", gpu.parse(["--rehearse"]), tmp_path)
-    assert "ended after" in section["status"]
-    assert [row["ok"] for row in gpu.rows_of("bandwidth", section)] == [False]
-
-
-def test_without_a_gpu_it_says_so(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, result = benchmark("gpu"), tmp_path / "gpu.json"
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--group", "3", "--json", str(result)])
-    assert gpu.main() == 3
-    rows = json.loads(result.read_text())["rows"]
-    assert [row["name"] for row in rows] == ["2b-disk", "8b-disk"]
-    assert all(row["ok"] is None and row["theirs"] is None for row in rows)
-
-
-def test_without_the_native_library_it_says_how_to_build_it(
-    benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = benchmark("gpu")
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "find", lambda: argparse.Namespace(name="numba"))
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--group", "2", "--json", str(tmp_path / "gpu.json")])
-    assert gpu.main() == 3
-    assert "no native library here; python setup.py -q build_ext --inplace builds it" in capsys.readouterr().out
-
-
-def test_groups_fit_a_machine_that_is_lent_for_ten_minutes(benchmark: Any) -> None:
-    gpu = benchmark("gpu")
-    for group in gpu.GROUPS:
-        names = gpu.parse(["--group", str(group)]).sections
-        assert names and sum(gpu.SECTIONS[name].limit_s for name in names) <= 8 * 60
-    assert set(gpu.parse([]).sections) == set(gpu.SECTIONS)
+    assert sections.that_fits(replace(shape, num_layers=2), 12.0, 2, room, fast, 150.0).num_layers == 2
 
 
 # train_step.py
