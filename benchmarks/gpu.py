@@ -12,10 +12,14 @@ Needs 128 GiB of memory and 64 GiB of disk for all of it. Where the host has les
 section says so and is skipped; where the disk has less, its model has fewer layers. `--rehearse` runs every line of
 every section at toy size, without a GPU; its figures are worth nothing, and its file says so.
 
-DeepSpeed runs where it can be imported. For a machine without network, build its wheel beside:
-`DS_BUILD_OPS=0 pip wheel --no-deps -w wheels deepspeed==0.19.8 hjson py-cpuinfo`, carry `wheels`, and there
-`pip install --no-index --no-deps --target site wheels/*.whl`, then PYTHONPATH=.:site. It compiles its kernels at the
-first start, with g++, nvcc and ninja.
+DeepSpeed runs where it can be imported. For a machine without network, make the wheels on another one with the same
+version of Python, and torch:
+
+    DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation -w wheels deepspeed==0.19.8 hjson
+    pip download --only-binary=:all: -d wheels pydantic
+
+Carry `wheels` (5 MB), `pip install --no-index --no-deps --target site wheels/*.whl` there, and run with
+PYTHONPATH=.:site. It compiles its CPU kernel at the first start, with g++ and ninja.
 
 Ends with 3 where there is no GPU or no native library, and where a peer's rows are empty.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -35,6 +36,25 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / script), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_page_has_every_script_and_every_section_of_a_gpu(benchmark: Any) -> None:
+    page = (BENCHMARKS.parent / "docs" / "BENCHMARKS.md").read_text()
+    scripts, _, half_an_hour = page.partition("## Half an hour")
+    listed = re.findall(r"^\| `(\w+\.py)`", scripts, re.M)
+    assert sorted(listed) == sorted(path.name for path in BENCHMARKS.glob("[a-z]*.py"))
+    named = re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", half_an_hour, re.M)))
+    sections = benchmark("_gpu_sections").SECTIONS
+    assert sorted(named) == sorted(sections)
+    commands = [
+        line.partition("# ")[2]
+        for line in half_an_hour.splitlines()
+        if line.startswith("python3 benchmarks/gpu.py --until")
+    ]
+    in_turn = re.findall(r"[\w-]+", " ".join(commands).replace("then", ""))
+    assert in_turn == [*sections]
+    for command in commands[:-1]:
+        assert sum(sections[name].limit_s for name in re.findall(r"[\w-]+", command)) <= 9 * 60
 
 
 # gpu.py
