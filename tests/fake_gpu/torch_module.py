@@ -82,7 +82,9 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_properties(device: Device = None) -> Any:
-    return types.SimpleNamespace(name=get_device_name(device), total_memory=int(call("memory_limit", _index(device))))
+    index = _index(device)
+    total = int(call("memory_limit", index))
+    return types.SimpleNamespace(name=get_device_name(index), total_memory=total, uuid=f"fake-gpu-{index}")
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

@@ -322,7 +322,12 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) { m.impl("native_dropout", &native_dropout); }
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("native_dropout", &native_dropout);
+  // Torch would compose these of others, whose bits differ from those of the CPU's kernels.
+  for (const char* name : {"native_layer_norm", "native_layer_norm_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fall_back>());
+}
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>()); }
 
