@@ -1,4 +1,4 @@
-"""Where states rest never changes a bit, whatever the device runs late: placements, precisions, overlaps, activations."""
+"""No placement changes a bit, whatever the device runs late: precisions, overlaps, activations on tiers."""
 
 from __future__ import annotations
 
