@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_offload import device, native, probe
+from zero_offload import device, native, probe, rates
+from zero_offload.accelerators import ACCELERATORS
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.device_memory import read_memory
 from zero_offload.errors import CapacityError, ZeroOffloadError
@@ -80,7 +81,7 @@ def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
     """Every check of this machine and of the given directories."""
     checks = [_check_python(), _check_torch(), _check_native(), _check_kernels(), _check_compiler(), _check_cores()]
     checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_moving_pages()]
-    checks += [_check_io_uring(), _check_device()]
+    checks += [_check_io_uring(), _check_device(), *_check_rates()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
     return tuple(checks)
@@ -184,6 +185,27 @@ def _check_device() -> Check:
         margin = format_bytes(margin_bytes(memory.total, 1))
         detail += f"; parameters may take what a first step leaves of it, less {margin}, or device_memory"
     return Check("device", Status.OKAY, detail)
+
+
+def _check_rates() -> Iterator[Check]:
+    """What plans know of the GPU."""
+    compute = device.compute_device()
+    if compute.is_host:
+        return
+    table = rates.load().device(compute.name)
+    if not table:
+        fix = "zero-offload bench --device"
+        yield Check("device rates", Status.OKAY, "not measured: plans assume those of a published run", fix)
+        return
+    trains = max(table["training_flops"].values()) / 1e12
+    copies = table["both_bytes_per_s"] / 1e9
+    detail = f"measured {table['taken']}: trains at {trains:.3g} TFLOPS, copies {copies:.3g} GB/s each way"
+    if table["host_memory"] == "pageable":
+        registry = ACCELERATORS[compute.torch_device.type].host_memory
+        fix = f"{registry.advice}; then zero-offload bench --device" if registry is not None else ""
+        yield Check("device rates", Status.WARNING, f"{detail}, through pageable memory: the driver pinned none", fix)
+        return
+    yield Check("device rates", Status.OKAY, detail)
 
 
 def _check_directory(path: Path) -> Iterator[Check]:

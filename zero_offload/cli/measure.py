@@ -55,7 +55,7 @@ def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
     drives = {_drive_of(directory): _taken() | drive_rates(directory) for directory in directories}
     device = compute_device()
     if not device.is_host:
-        measure_gpu(device)
+        measure_gpu(device, _COPY_BYTES)
     rates = load()
     if device.is_host:
         precision, dtype_name = config.numerics.compute, config.compute_dtype_name
@@ -64,7 +64,7 @@ def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
     save(replace(rates, drives=rates.drives | drives))
 
 
-def measure_gpu(device: Device, nbytes: int = _COPY_BYTES) -> Table:
+def measure_gpu(device: Device, nbytes: int) -> Table:
     """Take a GPU's figures, with copies of so many bytes, and those of its host's update; remember them, and return
     the GPU's."""
     table = _taken() | device_rates(device, nbytes)

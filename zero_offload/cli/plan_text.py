@@ -78,6 +78,7 @@ def as_text(report: Report) -> str:
     where = f" in {_count(request.cluster.nodes, 'machine')}" if request.cluster.nodes > 1 else ""
     lines = [
         f"{request.model}: {report.num_parameters:,} parameters in {len(request.work)} units on {ranks}{where}",
+        *_device_lines(request),
         *_placement_lines(report),
         "bytes of one rank:",
         memory.table(),
@@ -87,6 +88,12 @@ def as_text(report: Report) -> str:
         *_interval_lines(report),
     ]
     return "\n".join(lines)
+
+
+def _device_lines(request: Request) -> Iterator[str]:
+    if request.gpu_here is not None:
+        name, free_bytes = request.gpu_here
+        yield f"on this machine's {name}, {format_bytes(free_bytes)} free"
 
 
 def _placement_lines(report: Report) -> Iterator[str]:

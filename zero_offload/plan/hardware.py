@@ -336,4 +336,4 @@ def default_machine(
         )
     preset = gpu_of_device(device_name)
     found = share_of_rank(preset or "rtx4090", drives, cluster, dtype)
-    return found if preset else replace(found, source=f"{found.source}: {device_name} is not known here")
+    return found if preset else replace(found, source=f"{device_name} is not known here, so as if {found.source}")
