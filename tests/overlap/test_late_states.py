@@ -534,6 +534,7 @@ def two_groups(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("states", ["fp32", "bf16", "compact"])
+@pytest.mark.parametrize("grads", ["device", "cpu"])
 @pytest.mark.parametrize(
     ("make", "skipped", "launches"),
     [
@@ -552,6 +553,7 @@ def test_small_parameters_are_updated_together(
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer],
     skipped: int,
     launches: int,
+    grads: Any,
     states: Any,
 ) -> None:
     """Torch's operations take as many launches for a small one. All that rests has the host's bits, padding too."""
@@ -562,7 +564,7 @@ def test_small_parameters_are_updated_together(
     for device in (HostDevice(), LateDevice()):
         compute_on(device)
         config = zo.OffloadConfig(
-            params="device", grads="device", optimizer="device", precision=zo.Precision(compute="bf16", states=states)
+            params="device", grads=grads, optimizer="device", precision=zo.Precision(compute="bf16", states=states)
         )
         model = zo.offload(Small(), config)
         optimizer = make(list(model.parameters()))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -77,9 +78,11 @@ class DevicePass:
                 first, last = begin + piece.begin, begin + piece.end
                 for rule, segments in section.segments.items():
                     tensors = _tensors(section, arrays, STATES[rule], piece, (begin, end))
-                    cut = cut_segments(segments, first, first, last).tolist()
-                    for row in _joined(rule, cut) if section.grads.on_device else cut:
-                        update_on_device(rule, tensors, Segment(*row))
+                    found = [Segment(*row) for row in cut_segments(segments, first, first, last).tolist()]
+                    if not has_device_update(piece.grad):
+                        found = _joined(rule, found, piece.grad)
+                    for each in found:
+                        update_on_device(rule, tensors, each)
         self._await_uploads(0)
         self._store.finish_update(section.shard)
         section.grads.release()
@@ -133,7 +136,7 @@ def _runs(section: SectionUpdate) -> Iterator[range]:
 
 
 def _together(pieces: Sequence[GradPiece]) -> Iterator[GradPiece]:
-    """Neighbours as one, with zeros for the padding between them."""
+    """Neighbours as one, with anything for the padding between them."""
     group: list[GradPiece] = []
     for piece in pieces:
         if group and not (
@@ -151,28 +154,32 @@ def _together(pieces: Sequence[GradPiece]) -> Iterator[GradPiece]:
 def _as_one(group: Sequence[GradPiece]) -> GradPiece:
     if len(group) == 1:
         return group[0]
-    zeros = group[0].grad.new_zeros(ALIGN_NUMEL)
+    padding = group[0].grad.new_empty(ALIGN_NUMEL)
     parts, end = [], group[0].begin
     for piece in group:
-        parts += [zeros[: piece.begin - end], piece.grad]
+        parts += [padding[: piece.begin - end], piece.grad]
         end = piece.end
     return GradPiece(group[0].begin, end, torch.cat(parts))
 
 
-def _joined(rule: Rule, segments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Rows of a SegmentArray; neighbours with the same hyperparameters as one, with the padding between them.
-
-    There values, states and gradients are zero, and these rules keep them so.
-    """
-    found: list[tuple[Any, ...]] = []
-    for row in segments:
-        hyper = Segment(*row)
-        keeps_zeros = rule is not Rule.ADAGRAD and (hyper.eps > 0 or rule not in _DIVIDES_BY_EPS)
-        if found and keeps_zeros and row[2:] == found[-1][2:] and row[0] - found[-1][1] < ALIGN_NUMEL:
-            found[-1] = (found[-1][0], *row[1:])
+def _joined(rule: Rule, segments: Sequence[Segment], grad: torch.Tensor) -> list[Segment]:
+    """Neighbours that share their hyperparameters as one, with the padding between them: values and states are zero
+    there, and these rules keep them so, since the padding of `grad` becomes zero."""
+    found: list[Segment] = []
+    for each in segments:
+        before = found[-1] if found else None
+        keeps_zeros = rule is not Rule.ADAGRAD and (each.eps > 0 or rule not in _DIVIDES_BY_EPS)
+        if (
+            before is not None
+            and keeps_zeros
+            and each.begin - before.end < ALIGN_NUMEL
+            and replace(each, begin=before.begin, end=before.end) == before
+        ):
+            grad[before.end : each.begin].zero_()
+            found[-1] = replace(before, end=each.end)
         else:
-            found.append(row)
-    return iter(found)
+            found.append(each)
+    return found
 
 
 def _tensors(

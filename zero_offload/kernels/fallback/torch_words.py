@@ -32,10 +32,12 @@ def fma(a: Any, b: Any, c: Any) -> Any:
     total = product + addend
     other = total - product
     rest = (product - (total - other)) + (addend - other)
-    word = total.view(torch.int64)
-    is_even_and_inexact = (rest.abs() > 0) & (word & 1 == 0)
-    toward_rest = ((rest > 0) == (total > 0)).to(torch.int64) * 2 - 1
-    return (word + toward_rest * is_even_and_inexact).view(torch.float64).to(torch.float32)
+    # Rounded to odd: cut off toward zero, then the last bit is set where anything was cut off. In few launches: a
+    # product of the two has the sign of whether they differ in theirs, and is neither above nor below zero for NaN.
+    apart = total * rest
+    is_less = apart < 0
+    cut = torch.add(total.view(torch.int64), is_less, alpha=-1)
+    return (cut | (is_less | (apart > 0))).view(torch.float64).to(torch.float32)
 
 
 def sqrt(x: Any) -> Any:
