@@ -150,7 +150,7 @@ class Call {
       size_t num_outs = replace_outs(op.schema(), stack);
       if (op.schema().name() == "aten::native_layer_norm_backward") widen_statistics(stack);
       try {
-        op.callBoxed(stack);
+        call(op, stack);
       } catch (const c10::Error& error) {
         throw std::runtime_error(op.schema().name() + ": " + error.what_without_backtrace());
       }
@@ -195,6 +195,12 @@ class Call {
       if (stack[i].isTensor()) stack[i] = stack[i].toTensor().to(dtype);
   }
 
+  // Torch 2.11 reads results that are arguments once more after the stack has dropped them, so something else owns them.
+  static void call(const c10::OperatorHandle& op, Values& stack) {
+    Values arguments = stack;
+    op.callBoxed(stack);
+  }
+
   // Results by the meta kernel, which raises what is wrong with the arguments.
   Values shapes() {
     PlainKernels plain;
@@ -209,7 +215,7 @@ class Call {
         stack.push_back(with_tensors(value, on_meta));
     }
     replace_outs(schema_, stack);
-    op_.callBoxed(stack);
+    call(op_, stack);
     return stack;
   }
 
