@@ -1,7 +1,7 @@
-"""What was measured on this machine, remembered: CPU, drives and GPUs, for whoever predicts a step here.
+"""What was measured on this machine, remembered: CPU, drives and GPUs. Plans of this machine use it.
 
 Owns the file, `rates.json` in the user's cache directory (`$XDG_CACHE_HOME/zero_offload`, by default
-`~/.cache/zero_offload`), which says when each figure was taken; whatever cannot be read there is as if it were not.
+`~/.cache/zero_offload`), which says when each figure was taken. A file that cannot be read is as if it were not there.
 Never measures. The calls: `load`, `save`; `with_measured` for a machine's GPU.
 """
 
@@ -49,7 +49,7 @@ def load() -> Rates:
             host, flops, drives = (dict(found[name]) for name in ("host", "flops", "drives"))
             return Rates(host, flops, drives, dict(found.get("devices", {})))
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # never written, of another version, or damaged: it is measured anew when somebody asks
+        pass  # never written, of another version, or damaged: it is measured anew when asked for
     return Rates()
 
 

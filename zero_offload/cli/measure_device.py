@@ -2,7 +2,7 @@
 
 Owns how each is timed. Copies go the runtime's way: through the two copy lanes, from host memory that it registers.
 Sizes grow until a call takes `CALL_S`, so that launches do not count, up to those of a large model. The calls:
-`device_rates` for all of a GPU, `block_flops` and `median_s` for whoever times something else.
+`device_rates` for all of a GPU; `block_flops` and `median_s` serve `measure` too.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class Machine:
     drive_lost_s: float = 0.0
     """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
-    """Where the figures come from, for whoever reads a prediction."""
+    """Where the figures come from: shown with each prediction."""
 
     def faster(self, lane: Lane, factor: float) -> Machine:
         """The same with one lane sped up. A drive that takes turns is one lane."""

@@ -121,7 +121,7 @@ class Spans:
         self.on = False
 
     def open(self, lane: Lane, name: str) -> Opened | None:
-        """This thread begins something; None where nobody records."""
+        """This thread begins something; None while neither records."""
         return Opened(lane, name) if self.on or profiler._is_profiler_enabled else None
 
     def close(self, opened: Opened | None, name: str = "") -> None:
