@@ -54,7 +54,7 @@ class _CudaHostMemory:
 
 
 def _generic_event(device: torch.device, timed: bool) -> torch.Event:
-    # torch before 2.15 ignores `blocking` here.
+    # torch up to 2.14 ignores `blocking` here.
     return torch.Event(device, enable_timing=timed, blocking=True)
 
 

@@ -352,7 +352,8 @@ class AcceleratorDevice:
     def _tell_pinned(self, nbytes: int) -> None:
         told, self._pinned_bytes = self._pinned_bytes // PIN_PIECE_BYTES, self._pinned_bytes + nbytes
         done, of = self._pinned_bytes, self._pin_bytes
-        if of >= PIN_TOLD_BYTES and done // PIN_PIECE_BYTES > told:
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a machine pin alike
+        if is_first and of >= PIN_TOLD_BYTES and done // PIN_PIECE_BYTES > told:
             progress = f"{done // GIB} of {max(of, done) // GIB} GiB"
             print(f"zero_offload: pinning {format_bytes(max(of, done))} of CPU memory: {progress}", file=sys.stderr)
 

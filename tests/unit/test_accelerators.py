@@ -14,7 +14,7 @@ CUDA = ACCELERATORS["cuda"]
 
 
 def test_the_host_sleeps_while_it_waits_for_an_event_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.Event ignores that it is asked to, in all versions before 2.15, and a core would spin."""
+    """torch.Event ignores that it is asked to, up to 2.14, and a core would spin."""
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **settings: asked.append(settings))
     for timed in (True, False):

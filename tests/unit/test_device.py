@@ -178,10 +178,19 @@ def test_large_memory_is_registered_in_pieces_with_progress(gpus: _Gpus, capsys:
     assert not gpus.registered
 
 
-def test_little_memory_is_registered_in_silence(gpus: _Gpus, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("local_rank", "nbytes"), [("0", 20 * GIB), ("1", 100 * GIB)])
+def test_little_memory_and_that_of_other_ranks_is_registered_in_silence(
+    gpus: _Gpus,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    local_rank: str,
+    nbytes: int,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
     found = AcceleratorDevice("cuda")
-    found.will_pin(20 * GIB)
-    found.pin(1 << 40, 20 * GIB)
+    found.will_pin(nbytes)
+    found.pin(1 << 40, nbytes)
+    assert sum(gpus.registered.values()) == nbytes
     assert capsys.readouterr().err == ""
 
 
