@@ -290,13 +290,15 @@ class Residency:
             except torch.OutOfMemoryError:
                 self._note_refusal()
                 # With several ranks a unit leaves on all of them.
-                if not self._is_alone or not self._evict_some():
+                if not self._is_alone or (self._is_refused and not self._evict_some()):
                     raise
 
     def _note_refusal(self) -> None:
+        """The device had no memory for a unit: several ranks lower their limits when they next agree."""
         self._is_refused = True
         if self._is_alone and self.room is not None:
             self.room.ran_out()
+            self._shrink()
 
     def _shrink(self) -> None:
         """The limit has fallen: units above it leave, those in use apart."""

@@ -8,13 +8,13 @@ limit only falls:
 * inputs are larger than before: by what the measured activations grow in proportion, before the forward runs;
 * the allocator reserves more than half of the margin, or another process does: until the margin is whole;
 * a step departs from the schedule: half of what was gained goes, since its peak may be another one;
-* the device runs out of memory: all of it goes; where only a prefetch did, what it would have taken.
+* the device runs out of memory: all of it goes; where only a prefetch did, what leaves a margin again.
 
 Parameters that are only evaluated are measured by one forward; training measures anew. Ranks that gather from each
 other evict alike, so they agree on the least of their limits as each forward of training begins.
 
 The calls: `begin` with each outermost forward, and `settle` once the units above a fallen limit have left; `stepped` at
-each update; `ran_out` where memory for a prefetch was refused; `measure` when units are added.
+each update; `ran_out` where memory for a unit was refused; `measure` when units are added.
 """
 
 from __future__ import annotations
@@ -118,11 +118,15 @@ class DeviceRoom:
             self._allocated = memory.allocated
 
     def ran_out(self) -> None:
-        """Memory for a unit that is fetched ahead was refused, and nothing was lost by it."""
-        memory = read_memory(self._device)
-        self._num_ooms = 0 if memory is None else memory.num_ooms
-        self._fall(self._budget.taken, "the device ran out of memory in a prefetch", is_told=True)
-        self._budget.limit_to(self._budget.taken)
+        """Memory for a unit was refused, and nothing was lost by it; units above the limit are to leave now.
+
+        What is not free any more is so for activations, too, which cannot wait.
+        """
+        memory, count = read_memory(self._device), self._budget.taken
+        if memory is not None:
+            self._num_ooms = memory.num_ooms
+            count -= _frames(margin_bytes(memory.total, self._num_ranks))
+        self._budget.limit_to(self._fall(count, "the device ran out of memory in a prefetch", is_told=True))
 
     def _limit(self, memory: DeviceMemory, kind: str, num_elements: int, *, has_departed: bool) -> int:
         """Frames."""

@@ -194,16 +194,19 @@ def test_an_out_of_memory_in_the_first_step_is_measured_again(machine: Machine) 
     assert machine.step(0) == LEAST + 9
 
 
-def test_a_refused_prefetch_leaves_what_is_there(machine: Machine) -> None:
-    machine.step(16 * FRAME)
+def test_a_refused_prefetch_makes_the_margin_whole(machine: Machine) -> None:
+    frames = -(-MARGIN // FRAME)
+    units: Any = [_Unit()] * frames
+    machine.room._units = units
+    machine.step(2 * frames * FRAME)
     machine.step(0)
-    machine.budget.take(9)
+    machine.budget.take(frames + 9)
     machine.memory = machine.memory._replace(num_ooms=1)
     with pytest.warns(UserWarning, match="in a prefetch"):
         machine.room.ran_out()
     assert machine.budget.frame_limit == 9
+    machine.budget.give_back(frames)
     assert machine.step(0) == machine.step(0) == 9, "counted twice"
-    machine.budget.give_back(7)
     machine.room.ran_out()
     assert machine.budget.frame_limit == LEAST
 
