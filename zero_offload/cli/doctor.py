@@ -182,7 +182,7 @@ def _check_io_uring() -> Check:
 def _check_device() -> Check:
     detail, memory = device.describe_device(), read_memory(device.compute_device().torch_device)
     if memory is not None:
-        margin = format_bytes(margin_bytes(memory.total, 1))
+        margin = format_bytes(margin_bytes(memory.total, 1, is_measured=True))
         detail += f"; parameters may take what a first step leaves of it, less {margin}, or device_memory"
     return Check("device", Status.OKAY, detail)
 

@@ -54,9 +54,9 @@ WORKSPACE_BYTES = 4 * (32 << 20)
 """For cuBLAS, which takes a workspace for each handle and stream: 32 MiB on Hopper, 4 MiB before (cuBLAS reference,
 `cublasSetWorkspace`). Forward and backward have a thread each, so a handle each, and a program may add a stream."""
 COMMUNICATORS = 3
-COMMUNICATOR_BYTES = 32 * (10 << 20)
-"""Of one NCCL communicator: 10 MiB in each of up to 32 channels (NVIDIA/nccl#1685). Gathers, reductions and sums over
-replicas have one each, and connect on first use, outside of torch's allocator."""
+"""Gathers, reductions and sums over replicas have one of NCCL's each, which connects on first use."""
+COMMUNICATOR_BYTES = 688 * 10**6
+"""Of one, outside of torch's allocator: measured on 4 A100 with NVLink, 544 MB on 2 (NVIDIA/nccl#964)."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _kept_params_bytes(
     arriving = _arriving(units, placement, partition)
     in_flight = sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
     whole = plan.budget.device_bytes
-    margin = margin_bytes(whole, partition.world_size) if config.device_memory is None else 0
+    margin = margin_bytes(whole, partition.world_size, is_measured=False) if config.device_memory is None else 0
     return max(min(sum(arriving), in_flight + plan.left_bytes(Tier.DEVICE) - margin), min(in_flight, whole))
 
 
@@ -305,10 +305,13 @@ def activations_ahead_bytes(config: OffloadConfig, budget: Budget) -> int:
     return min(ACTIVATIONS_AHEAD_BYTES, budget.device_bytes // ACTIVATIONS_AHEAD_SHARE) * leave
 
 
-def margin_bytes(total_bytes: int, num_ranks: int) -> int:
-    """What stays free of a device's memory beside the peak that was measured: for what comes later, or unevenly."""
-    communicators = COMMUNICATORS * COMMUNICATOR_BYTES * (num_ranks > 1)
-    return total_bytes // MARGIN_SHARE + WORKSPACE_BYTES + communicators
+def margin_bytes(total_bytes: int, num_ranks: int, *, is_measured: bool) -> int:
+    """What parameters leave free of a device's memory beside the peak of all else: for what comes later, or unevenly.
+
+    `is_measured`: after a step, whose communicators have their memory already. One more may connect.
+    """
+    communicators = (1 if is_measured else COMMUNICATORS) * (num_ranks > 1)
+    return total_bytes // MARGIN_SHARE + WORKSPACE_BYTES + communicators * COMMUNICATOR_BYTES
 
 
 def ring_bytes(unit_bytes: Iterable[int]) -> int:

@@ -130,7 +130,7 @@ def _room_bytes(job: Job, placement: Placement, costs: Sequence[UnitCosts], mach
     else:
         whole = placement.budget.device_bytes
         activations = device_activation_bytes(job.work, job.config, job.batch)
-        budget = whole - activations - margin_bytes(whole, job.partition.world_size)
+        budget = whole - activations - margin_bytes(whole, job.partition.world_size, is_measured=False)
     resting = 0
     for unit, at, cost in zip(job.units, placement.tiers, costs, strict=True):
         if not machine.is_host:

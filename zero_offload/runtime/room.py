@@ -125,7 +125,7 @@ class DeviceRoom:
         memory, count = read_memory(self._device), self._budget.taken
         if memory is not None:
             self._num_ooms = memory.num_ooms
-            count -= _frames(margin_bytes(memory.total, self._num_ranks))
+            count -= _frames(margin_bytes(memory.total, self._num_ranks, is_measured=True))
         self._budget.limit_to(self._fall(count, "the device ran out of memory in a prefetch", is_told=True))
 
     def _limit(self, memory: DeviceMemory, kind: str, num_elements: int, *, has_departed: bool) -> int:
@@ -142,7 +142,7 @@ class DeviceRoom:
             self._kind, self._has_grown, self._is_new = kind, False, True
             self._num_steps, self._num_elements = 0, num_elements
             return budget.least
-        margin = margin_bytes(memory.total, self._num_ranks)
+        margin = margin_bytes(memory.total, self._num_ranks, is_measured=True)
         spare = memory.free + memory.reserved - memory.peak - margin
         if not self._has_grown:
             if kind == self._kind and (kind != "grad" or self._num_steps):

@@ -18,7 +18,7 @@ from zero_offload.types import FRAME, GIB
 
 UNITS, LEAST = 20, 6
 TOTAL = 24 * GIB
-MARGIN = margin_bytes(TOTAL, 1)
+MARGIN = margin_bytes(TOTAL, 1, is_measured=True)
 
 
 @dataclass(frozen=True)
