@@ -52,7 +52,7 @@ def test_a_plan_predicts_a_step_of_models_on_meta_too(tmp_path: Path) -> None:
     few, many = (zo.plan(model, config, tokens=tokens) for tokens in (256, 65536))
     assert 0 < few.predicted_step_s < many.predicted_step_s
     assert many.bottleneck == "compute"
-    assert f"predicted step: {many.predicted_step_s:.3g} s, bound by compute (defaults for a CPU" in many.table()
+    assert f"predicted step: {many.predicted_step_s:.3g} s, bound by compute\nrates: defaults for a CPU" in many.table()
     with pytest.raises(zo.ConfigError, match="tokens=0"):
         zo.plan(model, config, tokens=0)
 

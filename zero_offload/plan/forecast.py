@@ -124,5 +124,5 @@ class Plan(MemoryPlan):
         return cls(**values, predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
 
     def table(self) -> str:
-        seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck} ({self.rates})"
+        seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck}\nrates: {self.rates}"
         return f"{super().table()}\n{seconds}"

@@ -296,7 +296,7 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = 
         drive_takes_turns=drives.takes_turns,
         network_bytes=network * GB if cluster.ranks > 1 else 0.0,
         source=f"{name} computes at {share.of_peak:g} of its {tflops:g} TFLOPS{assumed} (a published run: "
-        f"{share.run}); its memory and links and its {gpu.host} at {STREAM_SHARE:g} of data sheets, not measured",
+        f"{share.run}); memory, links and a {gpu.host} at {STREAM_SHARE:g} of data sheets, not measured",
     )
 
 
