@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 TYPE = "fakegpu"
+STREAMS_PER_DEVICE = 20
+"""As in csrc/device.h."""
 
 
 class Policy(enum.IntEnum):
@@ -70,6 +72,10 @@ def load() -> None:
     torch._register_device_module(TYPE, torch_module)
     torch.utils.generate_methods_for_privateuse1_backend()
     _tell_zero_offload()
+    if torch.distributed.is_available():
+        from tests.fake_gpu import collectives
+
+        collectives.register()
 
 
 class _HostMemory:

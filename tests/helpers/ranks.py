@@ -90,8 +90,10 @@ class RankPool:
 
     JOBS_MAX = 50
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, on_device: bool = False) -> None:
+        """With `on_device` ranks compute on the fake GPU, each on one of its own."""
         self._world_size = world_size
+        self._on_device = on_device
         self._start()
 
     def _start(self) -> None:
@@ -105,7 +107,7 @@ class RankPool:
         self.processes: list[BaseProcess] = []
         for rank in range(self._world_size):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self._world_size, store, theirs))
+            process = context.Process(target=_serve, args=(rank, self._world_size, store, theirs, self._on_device))
             process.start()
             theirs.close()
             self.connections.append(mine)
@@ -158,18 +160,25 @@ class RankPools:
 
 
 @contextmanager
-def gloo_group(rank: int, world_size: int, store: str) -> Iterator[None]:
+def gloo_group(rank: int, world_size: int, store: str, backend: str = "gloo") -> Iterator[None]:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
-    with gloo_group(rank, world_size, store):
+def _serve(rank: int, world_size: int, store: str, connection: Connection, on_device: bool) -> None:
+    backend = "gloo"
+    if on_device:
+        from tests.fake_gpu import device
+
+        device.load()
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{device.TYPE}:{device.TYPE}"
+    with gloo_group(rank, world_size, store, backend):
         while True:
             try:
                 job, args = connection.recv()

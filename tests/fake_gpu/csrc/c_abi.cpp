@@ -47,13 +47,20 @@ void fake_gpu_memory_stats(int device, int64_t* values) {
 void fake_gpu_reset_peak(int device) { reset_peak(device); }
 void fake_gpu_empty_cache() { empty_cache(); }
 
-// `sent` and `received` are host memory, which Python keeps.
-void* fake_gpu_launch_exchange(int stream, uintptr_t source, void* sent, size_t sent_bytes, uintptr_t target,
-                               const void* received, size_t received_bytes) {
-  std::vector<Span> spans{{source, source + sent_bytes, false}, {target, target + received_bytes, true}};
-  return new std::shared_ptr<Exchange>(launch_exchange(
-      stream, "collective", spans, [=] { std::memcpy(sent, reinterpret_cast<void*>(source), sent_bytes); },
-      [=] { std::memcpy(reinterpret_cast<void*>(target), received, received_bytes); }));
+// A source inside of the target is in its place already, unless it is all of it.
+void* fake_gpu_launch_exchange(int stream, uintptr_t source, size_t sent_bytes, uintptr_t target,
+                               size_t received_bytes) {
+  uintptr_t source_end = source + sent_bytes, target_end = target + received_bytes;
+  std::vector<Span> targets{{target, target_end, true}};
+  if (target <= source && source_end <= target_end && sent_bytes < received_bytes)
+    targets = {{target, source, true}, {source_end, target_end, true}};
+  return new std::shared_ptr<Exchange>(launch_exchange(stream, {source, source_end, false}, targets));
+}
+void* fake_gpu_exchange_sent(void* exchange) {
+  return (*static_cast<std::shared_ptr<Exchange>*>(exchange))->sent.data();
+}
+void* fake_gpu_exchange_received(void* exchange) {
+  return (*static_cast<std::shared_ptr<Exchange>*>(exchange))->received.data();
 }
 int fake_gpu_exchange_is_read(void* exchange) { return is_read(**static_cast<std::shared_ptr<Exchange>*>(exchange)); }
 void fake_gpu_fetch_exchange(void* exchange) { fetch(**static_cast<std::shared_ptr<Exchange>*>(exchange)); }

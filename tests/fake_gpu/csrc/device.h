@@ -63,16 +63,19 @@ void launch_upload(Stream stream, Span source, Span target, std::function<void()
 // `run` gets the memory to fill in place of the target: bytes come to the target when the host knows of them.
 void launch_download(Stream stream, Span source, Span target, std::function<void(void*)> run);
 
-// An exchange with other processes: `read` fetches what is sent, somebody outside sends and receives it, and says so by
-// `finish`; then `write` runs. Other processes may need what is sent before this one waits for anything: `fetch`.
+// An exchange with other processes. The stream copies `source` to `sent`; a thread outside sends it, fills `received`
+// and calls `finish`; then the stream copies `received` to the targets. Other processes may need what is sent before this
+// one waits for anything: `fetch`.
 struct Exchange {
+  std::vector<char> sent;
+  std::vector<char> received;
   Stream stream;
   uint64_t read_position = 0;
   bool is_read = false;
   bool is_finished = false;
 };
-std::shared_ptr<Exchange> launch_exchange(Stream stream, const std::string& name, const std::vector<Span>& spans,
-                                          std::function<void()> read, std::function<void()> write);
+// With several `targets`, `received` has what lies between them too.
+std::shared_ptr<Exchange> launch_exchange(Stream stream, Span source, const std::vector<Span>& targets);
 bool is_read(const Exchange& exchange);
 void fetch(const Exchange& exchange);
 void finish(Exchange& exchange);

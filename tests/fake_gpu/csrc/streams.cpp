@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstring>
 #include <utility>
 
 namespace fake_gpu {
@@ -135,23 +136,30 @@ void launch(Stream stream, const std::string& name, const std::vector<Span>& spa
   launch_locked(stream, name, spans, std::move(item));
 }
 
-std::shared_ptr<Exchange> launch_exchange(Stream stream, const std::string& name, const std::vector<Span>& spans,
-                                          std::function<void()> read, std::function<void()> write) {
+std::shared_ptr<Exchange> launch_exchange(Stream stream, Span source, const std::vector<Span>& targets) {
   Lock lock(state().mutex);
   state().counts[k_exchanges]++;
   auto exchange = std::make_shared<Exchange>();
   exchange->stream = stream;
+  exchange->sent.resize(source.end - source.begin);
+  exchange->received.resize(targets.back().end - targets.front().begin);
   QueuedItem reading, writing;
-  reading.run = [exchange, read = std::move(read)] {
-    read();
+  reading.run = [exchange, source] {
+    std::memcpy(exchange->sent.data(), reinterpret_cast<void*>(source.begin), exchange->sent.size());
     exchange->is_read = true;
   };
-  writing.run = std::move(write);
+  writing.run = [exchange, targets] {
+    for (const Span& target : targets)
+      std::memcpy(reinterpret_cast<void*>(target.begin), &exchange->received[target.begin - targets.front().begin],
+                  target.end - target.begin);
+  };
   writing.exchange = exchange;
-  exchange->read_position = launch_locked(stream, name, spans, std::move(reading));
+  std::vector<Span> spans = targets;
+  spans.push_back(source);
+  exchange->read_position = launch_locked(stream, "collective", spans, std::move(reading));
   enqueue_locked(stream, std::move(writing));
-  // The whole of it touches the memory, until its last part is over.
-  remember_locked(stream, name, spans);
+  // It uses all of them until its second part is over.
+  remember_locked(stream, "collective", spans);
   return exchange;
 }
 
