@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
 from zero_offload.deferred.recipe import TEMPORARY_BYTES
@@ -89,7 +88,7 @@ def move_in(
     every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
     """
     params = dict(model.named_parameters())
-    views = WeakIdKeyDictionary()
+    views: dict[int, nn.Parameter] = {}  # by id: with a weak reference to it no parameter can be swapped back
     left_out: dict[int, Recipe] = {}
     for unit in units:
         for section in unit.sections:
@@ -100,15 +99,15 @@ def move_in(
             with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
                 for piece, param in members.items():
                     view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
-                    views[param] = _as_view(param, view)
-                    unit.params.append(views[param])
+                    views[id(param)] = made = _as_view(param, view)
+                    unit.params.append(made)
                     if (recipe := recipe_of(param)) is not None and recipe.is_skipped:
-                        left_out[id(views[param])] = recipe
+                        left_out[id(made)] = recipe
     for module in model.modules():
         for name, registered in list(module._parameters.items()):
-            if registered is not None and views.get(registered, registered) is not registered:
+            if registered is not None and views.get(id(registered), registered) is not registered:
                 undo.callback(module._parameters.__setitem__, name, registered)
-                setattr(module, name, views[registered])
+                setattr(module, name, views[id(registered)])
     return left_out
 
 

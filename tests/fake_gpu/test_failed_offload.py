@@ -1,0 +1,66 @@
+"""An error in `zo.offload` when parameters are on the device already: they come back, the same objects."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+import zero_offload as zo
+from tests.fake_gpu import device
+from tests.fake_gpu.device import TYPE, Policy
+from tests.helpers.models import TinyLM, build, tokens_of
+
+offload_module = importlib.import_module("zero_offload.offload")
+move_in_module = importlib.import_module("zero_offload.move_in")
+
+
+class FullError(zo.CapacityError):
+    """Of the test's."""
+
+
+class Refusing:
+    """Does what another function does, until it is called so often."""
+
+    def __init__(self, does: Any, calls: int) -> None:
+        self._does, self._calls = does, calls
+
+    def __call__(self, *args: Any, **settings: Any) -> Any:
+        self._calls -= 1
+        if self._calls == 0:
+            raise FullError("nothing is left")
+        return self._does(*args, **settings)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "calls"),
+    [
+        (move_in_module, "_write_values", 3),  # the first two sections are there
+        (move_in_module, "_as_view", 7),
+        (offload_module, "OffloadedModel", 1),
+        (offload_module, "guard", 2),
+        (offload_module, "trim_heap", 1),
+    ],
+)
+def test_parameters_come_back_and_the_next_call_works(
+    module: Any, name: str, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(TinyLM)
+    before = {name: (param, param.detach().clone()) for name, param in model.named_parameters()}
+    config = zo.OffloadConfig(params="cpu", optimizer="device", precision="fp32")
+    device.policy(Policy.LATE)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, Refusing(getattr(module, name), calls))
+        with pytest.raises(FullError):
+            zo.offload(model, config)
+    for name, param in model.named_parameters():
+        assert param is before[name][0] and param.device.type == "cpu" and type(param) is torch.nn.Parameter
+        assert torch.equal(param, before[name][1])
+    zo.offload(model, config)
+    assert all(param is before[name][0] for name, param in model.named_parameters())
+    loss = model(tokens_of(0).to(TYPE))
+    loss.backward()
+    assert loss.isfinite().item()
+    zo.close(model)
