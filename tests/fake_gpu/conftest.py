@@ -57,3 +57,9 @@ def gpu() -> Iterator[None]:
     device.synchronize()
     assert device.take_races() == []
     device.reset()
+
+
+@pytest.fixture
+def late(gpu: None) -> None:
+    """Nothing runs before somebody waits for it."""
+    device.policy(device.Policy.LATE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import importlib
 from collections import Counter
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ import torch
 from tests.fake_gpu import library
 from tests.fake_gpu.build import build
 from tests.fake_gpu.library import call, is_loaded
+from zero_offload.device import HostDevice
 
 __all__ = [
     "LATE",
@@ -29,6 +31,7 @@ __all__ = [
     "load",
     "memory_limit",
     "num_queued",
+    "on_host",
     "policy",
     "refuse_pinning",
     "reset",
@@ -168,6 +171,17 @@ def refuse_pinning() -> Iterator[None]:
         yield
     finally:
         call("refuse_registration", 0)
+
+
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """What is offloaded inside computes on the CPU."""
+    module = importlib.import_module("zero_offload.offload")
+    before, module.compute_device = module.compute_device, HostDevice
+    try:
+        yield
+    finally:
+        module.compute_device = before
 
 
 @contextlib.contextmanager

@@ -22,7 +22,10 @@ def move_to(param: nn.Parameter, place: Tensor) -> None:
         if torch._has_compatible_shallow_copy_type(param, place):
             param.data = place
         else:  # between the host and device types that torch does not bring itself
-            swap_tensors(param, made_at(place, param.requires_grad))
+            made = made_at(place, param.requires_grad)
+            if param.grad_dtype != param.dtype:  # as the program has set it, None for any
+                made.grad_dtype = param.grad_dtype
+            swap_tensors(param, made)
         return
     from torch.distributed.tensor import DTensor
 
