@@ -1,8 +1,8 @@
 """The bars of `gpu.py`: rows made of all figures in its JSON, whichever command measured them.
 
 A step of ours is compared with the largest of what bounds it, at rates of the same file: the step without offload, or
-its arithmetic at the rate that the largest such step reached; what the link takes for the parameters twice and the
-gradients once; the update on the host; the disk's bytes.
+its arithmetic at the rate that the largest such step reached; what the link takes for the gradients, and for new values
+or, where the device does not keep them, for all values twice; the update on the host; the disk's bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from _gpu_record import Figures
-from _gpu_sections import CAP_BYTES, CAPPED_HOST_BYTES, CONTEXT_BYTES, MICRO_BATCHES
+from _gpu_sections import CAP_BYTES, CAPPED_HOST_BYTES, CAPPED_WEIGHTS_BYTES, CONTEXT_BYTES, MICRO_BATCHES
 from _rows import Row, missing, row, ungraded
 
 from zero_offload.types import GIB
@@ -30,6 +30,8 @@ class Bounded(NamedTuple):
     ours: Runs
     states: str
     plain: Runs
+    is_capped: bool = False
+    """True if the device keeps `CAPPED_WEIGHTS_BYTES` of values only, and the rest comes for forward and backward."""
     is_frozen: bool = False
     """True if gradients and updates are too few to count."""
 
@@ -48,8 +50,8 @@ BOUNDED = (
     Bounded(("8b", ""), "fp32", ("plain", "8b: ")),
     Bounded(("2b", "cpu: "), "fp32", ("plain", "2b: ")),
     Bounded(("transformers", "ours: "), "fp32", ("transformers", "plain: ")),
-    Bounded(("13b-24g", ""), "compact", ("plain", "8b: ")),
-    Bounded(("32b-lora", ""), "fp32", ("plain", "8b: "), is_frozen=True),
+    Bounded(("13b-24g", ""), "compact", ("plain", "8b: "), is_capped=True),
+    Bounded(("32b-lora", ""), "fp32", ("plain", "8b: "), is_capped=True, is_frozen=True),
     Bounded(("8b-nvme", ""), "compact", ("plain", "8b: ")),
     Bounded(("2b-nvme", ""), "fp32", ("plain", "2b: ")),
 )
@@ -95,7 +97,8 @@ class Found:
         elif largest := max((each["flops_per_s"] for each in plain.values()), default=None):
             bounds["arithmetic, as without offload"] = figures["flops"] / largest
         if device := self.figure("rates", "device"):
-            bounds["link up"] = 2 * 2 * numel / device["upload_bytes_per_s"]
+            up_bytes = 2 * (2 * numel - CAPPED_WEIGHTS_BYTES) if which.is_capped else 2 * numel
+            bounds["link up"] = up_bytes / device["upload_bytes_per_s"]
             if not which.is_frozen:
                 bounds["link down"] = 2 * numel / device["download_bytes_per_s"]
         update = self.figure("rates", f"update on the host, {which.states}")

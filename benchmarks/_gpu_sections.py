@@ -44,8 +44,8 @@ MICRO_BATCHES = 4
 LORA_RANK = 16
 CAP_BYTES, CONTEXT_BYTES, CAPPED_HOST_BYTES = 24 * GIB, GIB, 100 * GIB
 """A card of 24 GB, what a driver takes of it, and the host memory that the 13B section keeps within."""
-WEIGHTS_SHARE = 1 / 3
-"""Of a capped device, for weights: activations, gradients and what is computed have the rest."""
+CAPPED_WEIGHTS_BYTES = 8 * GIB
+"""Of such a card, for weights: activations, gradients and what is computed have the rest."""
 DISK_SHARE = 0.9
 """Of what is free on the disk."""
 STEPS_AT_LEAST, STEPS_SHARE = 8, 0.5
@@ -54,8 +54,11 @@ STATE_BYTES = {"fp32": 12.0, "compact": 5.03}
 """Per parameter, its value included."""
 EXACT, COMPACT = (zo.Precision(compute="bf16", states=states) for states in ("fp32", "compact"))
 
+STREAMED_BYTES, TOY_STREAMED_BYTES = {"fp32": 10 * MIB, "bf16": 5 * MIB}, 2 * MIB
+"""Of device memory, for a model some units of which then come for each use."""
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "cpu": {},
+    "cpu, kept on the device": {"device_memory": None},
     "params on the device": {"params": "device"},
     "grads on the device": {"grads": "device"},
     "all on the device": {"params": "device", "grads": "device", "optimizer": "device"},
@@ -151,7 +154,10 @@ def _plain_losses(machine: Machine, precision: str, num_steps: int) -> list[floa
 def _losses(
     bench: Bench, precision: str, name: str, placement: dict[str, Any], clip: float | None, num_steps: int
 ) -> list[float]:
+    """Where the placement says nothing of the device, most parameters come to it for their uses only."""
     model, directory = _small(bench.machine), bench.directory / re.sub(r"\W+", "-", name)
+    if "device" not in str(placement):
+        placement = placement | {"device_memory": bench.machine.size(STREAMED_BYTES[precision], TOY_STREAMED_BYTES)}
     zo.offload(model, zo.OffloadConfig(precision=precision, durability="scratch", nvme=directory, **placement))
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -308,7 +314,7 @@ def lora_32b(bench: Bench) -> None:
 def _capped(machine: Machine, **settings: Any) -> zo.OffloadConfig:
     """On a card of 24 GB: this process gets no more."""
     machine.cap(CAP_BYTES - CONTEXT_BYTES)
-    return zo.OffloadConfig(device_memory=int(WEIGHTS_SHARE * CAP_BYTES), **settings)
+    return zo.OffloadConfig(device_memory=CAPPED_WEIGHTS_BYTES, **settings)
 
 
 def long_sequence(bench: Bench) -> None:

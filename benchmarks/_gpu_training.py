@@ -157,7 +157,9 @@ def fsdp2(bench: Bench, build: Build) -> Trainer:
 
 
 def deepspeed(bench: Bench, build: Build, seq: int) -> Trainer:
-    """ZeRO-3, one rank, exact states in CPU memory. Raises Skip where it is not installed."""
+    """ZeRO-3, one rank, exact states in CPU memory. Raises Skip where it is not installed, and in a rehearsal."""
+    if bench.machine.rehearses:
+        raise Skip("DeepSpeed does not know the GPU of a rehearsal")
     os.environ["DS_ACCELERATOR"] = bench.machine.device.type
     join_alone()
     try:

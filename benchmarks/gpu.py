@@ -16,9 +16,9 @@ DeepSpeed runs where it can be imported. For a machine without network, make the
 version of Python, and torch:
 
     DS_BUILD_OPS=0 pip wheel --no-deps --no-build-isolation -w wheels deepspeed==0.19.8 hjson
-    pip download --only-binary=:all: -d wheels pydantic
+    pip download --only-binary=:all: -d wheels einops msgpack ninja packaging py-cpuinfo pydantic tqdm
 
-Carry `wheels` (5 MB), `pip install --no-index --no-deps --target site wheels/*.whl` there, and run with
+Carry `wheels` (6 MB), `pip install --no-index --no-deps --target site wheels/*.whl` there, and run with
 PYTHONPATH=.:site. It compiles its CPU kernel at the first start, with g++ and ninja.
 
 Ends with 3 where there is no GPU or no native library, and where a peer's rows are empty.
