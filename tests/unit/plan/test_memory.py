@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,15 @@ from torch import nn
 from zero_offload.config import OffloadConfig, Precision
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
-from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRADS_IN_FLIGHT, Budget, MemoryPlan, Placement, estimate_memory
+from zero_offload.plan.memory import (
+    CHUNKS_IN_FLIGHT,
+    GRADS_IN_FLIGHT,
+    Budget,
+    MemoryPlan,
+    Placement,
+    estimate_memory,
+    margin_bytes,
+)
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, measure_units
@@ -322,6 +331,43 @@ def test_the_table_shows_every_number() -> None:
     assert "written to NVMe per step: 35.2 KiB" in text
     assert text.endswith("it fits")
     assert {kind.value for kind in StateKind} - {"activations"} <= set(lines)
+
+
+def many(count: int, budget: Budget, world_size: int = 1, **settings: Any) -> MemoryPlan:
+    """A model of so many equal units of 1 MiB in CPU memory beside a GPU."""
+    config = OffloadConfig(**({"precision": "fp32", "durability": "scratch"} | settings))
+    partition = Partition(config.stage, world_size)
+    units = measure_units([UnitNumel(str(i), MIB // 4) for i in range(count)], config, partition)
+    placed = dict.fromkeys(PLACED_KINDS, Tier.CPU)
+    return estimate_memory(units, Placement((placed,) * count, budget), config, partition)
+
+
+def test_as_many_parameters_stay_on_a_gpu_as_it_has_room_for() -> None:
+    """All of them; what a margin leaves; three; and what a budget leaves, which has none."""
+    assert many(100, GPU).kept_params_bytes == 100 * MIB
+    assert many(100, ROOMY).kept_params_bytes == 0
+    margin, beside = margin_bytes(GIB, 1, is_measured=False), MIB  # a gradient
+    small = replace(GPU, device_bytes=GIB)
+    assert many(1000, small).kept_params_bytes == GIB - margin - beside
+    assert many(1000, small, world_size=2).kept_params_bytes == 3 * MIB, "communicators take more"
+    assert many(1000, replace(GPU, device_bytes=20 * MIB)).kept_params_bytes == 3 * MIB
+    given = many(100, replace(GPU, device_bytes=20 * MIB), device_memory="20MiB")
+    assert given.kept_params_bytes == 20 * MIB - beside
+    assert "parameters on the device: up to 19 MiB, less what activations take" in str(given)
+    assert "parameters on the device" not in str(many(100, ROOMY))
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_activations_that_come_back_ahead_are_counted(tier: str) -> None:
+    def more(where: Tier, budget: Budget) -> int:
+        stay, leave = (many(4, budget, nvme="x", activations=each) for each in ("device", tier))
+        return leave.staging_bytes[where] - stay.staging_bytes[where]
+
+    assert more(Tier.DEVICE, GPU) == 512 * MIB
+    assert more(Tier.DEVICE, replace(GPU, device_bytes=4 * GIB)) == 256 * MIB
+    assert more(Tier.DEVICE, ROOMY) == 0
+    assert more(Tier.CPU, GPU) == (16 + 512) * MIB * (tier == "nvme")
+    assert more(Tier.CPU, replace(GPU, device_bytes=MIB)) == (16 + 32) * MIB * (tier == "nvme")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -141,6 +141,20 @@ def test_accumulation_updates_once(count: int) -> None:
     assert many.tokens_per_s == pytest.approx(count * 64 / many.step_s)
 
 
+def test_parameters_that_have_room_on_a_gpu_come_once_a_step() -> None:
+    """After their update; with room for three of eight only those at the turn are not fetched again."""
+    job = job_of(OffloadConfig(), 8)
+    roomy, tight = (
+        simulate(job, placement_of(job, (HOST, HOST, HOST), shared=False, device_bytes=nbytes), GPU)
+        for nbytes in (80 * GIB, 0)
+    )
+    once = 8 * 2 * NUMEL / 20e9
+    assert seconds_of(roomy, Lane.UPLOAD) == pytest.approx(once)
+    assert seconds_of(tight, Lane.UPLOAD) > 1.5 * once
+    given = replace(job, config=replace(job.config, device_memory=80 * GIB))
+    assert simulate(given, placement_of(job, (HOST, HOST, HOST), shared=False), GPU) == roomy
+
+
 def seconds_of(found: Prediction, lane: Lane) -> float:
     return found.busy[lane] * found.step_s
 
