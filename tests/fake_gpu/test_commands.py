@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 import zero_offload as zo
@@ -82,6 +83,15 @@ def test_copies_that_are_not_registered_are_said_to_be_so(capsys: pytest.Capture
         assert "GB/s from pageable host memory\n" in said(capsys, BENCH)
     text = said(capsys, ["doctor"])
     assert "[WARNING] device rates: measured 20" in text and "; then zero-offload bench --device\n" in text
+
+
+def test_a_gpu_without_room_is_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    module = torch.get_device_module(device.TYPE)
+    module.empty_cache()
+    with device.memory_limit(module.memory_reserved() + (8 << 20)):
+        assert main(BENCH) == 3
+    assert f"measuring {NAME} with copies of 16 MiB takes more than its free memory" in capsys.readouterr().err
+    assert rates.load().devices == {}
 
 
 def test_a_profile_has_the_ranges_of_backwards_thread(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from zero_offload.abi import Rule
 from zero_offload.cli.measure_device import block_flops, device_rates, median_s
 from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device
-from zero_offload.errors import ConfigError
+from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.host import host_empty
 from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
 from zero_offload.memory.arena import Arena
@@ -31,7 +31,7 @@ from zero_offload.probe import count_cores, existing_parent
 from zero_offload.rates import Rates, Table, load, save
 from zero_offload.storage import tuning
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.types import MIB
+from zero_offload.types import MIB, format_bytes
 from zero_offload.updates import update_threads
 
 _WIDTH, _SEQUENCE = 256, 128
@@ -66,8 +66,18 @@ def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
 
 def measure_gpu(device: Device, nbytes: int) -> Table:
     """Take a GPU's figures, with copies of so many bytes, and those of its host's update; remember them, and return
-    the GPU's."""
-    table = _taken() | device_rates(device, nbytes)
+    the GPU's.
+
+    Raises CapacityError where the GPU's memory is too little.
+    """
+    try:
+        table = _taken() | device_rates(device, nbytes)
+    except torch.OutOfMemoryError as error:
+        free = format_bytes(device.free_bytes() or 0)
+        raise CapacityError(
+            f"measuring {device.name} with copies of {format_bytes(nbytes)} takes more than its free memory, {free}; "
+            "end other programs that use it, or give bench a smaller --size"
+        ) from error
     rates = load()
     host = _taken() | update_rates("bfloat16")
     save(replace(rates, host=host, devices=rates.devices | {device.name: table}))
