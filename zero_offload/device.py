@@ -14,6 +14,7 @@ import contextlib
 import os
 import socket
 import sys
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -256,6 +257,8 @@ class AcceleratorDevice:
         )
         self._pinned: dict[int, list[int]] = {}
         """The pieces of each region, by their addresses."""
+        self._borders: list[int] = []
+        """Addresses where a piece ends and another one begins, ascending."""
         self._pins_all = True
         self._pin_bytes = self._pinned_bytes = 0
         self._spans = Spans()
@@ -284,11 +287,21 @@ class AcceleratorDevice:
         timed = self._spans.on
         with _on(stream):
             begin = self._recorded(stream, timed=True) if timed else None
-            target.copy_(source, non_blocking=True)
+            for to, of in self._cut(target, source, host=source if lane is Lane.UPLOAD else target):
+                to.copy_(of, non_blocking=True)
             end = self._recorded(stream, timed=timed)
         if begin is not None:
             self._timed.append(_Copy(lane, begin, end, target.nbytes))
         return _DeviceEvent(end, self)
+
+    def _cut(self, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
+        """Targets and sources of a copy, each within one piece of the host's memory: no driver copies from two."""
+        first, last = host.data_ptr(), host.data_ptr() + host.nbytes
+        borders = self._borders[bisect_right(self._borders, first) : bisect_left(self._borders, last)]
+        if not borders:
+            return [(target, source)]
+        cuts = [(border - first) // host.itemsize for border in borders]
+        return zip(target.view(-1).tensor_split(cuts), source.view(-1).tensor_split(cuts), strict=True)
 
     def _recorded(self, stream: Any, *, timed: bool = False) -> Any:
         """When a stream has done what was launched on it."""
@@ -348,6 +361,10 @@ class AcceleratorDevice:
                 pieces.append(address + begin)
                 self._tell_pinned(size)
         self._pinned[address] = pieces
+        self._note_borders()
+
+    def _note_borders(self) -> None:
+        self._borders = sorted(piece for pieces in list(self._pinned.values()) for piece in pieces[1:])
 
     def _tell_pinned(self, nbytes: int) -> None:
         told, self._pinned_bytes = self._pinned_bytes // PIN_PIECE_BYTES, self._pinned_bytes + nbytes
@@ -369,6 +386,7 @@ class AcceleratorDevice:
 
     def unpin(self, address: int) -> None:
         pieces = self._pinned.pop(address, None)
+        self._note_borders()
         registry = self._accelerator.host_memory
         if pieces is not None and registry is not None:
             # In a forked child, or late in a process, the driver is gone.
