@@ -380,6 +380,7 @@ def test_a_captured_forward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zo.offload(make(), zo.OffloadConfig(precision="fp32"))
     with monkeypatch.context() as patch:
         patch.setattr(torch.fakegpu, "is_current_stream_capturing", lambda: True)  # type: ignore[attr-defined]
+        patch.delattr(torch.fakegpu, "mem_get_info")  # type: ignore[attr-defined]
         with pytest.raises(zo.ConfigError, match=r"torch\.cuda\.graph.*max-autotune-no-cudagraphs"):
             model(rows(0))
     loss = model(rows(0)).square().mean()

@@ -95,6 +95,7 @@ class DeviceRoom:
         """
         has_departed = has_departed and self._last_kind == self._kind
         self._last_kind = kind
+        self.refuse_capture()  # which allows no question about memory either
         memory = read_memory(self._device)
         # An evaluation may be one rank's affair.
         if memory is None or (self._agreement is not None and kind != "grad"):

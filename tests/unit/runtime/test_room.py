@@ -46,6 +46,7 @@ class Machine:
         self.num_forgotten = 0
         monkeypatch.setattr(room_module, "read_memory", lambda device: self.memory)
         monkeypatch.setattr(room_module, "forget_peak", self._forget_peak)
+        monkeypatch.setattr(room_module, "refuse_capture", lambda device: None)
         self.budget = FrameBudget(LEAST, 1 << 40, LEAST)
         units: Any = [_Unit()] * UNITS
         agreement: Any = others
