@@ -128,25 +128,24 @@ def fsdp2(bench: Bench, build: Build) -> Trainer:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    device = bench.machine.device
-    store = f"file://{bench.directory}/store"
-    dist.init_process_group(collectives_of(device), init_method=store, rank=0, world_size=1)
+    # In a rehearsal on the CPU: torch lets no parameter move to a device type that it does not bring.
+    device = torch.device("cpu") if bench.machine.rehearses else bench.machine.device
+    backends = "gloo" if bench.machine.rehearses else collectives_of(device)
+    dist.init_process_group(backends, init_method=f"file://{bench.directory}/store", rank=0, world_size=1)
     model: Any = build().float()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     settings: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (1,)),
-        "offload_policy": CPUOffloadPolicy(pin_memory=True),
-        "mp_policy": policy,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu"),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     }
     for block in model.blocks:
         fully_shard(block, **settings)
     fully_shard(model, **settings)
-    # Its buffers are ours to move: only parameters rest in CPU memory.
     model.rotation = model.rotation.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def step(batch: Batch) -> Tensor:
-        loss: Tensor = model(*batch)
+        loss: Tensor = model(*(part.to(device) for part in batch))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -266,8 +265,10 @@ def profile(trainer: Trainer, machine: Machine, batch: Batch) -> Figures:
     (whole,) = (each.time_range for each in events if each.name == "profiled" and _is_on_host(each))
     computes, copies = [], []
     for each in events:
-        # The GPU of a rehearsal tells a profiler nothing: operators of the host stand in for its kernels.
-        if _is_on_host(each) != machine.rehearses or each.time_range.start < whole.start or each.name in marks:
+        # Ranges that programs mark are no kernels. The GPU of a rehearsal tells a profiler nothing: operators of the
+        # host stand in.
+        is_asked = _is_on_host(each) == machine.rehearses and not each.is_user_annotation
+        if not is_asked or each.time_range.start < whole.start:
             continue
         interval = Interval(each.time_range.start, each.time_range.end, each.name)
         (copies if each.name.startswith(("Memcpy", "Memset")) else computes).append(interval)
