@@ -52,11 +52,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         building.wait()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the tests, those of several ranks come last, on one of them: ranks that share their cores
     with other tests wait for each other most of the time."""
     alone = [item for item in items if _starts_ranks(item)]
-    for item in alone:
+    for item in alone if config.pluginmanager.hasplugin("xdist") else ():
         item.add_marker(pytest.mark.xdist_group("ranks"))
     known = set(alone)
     items[:] = [item for item in items if item not in known] + alone
