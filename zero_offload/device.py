@@ -5,7 +5,7 @@ place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run 
 whatever is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take`
 makes a stream wait, and not the host: before host memory that an upload reads is written or given away, the host
 synchronizes with its event. What differs between device types is in `accelerators.py`.
-Tests put a device with late lanes in the GPU's place (tests/helpers/late_device.py).
+Tests run all this on a fake GPU in host memory (tests/fake_gpu), which runs late and reports races.
 """
 
 from __future__ import annotations

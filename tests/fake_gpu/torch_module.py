@@ -149,7 +149,7 @@ def get_rng_state(device: Device = None) -> torch.Tensor:
     """(2,) uint64 as bytes: the seed, and how many draws were made."""
     seed, num_draws = ctypes.c_uint64(), ctypes.c_uint64()
     call("get_random", _index(device), seed, num_draws)
-    return torch.tensor([seed.value, num_draws.value], dtype=torch.uint64).view(torch.uint8)
+    return torch.tensor([seed.value, num_draws.value], dtype=torch.uint64, device="cpu").view(torch.uint8)
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:

@@ -74,7 +74,10 @@ class ScriptedLM(TinyLM):
             param.requires_grad_(not name.startswith(FROZEN))
 
     def forward(self, tokens: Tensor, route: Sequence[int], recompute: str) -> Tensor:  # type: ignore[override]
-        x = F.dropout(self.embedding(tokens[:, :-1]), 0.1, self.training)
+        tokens = tokens.to(self.embedding.weight.device)
+        x = self.embedding(tokens[:, :-1])
+        # Drawn by the CPU's generator, wherever the model computes.
+        x = x * F.dropout(torch.ones(x.shape), 0.1, self.training).to(x)
         for place, index in enumerate(route):
             x = self._run(self.blocks[index], x, recompute)
             if self.breaks == ("forward", place):
@@ -91,9 +94,8 @@ class ScriptedLM(TinyLM):
 
 def digest(tensor: Tensor) -> str:
     """Of the values, whatever floating dtype they have: bf16 is exact in fp32."""
-    # A copy: what numpy has seen of a device's memory could not be resized any more.
-    copy = tensor.detach().to(torch.float32, copy=True).contiguous()
-    return hashlib.sha256(copy.numpy().tobytes()).hexdigest()[:16]
+    there = tensor.detach().to("cpu", torch.float32).contiguous()
+    return hashlib.sha256(there.numpy().tobytes()).hexdigest()[:16]
 
 
 def digests(tensors: dict[str, Tensor]) -> list[str]:

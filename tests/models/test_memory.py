@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import time
 import weakref
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.late_device import LateDevice
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.offloaded_player import Offloaded
 from tests.helpers.reference import param_groups, placed
@@ -55,15 +53,10 @@ USES: dict[str, Script] = {
 }
 
 
-@pytest.mark.parametrize("tier", ["cpu", "device"])
-def test_states_in_memory_leave_with_a_model_that_makes_generations(
-    tier: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if tier == "device":
-        monkeypatch.setattr(importlib.import_module("zero_offload.offload"), "compute_device", LateDevice)
+def test_states_in_memory_leave_with_a_model_that_makes_generations(tmp_path: Path) -> None:
     Offloaded(WIDE, zo.OffloadConfig(), tmp_path / "first").play(USES["files"])  # torch's own imports make garbage
     with no_garbage_collection():
-        config = zo.OffloadConfig(params=tier, grads=tier, optimizer=tier, nvme=tmp_path / "again")
+        config = zo.OffloadConfig(nvme=tmp_path / "again")
         model = zo.offload(build(TinyLM), config)
         optimizer = zo.AdamW(model.parameters())
         model(tokens_of(0)).backward()
@@ -221,19 +214,3 @@ def test_hooks_stay_as_many(fp32_config: zo.OffloadConfig, tmp_path: Path) -> No
     player.play([("break_forward", Pass(0), 1), ("break_backward", Pass(0), 2, False), *one_step(Pass(1))])
     assert hook_counts(player.model) == before != Counter()
     player.close()
-
-
-def test_memory_is_registered_once(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    """With a device that has memory of its own: each registration of host memory costs milliseconds."""
-    device, registered = LateDevice(), []
-    pin = device.pin
-    device.pin = lambda address, nbytes: registered.append(nbytes) or pin(address, nbytes)  # type: ignore[method-assign]
-    monkeypatch.setattr(importlib.import_module("zero_offload.offload"), "compute_device", lambda: device)
-    model = zo.offload(build(TinyLM), placed("bf16", ("nvme", "cpu", "nvme"), nvme, "8MiB"))
-    optimizer = zo.AdamW(param_groups(model))
-    steps_with_eval(model, optimizer, range(2))
-    before, counted = list(registered), zo.stats(model).num_registrations
-    steps_with_eval(model, optimizer, range(2, WARM))
-    assert registered == before != []
-    assert zo.stats(model).num_registrations == counted == len(before)
-    zo.close(model)

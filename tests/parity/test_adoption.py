@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import zero_offload as zo
-from tests.helpers.late_device import LateDevice
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Result, run_both, run_offloaded, run_plain
@@ -23,18 +21,12 @@ from zero_offload.errors import CapacityError
 from zero_offload.shards.registry import owner_of
 from zero_offload.shards.store import ShardStore
 
-offload_module = importlib.import_module("zero_offload.offload")
 Rows = Callable[[int], Tensor]
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {},
     "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "device_memory": "10MiB"},
     "mixed": {"params": {"cpu": 0.5, "nvme": 0.5}, "grads": {"device": 0.5, "nvme": 0.5}, "optimizer": "nvme"},
     "in order": {"params": "nvme", "optimizer": "cpu", "overlap": "forward"},
-}
-ON_A_DEVICE: dict[str, dict[str, Any]] = {
-    "cpu": {},
-    "nvme": {"params": "nvme", "grads": "device", "optimizer": "nvme", "activations": "cpu"},
-    "device": {"params": "device", "grads": "device", "optimizer": "device"},
 }
 make = partial(TinyLM, UNEVEN)
 
@@ -143,13 +135,6 @@ def test_on_two_ranks(stage: int, tier: str, nvme: Path, pool: RankPool) -> None
     given = TIERS[tier] | {"nvme": nvme, "stage": stage}
     for found, expected in pool.succeed(run_both, grows_twice, make, given):
         check(found, expected)
-
-
-@pytest.mark.parametrize("tier", ON_A_DEVICE)
-def test_on_a_device(tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_module, "compute_device", LateDevice)
-    config = zo.OffloadConfig(precision="fp32", nvme=nvme, **ON_A_DEVICE[tier])
-    check(run_offloaded(grows_twice, make, config), run_plain(grows_twice, make))
 
 
 # Whatever is computed with: one call and two are the same

@@ -6,7 +6,6 @@ waits for them: whatever of the next step could get into a generation does.
 
 from __future__ import annotations
 
-import importlib
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,14 +17,11 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.disk import abandon, drain, runtime
-from tests.helpers.late_device import LateDevice
 from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
 from zero_offload.shards.snapshot import Snapshots
 from zero_offload.shards.store import OpenChunks
-
-offload_module = importlib.import_module("zero_offload.offload")
 
 STEPS = 5
 HALVES = {"cpu": 0.5, "nvme": 0.5}
@@ -194,14 +190,3 @@ def test_a_step_without_commit_is_written_behind_the_next_backward(nvme: Path, m
     drain(model)
     assert runtime(model).parts.store.snapshots.num_ended == 1
     zo.close(model)
-
-
-@pytest.mark.parametrize("tiers", [("cpu", "cpu"), ("device", "cpu"), ("device", "nvme")], ids="-".join)
-def test_commits_beside_late_lanes(tiers: tuple[str, str], nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {"params": tiers[0], "optimizer": tiers[1], "precision": "bf16"}
-    losses, masters = plain("bf16")
-    with monkeypatch.context() as patches:
-        make_writes_late(patches)
-        patches.setattr(offload_module, "compute_device", LateDevice)
-        assert train_with_late_commits(nvme, Gate(patches), settings) == losses
-    assert_are_generations(nvme, masters, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers import routed
-from tests.helpers.late_device import LateDevice
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool, read_params
 from tests.helpers.routed import MIXED, RoutedLM, optimizer_of, round_values, train, train_by_hand, train_offloaded
@@ -71,15 +69,6 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(pool: RankPool, tmp_path: Path) 
     first = pool.succeed(train_offloaded, 33, {"stage": 3}, range(3), saved)[0][0]
     second, params = train_offloaded(0, 1, 33, {}, range(3, 6), saved)
     check((first + second, params), train_by_hand(33, STEPS))
-
-
-def test_lanes_of_a_gpu(monkeypatch: pytest.MonkeyPatch, nvme: Path) -> None:
-    expected = train_by_hand(33, STEPS)
-    offload_module = importlib.import_module("zero_offload.offload")
-    for params in ("cpu", "device", "nvme"):
-        monkeypatch.setattr(offload_module, "compute_device", LateDevice)
-        config = {"params": params, "optimizer": "nvme", "grads": "nvme", "nvme": nvme / params}
-        check(train_offloaded(0, 1, 33, config, STEPS), expected)
 
 
 # Which modules
