@@ -122,6 +122,12 @@ def test_the_bits_of_the_host(format_: tuple[Any, int], placement: Any, policy: 
     assert differing(found, expected[1]) == []
 
 
+def test_a_landing_buffer_is_filled_after_the_update_that_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are more sections than buffers."""
+    monkeypatch.setattr(device_pass, "DEVICE_CHUNKS_IN_FLIGHT", 2)
+    train(dataclasses.replace(ON_DEVICE, grads="cpu"), range(2))
+
+
 @pytest.mark.parametrize(("states", "durability"), [("fp32", "commit"), ("compact", "process")])
 def test_a_generation_goes_on_anywhere(states: Any, durability: Any, tmp_path: Path) -> None:
     """Committed every step beside the next one, from the device's memory; resumed there, on the host, and there."""
