@@ -48,9 +48,9 @@ def test_gradients_leave_once_per_step(grads: str, nvme: Path) -> None:
         for run, count in ((zo.accumulate, 1), (zo.accumulate, 2), (zo.accumulate, 5), (loop, 2))
     )
     numel = sum(param.numel() for param in make().parameters())
-    assert 4 * numel <= once < 4 * numel * 1.1
+    assert 4 * numel <= once < 4 * numel * 1.25  # with padding
     assert once == two == five
-    assert 8 * numel <= both < 8 * numel * 1.1
+    assert 8 * numel <= both < 8 * numel * 1.25
 
 
 def test_a_round_that_breaks_off_leaves_no_sums_behind() -> None:

@@ -18,7 +18,6 @@ import torch
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload.device import _DeviceEvent
 from zero_offload.shards.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -118,20 +117,20 @@ def test_a_missing_wait_of_the_host_is_seen(write: Write, tmp_path: Path, monkey
 
 
 def test_the_loop_waits_for_no_upload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When gradients have come down, the uploads before them are known to be over."""
+    """When gradients, or their sums, have come down, the uploads before them are known to be over."""
     model = zo.offload(build(make), zo.OffloadConfig(device_memory=SMALL))
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
-    synchronize, waited = _DeviceEvent.synchronize, []
+    wait, waited = Shard.wait_for_copies, []
 
-    def wait(self: _DeviceEvent) -> None:
-        waited.append(not self.done())
-        synchronize(self)
+    def noted(self: Shard) -> None:
+        if self.last_copy is not None:
+            waited.append(not self.last_copy.done())
+        wait(self)
 
+    monkeypatch.setattr(Shard, "wait_for_copies", noted)
     for number in range(4):
         model(tokens_of(number)).backward()
-        with monkeypatch.context() as patch:
-            patch.setattr(_DeviceEvent, "synchronize", wait)
-            optimizer.step()
-            zo.close(model) if number == 3 else zo.stats(model)
+        optimizer.step()
         optimizer.zero_grad()
+    zo.close(model)
     assert waited and not any(waited)
