@@ -299,6 +299,23 @@ def test_pinning_can_be_refused() -> None:
     assert counts["pageable_copies"] == 1
 
 
+def test_a_copy_across_registrations_is_refused() -> None:
+    host, x = torch.zeros(2 * N), torch.zeros(2 * N, device=TYPE)
+    for half in host.chunk(2):
+        assert call("register_host", half.data_ptr(), half.nbytes)
+    for half, there in zip(host.chunk(2), x.chunk(2), strict=True):
+        half.copy_(there, non_blocking=True)
+    for target, source in ((host, x), (x, host)):
+        with pytest.raises(RuntimeError, match="not in one registration"):
+            target.copy_(source, non_blocking=True)
+    device.synchronize()
+    call("unregister_host", host.data_ptr())
+    with pytest.raises(RuntimeError, match="not in one registration"):
+        x.copy_(host)
+    call("unregister_host", host[N:].data_ptr())
+    x.copy_(host)
+
+
 def test_freed_memory_is_reused_at_once_and_poisoned() -> None:
     device.policy(Policy.LATE)
     x = torch.ones(N, device=TYPE)

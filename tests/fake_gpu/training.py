@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.fake_gpu import device
-from tests.fake_gpu.device import Policy
+from tests.fake_gpu.device import TYPE, Policy
+from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
 
 Schedule = tuple[Policy, int]
@@ -21,6 +26,9 @@ EVERY: tuple[Schedule, ...] = (
     (Policy.RANDOM, 1),
     (Policy.RANDOM, 2),
 )
+
+SOME = (EVERY[0], EVERY[2])
+"""Everything late, and copies late beside compute that is not: where several placements are tried."""
 
 
 @functools.cache
@@ -37,3 +45,51 @@ def check(recipe: Recipe, schedules: Iterable[Schedule] = EVERY, **settings: Any
         races = device.take_races()
         assert races == [], (policy, seed)
         assert trajectory == plain(recipe), (policy, seed)
+
+
+def plainly(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
+    """Forward and backward of a step; returns the loss."""
+    loss: Tensor = model(tokens)
+    loss.backward()
+    return loss
+
+
+def four_blocks() -> nn.Module:
+    return TinyLM(num_blocks=4)
+
+
+def run(
+    body: Callable[[nn.Module, Tensor, int], Tensor] = plainly,
+    make: Callable[[], nn.Module] = four_blocks,
+    num_steps: int = 3,
+    **settings: Any,
+) -> list[Tensor]:
+    """Train a model whose units come and go; losses and fp32 masters, in host memory.
+
+    No step waits for what it has launched, so that all of it may be late.
+    """
+    settings = {"precision": "fp32", "device_memory": "8MiB", "durability": "scratch"} | settings
+    with tempfile.TemporaryDirectory() as nvme:
+        if "nvme" in settings.values():
+            settings["nvme"] = nvme
+        model = build(make)
+        zo.offload(model, zo.OffloadConfig(**settings))
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        found = []
+        for step in range(num_steps):
+            found.append(body(model, tokens_of(step).to(TYPE), step).detach())
+            optimizer.step()
+            optimizer.zero_grad()
+        with zo.gathered(model, kind="master") as masters:
+            found += [value.to("cpu", copy=True) for value in masters.values()]
+        zo.close(model)
+    return [each.cpu() for each in found]
+
+
+def check_run(expected: list[Tensor], *arguments: Any, schedules: Iterable[Schedule] = SOME, **settings: Any) -> None:
+    """`run` gives these bits, and no race, whatever runs late."""
+    for schedule in schedules:
+        device.policy(*schedule)
+        found = run(*arguments, **settings)
+        assert device.take_races() == [], schedule
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), schedule

@@ -141,7 +141,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   at::Generator getNewGenerator(c10::DeviceIndex device) const override {
     return new_generator(device < 0 ? current_device() : device);
   }
-  bool isPinnedPtr(const void* pointer) const override { return is_registered(uintptr_t(pointer), 1); }
+  bool isPinnedPtr(const void* pointer) const override { return registration_of(uintptr_t(pointer), 1) == Registered::kYes; }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     resize_storage(storage.unsafeGetStorageImpl(), nbytes);
   }

@@ -97,7 +97,9 @@ void record_stream(const void* address, Stream stream);
 void empty_cache();
 bool register_host(uintptr_t address, size_t nbytes);
 bool unregister_host(uintptr_t address);
-bool is_registered(uintptr_t address, size_t nbytes);
+// Memory that is in one registration, in none, or in several or a part of one, which a driver refuses to copy.
+enum class Registered { kNo, kYes, kInParts };
+Registered registration_of(uintptr_t address, size_t nbytes);
 void refuse_registration(bool refuse);
 void set_memory_limit(int device, size_t nbytes);
 size_t memory_limit(int device);

@@ -204,12 +204,14 @@ bool unregister_host(uintptr_t address) {
   return true;
 }
 
-bool is_registered(uintptr_t address, size_t nbytes) {
+Registered registration_of(uintptr_t address, size_t nbytes) {
   Lock lock(state().mutex);
-  auto after = registered().upper_bound(address);
-  if (after == registered().begin()) return false;
+  auto after = registered().lower_bound(address + nbytes);
+  if (after == registered().begin()) return Registered::kNo;
+  // The last that begins before the end.
   auto [begin, size] = *std::prev(after);
-  return address + nbytes <= begin + size;
+  if (begin + size <= address) return Registered::kNo;
+  return begin <= address && address + nbytes <= begin + size ? Registered::kYes : Registered::kInParts;
 }
 
 void refuse_registration(bool refuse) {

@@ -180,12 +180,19 @@ void copy_on_device(const Tensor& source, const Tensor& target) {
 
 bool is_plain(const Tensor& host) { return host.is_contiguous() && !host.is_conj() && !host.is_neg(); }
 
+bool is_pinned(const Tensor& host) {
+  Registered found = registration_of(uintptr_t(host.data_ptr()), host.nbytes());
+  TORCH_CHECK(found != Registered::kInParts, "fakegpu error 1: ", host.nbytes(),
+              " bytes of host memory are not in one registration: invalid argument");
+  return found == Registered::kYes;
+}
+
 // Device and host tensor have the same dtype and are contiguous. A copy of memory that is not registered passes through
 // other memory, and a download to it is over when the call returns.
 void upload(const Tensor& source, const Tensor& target, bool non_blocking) {
   Stream stream = current_stream(target.device().index());
   TensorMemory to(target);
-  bool is_async = is_registered(uintptr_t(source.data_ptr()), source.nbytes());
+  bool is_async = is_pinned(source);
   if (is_async) {
     launch_upload(stream, host_span(source, false), to.span(true), [to, from = source.data_ptr(), n = source.nbytes()] {
       std::memcpy(to.on_host().data_ptr(), from, n);
@@ -205,7 +212,7 @@ void upload(const Tensor& source, const Tensor& target, bool non_blocking) {
 void download(const Tensor& source, const Tensor& target, bool non_blocking) {
   Stream stream = current_stream(source.device().index());
   TensorMemory from(source);
-  if (!is_registered(uintptr_t(target.data_ptr()), target.nbytes())) {
+  if (!is_pinned(target)) {
     count(k_downloads);
     count(k_download_bytes, int64_t(target.nbytes()));
     count(k_pageable_copies);
