@@ -33,8 +33,9 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.param_access import ParamAccess
 from zero_offload.parts import Parts
-from zero_offload.runtime.grads.ledger import SectionGrads, check_closed
+from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.runtime.units.unit import Unit, is_viewed
 from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.registry import Trainer

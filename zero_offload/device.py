@@ -86,11 +86,14 @@ class Device(Protocol):
         With a mark for `after`, when that is reached: nothing launched since uses `target`.
         """
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
         """Copy `source` (device) to `target` (pinned host), after compute launched so far.
 
         With a mark for `after`, when that is reached: for threads beside the one that computes, which would else wait
-        for whatever it has launched since.
+        for whatever it has launched since. A caller that `keeps_source` does so until a stream that uses its memory
+        next has waited for the copy.
         """
 
     def mark(self) -> Event:
@@ -146,7 +149,9 @@ class HostDevice:
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         raise AssertionError("a CPU computes on host memory in place")
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
         raise AssertionError("a CPU computes on host memory in place")
 
     def mark(self) -> Event:
@@ -272,10 +277,13 @@ class AcceleratorDevice:
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         return Handoff(target, self._copy(Lane.UPLOAD, target, source, after))
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
         event = self._copy(Lane.DOWNLOAD, target, source, after)
-        # The allocator may reuse the source's memory only after this lane has read it.
-        source.record_stream(self._downloads)
+        if not keeps_source:
+            # The allocator may reuse the source's memory only after this lane has read it.
+            source.record_stream(self._downloads)
         return Handoff(target, event)
 
     def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:

@@ -42,8 +42,10 @@ from zero_offload.plan.memory import (
     UNITS_IN_FLIGHT,
     Placement,
     activations_ahead_bytes,
+    beside_made_bytes,
     estimate_memory,
     ring_bytes,
+    sent_grad_bytes,
 )
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.model_work import work_of
@@ -584,7 +586,8 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
 
 
 def _resting_on_device(build: Build) -> int:
-    """Bytes of gradients, of activations fetched ahead, and of states that are updated there, in a device's memory."""
+    """Bytes of gradients at rest or on their way to the host, of activations fetched ahead, and of states that are
+    updated there, in a device's memory."""
     if build.device.is_host:
         return 0
     partition, tiers = build.collectives.partition, build.sizes.placement.tiers
@@ -598,8 +601,12 @@ def _resting_on_device(build: Build) -> int:
     passing = [
         unit.passing_grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE
     ]
+    sent = [
+        sent_grad_bytes(unit, partition) * (at[StateKind.GRADS] is not Tier.DEVICE)
+        for unit, at in zip(units, tiers, strict=True)
+    ]
     ahead = activations_ahead_bytes(build.config, build.sizes.placement.budget)
-    return sum(grads) + ring_bytes(passing) + sum(states) + ahead
+    return sum(grads) + ring_bytes(passing) + beside_made_bytes(sent, sent) + sum(states) + ahead
 
 
 class Home(Enum):

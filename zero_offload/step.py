@@ -11,7 +11,8 @@ from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.update import Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
-from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads
+from zero_offload.runtime.grads.ledger import GradLedger
+from zero_offload.runtime.grads.sections import SectionGrads
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ MATRIX = {
     "micro_batches": [1, 2],
     "max_norm": [None, 0.5],
     "dim": [NARROW, WIDE],
-    "device_memory": ["24MiB", None],
+    "device_memory": ["28MiB", None],
     "overlap": ["auto", "forward", "none"],
     "activations": ["device", "cpu", "nvme"],
     "durability": ["process", "scratch"],

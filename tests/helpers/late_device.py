@@ -185,7 +185,9 @@ class LateDevice:
             before = self.uploads.launch(target, source, self._before(after))
             return Handoff(target, LateEvent(self, before._replace(uploads=self.uploads.launched)))
 
-    def download(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
         self._check_pinned(target)
         if after is None:
             # A micro-batch's thread computes on the stream of the thread that made it.

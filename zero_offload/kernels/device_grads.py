@@ -2,14 +2,15 @@
 csrc/reduce/reduce.h.
 
 Owns nothing. A device adds up chunks, each by itself; the sums of chunks are brought to the host and added up there.
-Nothing waits for the device before that. The calls: `launch_sum` for each gradient, `read_sums` for all of them, or
-`total` of what somebody else has brought down. Done by Triton's kernel where that is to be had (`triton_sums`), else by
-torch's operations.
+Nothing waits for the device before that. The calls: `launch_sums` for the gradients of a section, in as few launches
+as one gradient takes; `total` of each one's chunks, when they are on the host. Triton's kernel does it where Triton is
+(`triton_sums`), else torch's operations.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -26,27 +27,20 @@ BLOCK_CHUNKS = 256
 """Torch's operations take so many chunks at once: their squares, and the running sums of these, are 32 MiB each."""
 
 
-def launch_sum(grad: Tensor) -> Tensor:
-    """(chunks,) fp64 on the gradient's device, the sum of squares of each chunk; `grad` is (numel,), contiguous."""
-    sums = torch.empty(-(-grad.numel() // CHUNK), dtype=torch.float64, device=grad.device)
-    if grad.numel() == 0:
-        return sums
-    if has_device_update(grad):
+def launch_sums(grads: Sequence[Tensor]) -> tuple[Tensor, list[slice]]:
+    """The sum of squares of each chunk of `grads`, (chunks,) fp64 on their device, and which chunks are each one's.
+
+    `grads` are (numel,) each, contiguous, of one dtype and device; one at least.
+    """
+    ends = list(itertools.accumulate(-(-grad.numel() // CHUNK) for grad in grads))
+    sums = torch.empty(ends[-1], dtype=torch.float64, device=grads[0].device)
+    if has_device_update(grads[0]):
         from zero_offload.kernels.triton_sums import sum_chunks
 
-        sum_chunks(grad, sums)
-        return sums
-    for block, values in zip(sums.split(BLOCK_CHUNKS), grad.split(BLOCK_CHUNKS * CHUNK), strict=True):
-        _sum_block(values, block)
-    return sums
-
-
-def read_sums(launched: Sequence[Tensor]) -> list[GradSum]:
-    """The sums of gradients, of what `launch_sum` returned for each; one download for all of them."""
-    if not launched:
-        return []
-    chunks = torch.cat(list(launched)).cpu()
-    return [total(part) for part in chunks.split([len(each) for each in launched])]
+        sum_chunks(grads, sums)
+    else:
+        _sum_chunks(grads, sums)
+    return sums, [slice(begin, end) for begin, end in itertools.pairwise([0, *ends])]
 
 
 def total(chunks: Tensor) -> GradSum:
@@ -57,37 +51,40 @@ def total(chunks: Tensor) -> GradSum:
     return GradSum(math.nan if math.isnan(found) else found, math.isfinite(found))
 
 
-def sums_in_few_launches(grad: Tensor) -> bool:
-    """Whether `launch_sum` does not add up row by row."""
-    return has_device_update(grad) or _may_scan(grad.device)
+def _sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
+    """Fill `sums` by torch's operations."""
+    scans = _may_scan(sums.device)
+    # Chunks side by side, each of `width` values. Zeros behind a gradient's values change no bit of its sum.
+    longest = max(grad.numel() for grad in grads)
+    width = CHUNK if longest > CHUNK else -(-longest // LANES) * LANES
+    block = BLOCK_CHUNKS if scans else max(sums.numel(), 1)
+    pieces = [piece for grad in grads for piece in grad.split(block * CHUNK) if piece.numel()]
+    zeros, done = sums.new_zeros(width, dtype=grads[0].dtype), 0
+    while pieces:
+        padded, count = [], 0
+        while pieces and count + -(-pieces[0].numel() // width) <= block:
+            piece = pieces.pop(0)
+            count += -(-piece.numel() // width)
+            gap = -piece.numel() % width
+            padded += [piece, zeros[:gap]] if gap else [piece]
+        rows = (padded[0] if len(padded) == 1 else torch.cat(padded)).view(count, width // LANES, LANES)
+        lanes = _add_rows(rows, scans=scans)
+        while lanes.shape[1] > 1:
+            half = lanes.shape[1] // 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        sums[done : done + count] = lanes[:, 0]
+        done += count
 
 
-def _sum_block(values: Tensor, sums: Tensor) -> None:
-    """Fill `sums`, (chunks,) fp64, from the values of as many chunks, the last of which may be short."""
-    rows = CHUNK // LANES if len(sums) > 1 else -(-values.numel() // LANES)
-    # Zeros behind the values change no bit.
-    squares = torch.zeros(len(sums) * rows * LANES, dtype=torch.float64, device=values.device)
-    squares[: values.numel()] = values
-    squares.mul_(squares)
-    lanes = _add_rows(squares.view(len(sums), rows, LANES))
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    sums.copy_(lanes[:, 0])
-
-
-def _add_rows(squares: Tensor) -> Tensor:
-    """(chunks, LANES): the rows of each chunk, added up one after the other."""
-    if _may_scan(squares.device):
-        return squares.cumsum(1)[:, -1]
-    return _add_row_by_row(squares)
-
-
-def _add_row_by_row(squares: Tensor) -> Tensor:
-    """The same in as many operations as there are rows."""
-    lanes = squares[:, 0].clone()
-    for row in range(1, squares.shape[1]):
-        lanes += squares[:, row]
+def _add_rows(values: Tensor, *, scans: bool) -> Tensor:
+    """(chunks, LANES) fp64: the squares of the rows of each chunk, added up one after the other."""
+    if scans:
+        squares = values.double()
+        return squares.mul_(squares).cumsum(1)[:, -1]
+    lanes = values.new_zeros((len(values), LANES), dtype=torch.float64)
+    for row in values.unbind(1):
+        wide = row.double()
+        lanes.addcmul_(wide, wide)  # squares are exact, so it does not matter whether the addition is fused
     return lanes
 
 
@@ -100,5 +97,5 @@ def _may_scan(device: torch.device) -> bool:
 def _scans_in_order(device: torch.device) -> bool:
     """Whether a scan over rows, which torch may do in any order, adds one after the other there; tried once."""
     draw = torch.Generator("cpu").manual_seed(0)
-    squares = host_empty((3, CHUNK // LANES, LANES), torch.float64).uniform_(generator=draw).to(device)
-    return torch.equal(squares.cumsum(1)[:, -1], _add_row_by_row(squares))
+    values = host_empty((3, CHUNK // LANES, LANES), torch.float32).uniform_(generator=draw).to(device)
+    return torch.equal(_add_rows(values, scans=True), _add_rows(values, scans=False))

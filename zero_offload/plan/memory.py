@@ -28,7 +28,7 @@ UNITS_IN_FLIGHT = 3
 GRADS_IN_FLIGHT = 2
 """Whole gradients of a unit in memory at once: the one backward fills, and one on its way to where it rests."""
 STAGED_SECTIONS = 3
-"""Of the largest sections, whose gradients are on their way from a device's memory to the host's at once."""
+"""Of the largest sections, whose gradients the host adds or converts, in its staging memory at once."""
 GRAD_RING_UNITS = 5
 """Units whose gradients are in memory at once where the update runs inside of backward: the one that backward fills,
 a leftover that it completes at its end, one whose sums a GPU is still making, one whose update waits, and one that is
@@ -235,20 +235,21 @@ def _staging_bytes(
 ) -> dict[Tier, int]:
     num_shards = partition.param_shards
     shared = placement.budget.shared_memory
-    landing, trained, staged, written = [0], [0], [0], [0]
+    landing, trained, staged, sent, written = [0], [0], [0], [0], [0]
     passing: dict[bool, list[int]] = {True: [], False: []}
     for unit, tiers in zip(units, placement.tiers, strict=True):
         params_tier = tiers[StateKind.PARAMS]
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
         trained_bytes = (unit.params_bytes - unit.frozen_bytes) * num_shards
-        if tiers[StateKind.GRADS] is not Tier.DEVICE and not shared:
-            staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition))
+        leaves = tiers[StateKind.GRADS] is not Tier.DEVICE and not shared
+        staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition) * leaves)
+        sent.append(sent_grad_bytes(unit, partition) * leaves)
         passing[tiers[StateKind.GRADS] is Tier.DEVICE and not shared].append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
         # what arrives from them. A GPU adds up a unit's gradients of all micro-batches before they leave.
         if partition.world_size == 1:
-            adds_up = unit.grads_bytes > trained_bytes and tiers[StateKind.GRADS] is not Tier.DEVICE and not shared
+            adds_up = unit.grads_bytes > trained_bytes and leaves
             trained.append(trained_bytes + unit.grads_bytes * adds_up)
         else:
             trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
@@ -275,6 +276,7 @@ def _staging_bytes(
     return {
         Tier.DEVICE: sum(sorted(_arriving(units, placement, partition))[-UNITS_IN_FLIGHT:])
         + max(trained)
+        + beside_made_bytes(trained, sent)
         + ahead_bytes
         + on_way_to_drives * shared
         + ring_bytes(passing[True])
@@ -297,6 +299,32 @@ def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
         return nbytes
     reduced = divide_up(numel * 4, partition.optimizer_shards)
     return max(nbytes, reduced) if partition.defers_reduction else reduced
+
+
+def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
+    """What a unit's gradients take of a device's memory while they are sent to the host's: as backward makes them; in
+    fp32 as a sum, of micro-batches that take turns or of ranks."""
+    nbytes = (unit.params_bytes - unit.frozen_bytes) * partition.param_shards
+    sums = unit.grads_bytes if partition.world_size == 1 else 0
+    return max(staged_grad_bytes(unit.trained_numel, nbytes, partition), sums)
+
+
+def leaving_bytes(sent: Iterable[int]) -> int:
+    """So much may be on its way from a device at once; what is larger goes alone. Of sections or units that send so
+    many bytes each: as much as most of them have, since an embedding beside small blocks would double what they take.
+    """
+    sizes = sorted(nbytes for nbytes in sent if nbytes)
+    return sizes[len(sizes) // 2] if sizes else 0
+
+
+def beside_made_bytes(made: Sequence[int], sent: Sequence[int]) -> int:
+    """What gradients on their way take beside the largest that backward makes, of units in the order of the model:
+    each unit's leave while a neighbour's are made."""
+    usual = leaving_bytes(sent)
+    beside = [
+        max([usual, *sent[max(index - 1, 0) : index], *sent[index + 1 : index + 2]]) for index in range(len(sent))
+    ]
+    return max(map(sum, zip(made, beside, strict=True)), default=0) - max(made, default=0)
 
 
 def activations_ahead_bytes(config: OffloadConfig, budget: Budget) -> int:

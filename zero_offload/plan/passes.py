@@ -12,7 +12,12 @@ from typing import NamedTuple
 
 from zero_offload.plan.hardware import Lane, Machine
 from zero_offload.plan.lane_costs import UnitCosts
-from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, GRAD_RING_UNITS, GRADS_IN_FLIGHT, STAGED_SECTIONS
+from zero_offload.plan.memory import (
+    CHUNKS_IN_FLIGHT,
+    GRAD_RING_UNITS,
+    GRADS_IN_FLIGHT,
+    STAGED_SECTIONS,
+)
 
 
 class LaneClock:
@@ -157,6 +162,7 @@ class GradsOut:
         self._costs = costs
         self._lanes = lanes
         self._buffers: deque[float] = deque()
+        self._leaving: deque[float] = deque()
         self._staged: deque[float] = deque()
         self._ring: deque[float] = deque()
         self._end_s = 0.0
@@ -166,6 +172,7 @@ class GradsOut:
         waits = [0.0]
         for ends, count in (
             (self._buffers, GRADS_IN_FLIGHT),
+            (self._leaving, GRADS_IN_FLIGHT),
             (self._staged, STAGED_SECTIONS),
             (self._ring, GRAD_RING_UNITS),
         ):
@@ -180,6 +187,8 @@ class GradsOut:
         down_s = lanes[Lane.DOWNLOAD].run(reduced_s, cost.grad_download_s)
         landed_s = lanes[Lane.HOST].run(down_s, cost.land_s)
         if cost.grad_download_s:
+            self._leaving.append(down_s)
+        if cost.land_s:
             self._staged.append(landed_s)
         added_s = lanes[Lane.READ].run(landed_s, cost.grad_read_s if adds else 0.0)
         rest_s = lanes[Lane.WRITE].run(added_s, cost.grad_write_s)
@@ -197,5 +206,6 @@ class GradsOut:
 
     def forget(self) -> None:
         self._buffers.clear()
+        self._leaving.clear()
         self._staged.clear()
         self._ring.clear()

@@ -13,11 +13,12 @@ leased from the `GradRing` of the store, whatever the tier, as far as nothing is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
-from zero_offload.device import Event
+from zero_offload.device import Event, Handoff
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.grad_pages import AttachBuffer, GradPages
@@ -30,6 +31,17 @@ class Arrival(Protocol):
 
     def wait(self) -> None:
         """Return when they are there."""
+
+
+@dataclass(frozen=True)
+class Downloads:
+    """Gradients that a device sends to the host's memory."""
+
+    handoffs: Sequence[Handoff]
+
+    def wait(self) -> None:
+        for handoff in self.handoffs:
+            handoff.take_on_host()
 
 
 class GradSource(NamedTuple):
@@ -76,6 +88,8 @@ class GradShard:
         self.held = False
         self._lent = False
         self._made: Event | None = None
+        self._arriving: Handoff | None = None
+        """The last download into the array: when it is over, all are. The host waits where it reads or writes."""
 
     @property
     def on_disk(self) -> bool:
@@ -92,7 +106,10 @@ class GradShard:
         return 0
 
     def open(self) -> torch.Tensor:
-        """The buffer, (shard_numel,) `dtype`, host, with the gradients it holds; valid until `close`."""
+        """The buffer, (shard_numel,) `dtype`, host, with the gradients it holds; valid until `close`.
+
+        What a device sends to it is there after `await_arrival`.
+        """
         if self._array is None and not self.held and self._store.grad_ring is not None:
             self._span = self._store.grad_ring.lease(self.layout.shard_numel * self.dtype.itemsize)
             if self._span is not None:
@@ -102,6 +119,16 @@ class GradShard:
         elif self._array is None:
             self._array = self._store.arena.array(self.dtype, self.layout.shard_numel)
         return self._array
+
+    def arrives(self, handoff: Handoff) -> None:
+        """A device sends gradients to a part of the open array."""
+        self._arriving, self.held = handoff, True
+
+    def await_arrival(self) -> None:
+        """What a device sends is there."""
+        if self._arriving is not None:
+            self._arriving.take_on_host()
+            self._arriving = None
 
     def adopt(self, index: int, grad: torch.Tensor) -> None:
         """Keep a parameter's gradient where it is; (numel,) `dtype`, host, nobody else's."""
@@ -121,12 +148,14 @@ class GradShard:
         if index in self._adopted:
             return self._adopted[index]
         array = self.open()
+        self.await_arrival()
         if index not in self._parts:
             begin, end = self.layout.in_shard(self.layout.params[index], self._shard_index)
             self._parts[index] = array[begin:end]
         return self._parts[index]
 
     def _forget_array(self) -> None:
+        self.await_arrival()
         self._array = None
         self._parts.clear()
         if self._span is not None and self._store.grad_ring is not None:
@@ -138,6 +167,7 @@ class GradShard:
         own. The ring asks again for what an update has used."""
         if self._lent or self._span is None or self._array is None:
             return
+        self.await_arrival()
         own = None
         if self.held and self._pages is not None:
             self._pages.write(self._array)
@@ -197,6 +227,7 @@ class GradShard:
             self.place(index).copy_(grad)
         if self.dtype == torch.float32:
             return
+        self.await_arrival()
         narrow = self.open().float() if self.held else None
         self._forget_array()
         self.settle()
@@ -212,11 +243,17 @@ class GradShard:
         if self._pages is not None and self.on_disk:
             begin, end = self.layout.elements(rows)
             return [GradSource(0, end - begin, staging)], [self._pages.read(self.dtype, rows, staging)]
-        size = self.dtype.itemsize
-        return [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self.pieces(rows)], []
+        size, arriving = self.dtype.itemsize, self._arriving
+        found = [GradSource(first, last, grad.data_ptr() - first * size) for first, last, grad in self._pieces(rows)]
+        return found, [] if arriving is None else [Downloads([arriving])]
 
     def pieces(self, rows: range) -> list[GradPiece]:
         """The gradients of neighbouring chunks where they are in memory, in order, none of them twice."""
+        self.await_arrival()
+        return self._pieces(rows)
+
+    def _pieces(self, rows: range) -> list[GradPiece]:
+        """The same, on their way maybe."""
         begin, end = self.layout.elements(rows)
 
         def in_array(first: int, last: int) -> list[GradPiece]:

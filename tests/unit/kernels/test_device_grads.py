@@ -16,7 +16,7 @@ import torch
 from tests.helpers.any_bits import floats, halves
 from tests.helpers.device_updates import GRADS, SUMS, import_triton_module
 from zero_offload.kernels import device_grads
-from zero_offload.kernels.device_grads import launch_sum, read_sums
+from zero_offload.kernels.device_grads import launch_sums, total
 from zero_offload.kernels.grads import GradSum, sum_of_squares
 
 SIZES = [1, 15, 16, 17, 1000, 16383, 16384, 16385, 40000, 5 * 16384]
@@ -24,6 +24,11 @@ SIZES = [1, 15, 16, 17, 1000, 16383, 16384, 16385, 40000, 5 * 16384]
 
 def native(grad: torch.Tensor) -> GradSum:
     return sum_of_squares(grad.data_ptr(), grad.dtype, grad.numel())
+
+
+def sums_of(grads: list[torch.Tensor]) -> list[GradSum]:
+    chunks, parts = launch_sums(grads)
+    return [total(chunks[part]) for part in parts]
 
 
 def same(found: list[GradSum], expected: list[GradSum]) -> bool:
@@ -51,7 +56,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("dtype", GRADS, ids=str)
 def test_torchs_operations_have_the_bits_of_the_kernels(dtype: torch.dtype) -> None:
     grads = [make(numel, dtype) for numel in SIZES for make in (tame, wild)]
-    assert same(read_sums([launch_sum(grad) for grad in grads]), [native(grad) for grad in grads])
+    assert same(sums_of(grads), [native(grad) for grad in grads])
 
 
 def test_the_tree_is_no_plain_sum() -> None:
@@ -65,34 +70,34 @@ def test_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_grads, "BLOCK_CHUNKS", 2)
     for numel in (2 * 16384, 2 * 16384 + 1, 6 * 16384, 7 * 16384 + 5):
         grad = tame(numel, torch.float32)
-        assert same(read_sums([launch_sum(grad)]), [native(grad)])
+        assert same(sums_of([grad]), [native(grad)])
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan, -math.nan])
 def test_what_is_not_finite(bad: float) -> None:
     grads = [tame(40000, torch.float32, seed) for seed in range(3)]
     grads[1][20000] = bad
-    found = read_sums([launch_sum(grad) for grad in grads])
+    found = sums_of(grads)
     assert same(found, [native(grad) for grad in grads])
     assert [each.finite for each in found] == [True, False, True]
 
 
 def test_the_largest_numbers_do_not_overflow() -> None:
     grad = torch.full((40000,), torch.finfo(torch.float32).max)
-    assert same(read_sums([launch_sum(grad)]), [native(grad)]) and native(grad).finite
+    assert same(sums_of([grad]), [native(grad)]) and native(grad).finite
 
 
 def test_nothing_and_empty_gradients() -> None:
-    assert read_sums([]) == []
     grads = [torch.empty(0), tame(5, torch.float32), torch.empty(0)]
-    assert read_sums([launch_sum(grad) for grad in grads]) == [(0.0, True), native(grads[1]), (0.0, True)]
-    assert read_sums([launch_sum(torch.empty(0))]) == [(0.0, True)]
+    assert sums_of(grads) == [(0.0, True), native(grads[1]), (0.0, True)]
+    assert sums_of([torch.empty(0)]) == [(0.0, True)]
 
 
 @pytest.mark.usefixtures("way")
 def test_a_launch_does_not_wait_for_the_device() -> None:
     """Tensors on meta have no values to wait for."""
-    assert launch_sum(torch.empty(40000, device="meta")).shape == (3,)
+    chunks, parts = launch_sums([torch.empty(40000, device="meta"), torch.empty(5, device="meta")])
+    assert chunks.shape == (4,) and parts == [slice(0, 3), slice(3, 4)]
 
 
 def test_no_scan_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +111,8 @@ def test_no_scan_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.Tensor, "cumsum", refuse)
     torch.use_deterministic_algorithms(True)
     try:
-        assert same(read_sums([launch_sum(grad)]), [native(grad)])
-        assert not device_grads.sums_in_few_launches(grad)
+        assert same(sums_of([grad]), [native(grad)])
+        assert not device_grads._may_scan(grad.device)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -128,7 +133,7 @@ def triton_sums() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         module = import_triton_module(patch, SUMS, "1")
         try:
-            module.sum_chunks(torch.ones(1), torch.zeros(1, dtype=torch.float64))
+            module.sum_chunks([torch.ones(1)], torch.zeros(1, dtype=torch.float64))
         except Exception as error:
             # Triton 3.6 beside numpy 2.4; what it compiles is looked at below.
             if "0-dimensional arrays" not in str(error):
@@ -140,16 +145,18 @@ def triton_sums() -> Iterator[ModuleType]:
 @pytest.mark.parametrize("dtype", GRADS, ids=str)
 def test_tritons_kernel_has_the_bits_of_the_kernels(triton_sums: ModuleType, dtype: torch.dtype) -> None:
     grads = [make(numel, dtype) for numel, make in ((1, tame), (1000, wild), (16385, tame), (33000, wild))]
-    found = [torch.full((-(-grad.numel() // 16384),), math.nan, dtype=torch.float64) for grad in grads]
-    for grad, sums in zip(grads, found, strict=True):
-        triton_sums.sum_chunks(grad, sums)
-    assert same(read_sums(found), [native(grad) for grad in grads])
+    flat = torch.cat([*grads[:2], torch.ones(7).to(dtype), *grads[2:]])
+    begins = [0, 1, 1008, 1008 + 16385]
+    side_by_side = [flat[begin : begin + grad.numel()] for begin, grad in zip(begins, grads, strict=True)]
+    for each in ([*side_by_side, torch.empty(0, dtype=dtype)], grads[::-1], side_by_side[2:0:-1]):
+        chunks = torch.full((sum(-(-grad.numel() // 16384) for grad in each),), math.nan, dtype=torch.float64)
+        triton_sums.sum_chunks(each, chunks)
+        parts = chunks.split([-(-grad.numel() // 16384) for grad in each])
+        assert same([total(part) for part in parts], [native(grad) for grad in each])
 
 
-@pytest.mark.parametrize(("kind", "size"), [("*fp32", "i64"), ("*i16", "i32"), ("*fp16", "i32")])
-def test_what_triton_compiles_keeps_every_bit(
-    kind: str, size: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["*fp32", "*i16", "*fp16"])
+def test_what_triton_compiles_keeps_every_bit(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For an A100: each lane adds its rows in double, one after the other, and subnormal numbers are kept."""
     module = import_triton_module(monkeypatch, SUMS, "0")
     from triton.backends.compiler import GPUTarget
@@ -157,7 +164,7 @@ def test_what_triton_compiles_keeps_every_bit(
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"IS_BF16": kind == "*i16", "CHUNKS": module.PROGRAM_CHUNKS, "ROWS": module.ROWS_AT_ONCE}
-    signature = {"values": kind, "sums": "*fp64", "numel": size, "num_chunks": "i32"}
+    signature = {"values": kind, "chunks": "*i64", "sums": "*fp64", "num_chunks": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(fn=module._sum_chunks, signature=signature, constexprs=constants)
     compiled = compile(source, target=GPUTarget("cuda", 80, 32), options=module.OPTIONS)

@@ -185,15 +185,26 @@ def test_states_in_memory_wait_for_the_commit_before() -> None:
     assert (update.until(0), update.until(1)) == (3.0, 13.0)
 
 
-def test_gradients_leave_through_staging_for_three_units() -> None:
-    cost = replace(IDLE, forward_s=0.0, backward_s=1.0, grad_download_s=3.0)
-    # Downloads end at 4, 7, 10, 13, 16; the fourth unit's backward begins when the first one's is over.
-    assert step_of(cost, 5) == (16.0, {Cause.GRADS: 3 * 5 + 1 - 5.0})
+@pytest.mark.parametrize(("land_s", "units"), [(0.0, 2), (2.0, 2)])
+def test_gradients_of_two_units_are_on_the_device(land_s: float, units: int) -> None:
+    """One that backward makes, and one on its way to the host."""
+    cost = replace(IDLE, forward_s=0.0, backward_s=1.0, grad_download_s=3.0, land_s=land_s)
+    # Downloads end at 4, 7, 10, 13, 16; the third unit's backward begins when the first one's is over.
+    assert step_of(cost, 5) == (16.0 + land_s, {Cause.GRADS: 3 * 5 + 1 - 5.0 + land_s})
     grads = GradsOut([cost] * 5, lanes())
-    for unit in range(3):
+    for unit in range(units):
         assert grads.room_s() == 0.0
         grads.add(unit, 1.0 + unit, adds=False)
     assert grads.room_s() == 4.0
+
+
+def test_what_the_host_adds_is_in_staging_for_three_units() -> None:
+    cost = replace(IDLE, grad_download_s=0.5, land_s=4.0)
+    grads = GradsOut([cost] * 5, lanes())
+    for unit in range(4):
+        grads.add(unit, 1.0 + unit, adds=False)
+    # They land at 5.5, 9.5, 13.5 and 17.5.
+    assert grads.room_s() == 9.5
 
 
 def test_a_gather_of_what_an_update_may_change_is_not_launched_ahead() -> None:

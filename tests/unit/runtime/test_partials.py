@@ -14,8 +14,8 @@ from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.grads import partials as module
-from zero_offload.runtime.grads.ledger import SectionGrads
 from zero_offload.runtime.grads.partials import Partials
+from zero_offload.runtime.grads.sections import SectionGrads
 
 
 def attach(buffer: MovableBuffer) -> None:

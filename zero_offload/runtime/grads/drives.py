@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.ledger import SectionGrads
+from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.telemetry.events import Counters
 from zero_offload.telemetry.spans import Cause

@@ -1,6 +1,7 @@
 """Which gradients the current step holds, where, what they add up to, and what they are to be multiplied by.
 
-Owns that knowledge for every trainable section; `GradReducer` enters what arrives, the step asks and consumes.
+Owns that knowledge for every trainable section; `GradReducer` enters what arrives, the step asks and consumes. What is
+still on its way from a device comes to rest before anything here looks at it.
 [Note: factors]
 Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
 (a gradient added to it, clipping by value, a look at `.grad`) multiplies where the gradient rests, and the factor ends.
@@ -11,88 +12,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.kernels.device_grads import launch_sum, read_sums
-from zero_offload.kernels.grads import GradSum, sum_of_squares
-from zero_offload.memory.arena import MovableBuffer
+from zero_offload.kernels.grads import GradSum
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.probe import kernel_threads
+from zero_offload.runtime.grads.keeper import GradKeeper
+from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.types import Tier
-
-REDUCED = -1
-"""In place of a parameter's index: a whole shard's gradients after a reduction."""
-
-
-@dataclass
-class SectionGrads:
-    """One section's gradients in this step."""
-
-    unit: Unit
-    section: Section
-    shard: GradShard
-    local: GradShard | None = None
-    """Several ranks: this rank's own sums of backwards that were not reduced, over the whole section."""
-    waiting: set[int] = field(default_factory=set)
-    """Parameters with a gradient in `local`."""
-    aside: bool = False
-    """Whether this backward has left sums in `local`, on one rank at least."""
-    joined: set[int] | None = None
-    """Those of `waiting` that this backward's reduction took along, while other ranks do not know of them yet; None
-    where it has reduced nothing of the section beside such."""
-    params: list[nn.Parameter] = field(default_factory=list)
-    sums: dict[int, GradSum] = field(default_factory=dict)
-    """Per parameter that has a gradient; several ranks: of this rank's part."""
-    launched: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Sums that a GPU makes of gradients in its memory, newer than those in `sums`; see `measure`."""
-    adding: dict[int, torch.Tensor] = field(default_factory=dict)
-    """On a GPU: sums of gradients of this backward, (numel,), to which more are added before they leave."""
-    factors: dict[int, float] = field(default_factory=dict)
-    """See [Note: factors]; what has none is used as it is."""
-    reduced: set[int] = field(default_factory=set)
-    """Several ranks: parameters with a gradient in `shard`."""
-    arrived: set[int] = field(default_factory=set)
-    """Parameters that this backward has delivered."""
-    num_expected: int = 0
-    """How many it will deliver at most."""
-    awaits_more: bool = False
-    """Whether it has delivered all of one micro-batch, and was to bring those of others; some never come."""
-    whole: bool = False
-    """Whether this backward, if it updates, has delivered all of them, reduced."""
-    holding: set[int] = field(default_factory=set)
-    """Parameters with a gradient that no step has consumed."""
-    exposed: set[int] = field(default_factory=set)
-    """Parameters whose gradient the user has in hand, and may have changed."""
-    partial: torch.Tensor | None = None
-    """Several ranks: (numel,) of this rank alone, until reduced; the section's dtype or fp32."""
-    pages: MovableBuffer | None = None
-    """On a CPU, the memory of `partial`."""
-
-    @property
-    def layout(self) -> SectionLayout:
-        return self.section.layout
-
-    @property
-    def device_bytes(self) -> int:
-        """Of the compute device's own memory, under gradients at rest."""
-        return self.shard.device_bytes + (0 if self.local is None else self.local.device_bytes)
-
-    def measure(self, index: int) -> None:
-        """Sum up a gradient where it rests: on a host now, on a GPU by a launch, whose result is read when wanted."""
-        view = self.shard.view(index)
-        if self.shard.on_device:
-            self.launched[index] = launch_sum(view)
-            return
-        threads = kernel_threads()
-        self.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
 
 
 class GradLedger:
@@ -103,8 +36,10 @@ class GradLedger:
         units: Sequence[Unit],
         new_shard: Callable[[Section, SectionLayout], GradShard],
         collectives: Collectives,
+        keeper: GradKeeper,
     ) -> None:
         self._collectives = collectives
+        self._keeper = keeper
         self._places: dict[int, tuple[SectionGrads, int]] = {}
         self.loss_scale = 1.0
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
@@ -147,7 +82,7 @@ class GradLedger:
     def squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
         """The same, but the sum of squares."""
         total, bad = 0.0, 0.0
-        _complete_sums(self.sections)
+        self._complete_sums(self.sections)
         for grads, indices in self._chosen(params):
             squares = math.fsum(self.factor(grads, index) ** 2 * grads.sums[index].sumsq for index in indices)
             # Tensor-parallel ranks that hold the same count it once between them.
@@ -158,7 +93,8 @@ class GradLedger:
 
     def finite(self, units: Sequence[Sequence[SectionGrads]], params: Container[nn.Parameter]) -> list[bool]:
         """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
-        _complete_sums(list(itertools.chain(*units)))
+        for grads in itertools.chain(*units):
+            self._complete_sums([grads])
         fine = [all(each.finite for grads in unit for each in _sums_of(grads, params)) for unit in units]
         return [not bad for bad in self._collectives.any_rank([not each for each in fine])]
 
@@ -201,7 +137,7 @@ class GradLedger:
                 # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
                 bound = min(limit * self.loss_scale, torch.finfo(view.dtype).max)
                 view.clamp_(-bound, bound)
-                grads.measure(index)
+            self._keeper.measure(grads, indices)
             if indices:
                 grads.shard.close()
 
@@ -209,6 +145,7 @@ class GradLedger:
         """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
         wanted = None if params is None else set(map(id, params))
         for grads in self.sections:
+            self._keeper.land(grads)
             held = sorted(grads.holding)
             yield grads, [index for index in held if wanted is None or id(grads.params[index]) in wanted]
 
@@ -245,6 +182,13 @@ class GradLedger:
                 grads.shard.close(changed=not brought)
         return found
 
+    def _complete_sums(self, sections: Sequence[SectionGrads]) -> None:
+        """Fill `sums` of these with what is on its way, and of what may have changed since."""
+        for grads in sections:
+            self._keeper.land(grads)
+            self._keeper.measure(grads, grads.exposed & grads.holding)  # the user may have changed it through `.grad`
+        self._keeper.read_sums(sections)
+
     def forget(self, params: Iterable[nn.Parameter]) -> None:
         """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
         for param in params:
@@ -267,14 +211,14 @@ class GradLedger:
     def _forget(self, grads: SectionGrads, index: int) -> None:
         if index not in grads.holding:
             return
+        self._keeper.land(grads)
         grads.holding.discard(index)
         grads.shard.shown |= index in grads.exposed
         grads.exposed.discard(index)
         grads.waiting.discard(index)
         grads.reduced.discard(index)
         grads.sums.pop(index, None)
-        grads.launched.pop(index, None)
-        grads.adding.pop(index, None)
+        grads.coming.pop(index, None)
         grads.factors.pop(index, None)
         forget_zeros(grads)
         if not any(each.holding for each in self.sections):
@@ -292,18 +236,6 @@ def forget_zeros(grads: SectionGrads) -> None:
 
 def _sums_of(grads: SectionGrads, params: Container[nn.Parameter]) -> Iterator[GradSum]:
     return (grads.sums[index] for index in grads.holding if grads.params[index] in params)
-
-
-def _complete_sums(sections: Sequence[SectionGrads]) -> None:
-    """Fill `sums` with what was launched since: one download, whichever of them are wanted."""
-    for grads in sections:
-        for index in grads.exposed & grads.holding:
-            grads.measure(index)  # the user may have changed it through `.grad`
-    launched = [(grads, index) for grads in sections for index in grads.launched]
-    found = read_sums([grads.launched[index] for grads, index in launched])
-    for (grads, index), each in zip(launched, found, strict=True):
-        grads.sums[index] = each
-        del grads.launched[index]
 
 
 def check_closed(ledger: GradLedger, call: str) -> None:

@@ -15,8 +15,8 @@ import torch
 from zero_offload.device import Device
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.ledger import SectionGrads
 from zero_offload.runtime.grads.reductions import is_small
+from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.shards.grad_pages import AttachBuffer
 
 

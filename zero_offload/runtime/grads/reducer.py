@@ -19,11 +19,13 @@ from torch import nn
 from zero_offload.device import Device
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.runtime.grads.device_keeper import DeviceGradKeeper
 from zero_offload.runtime.grads.dtensors import local_grad
 from zero_offload.runtime.grads.keeper import GradKeeper, rests_on
-from zero_offload.runtime.grads.ledger import GradLedger, SectionGrads, forget_zeros
+from zero_offload.runtime.grads.ledger import GradLedger, forget_zeros
 from zero_offload.runtime.grads.partials import Partials
 from zero_offload.runtime.grads.reductions import Reductions
+from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Section, Unit
@@ -57,7 +59,9 @@ class GradReducer:
         self._store = store
         self._spans = store.counters.spans
         self.keeper = self._new_keeper()
-        self.ledger = GradLedger(units, self._new_shard, collectives)
+        # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
+        residency.give_way = partial(_settle, weakref.ref(self.keeper))
+        self.ledger = GradLedger(units, self._new_shard, collectives, self.keeper)
         self.passing = store.grad_ring is not None
         """Whether gradients are used by the backward that makes them, unless it defers."""
         self.defers = collectives.partition.defers_reduction and not self.passing
@@ -67,18 +71,15 @@ class GradReducer:
         """What this backward has still to bring, by the numbers of `arrive_together`; empty where nobody knows."""
 
     def grow(self, added: Sequence[Unit]) -> None:
-        """The list of units has become longer by `added`; nothing is on its way to where it rests."""
-        self.keeper.drain()
-        self.keeper.settle()
-        self.keeper = self._new_keeper()
+        """The list of units has become longer by `added`."""
+        self.keeper.grow()
         self.ledger.grow(added, self._new_shard)
 
     def _new_keeper(self) -> GradKeeper:
-        partition, index = self._collectives.partition, self._collectives.shard_index
-        keeper = GradKeeper(self._device, self._store, self._units, partition, index)
-        # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
-        self._residency.give_way = partial(_settle, weakref.ref(keeper))
-        return keeper
+        index = self._collectives.shard_index
+        if self._device.is_host:
+            return GradKeeper(self._store, index)
+        return DeviceGradKeeper(self._device, self._store, self._units, self._collectives.partition, index)
 
     def _new_shard(self, section: Section, layout: SectionLayout) -> GradShard:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
@@ -105,12 +106,11 @@ class GradReducer:
             )
         self._board.wait(grads.unit.index)
         opened = self._spans.open(Lane.GRADS, grads.unit.name)
-        more = self._is_coming(param)
         takes_turns = self.reduces and bool(self.coming)
         if self._collectives.world_size == 1:
-            self.keeper.keep(grads, index, grad, adds=index in grads.holding, more=more)
+            self.keeper.keep(grads, index, grad, adds=index in grads.holding)
         elif self.defers:
-            self.keeper.keep(grads, index, grad, adds=index in grads.waiting, more=more)
+            self.keeper.keep(grads, index, grad, adds=index in grads.waiting)
             grads.waiting.add(index)
             self._deferred = True
         else:
@@ -133,7 +133,7 @@ class GradReducer:
             if grads.arrived or grads.awaits_more:
                 self._complete(grads)
         self._reductions.finish()
-        self.keeper.drain()
+        self.keeper.end_backward()
         if not self.defers:
             self.reduce_waiting()
 
@@ -204,7 +204,6 @@ class GradReducer:
                 self._partials.widen(grads)
                 self._complete(grads)
         self._reductions.finish()
-        self.keeper.drain()
 
     def squares(self, params: Collection[nn.Parameter]) -> float:
         """The sum of squares of these gradients, as the next update would use them. Collective."""
@@ -302,6 +301,7 @@ class GradReducer:
         local = grads.local
         if local is None or not (grads.waiting or grads.aside):
             return
+        self.keeper.land(grads)
         partial = self._partials.widen(grads)
         if grads.aside:
             local.open()  # on all ranks

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.ledger import SectionGrads
+from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.telemetry.spans import Cause
 from zero_offload.types import MIB

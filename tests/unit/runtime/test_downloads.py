@@ -1,0 +1,152 @@
+"""Gradients that come down from a device: how much memory they pass through on either side, and in which order."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.late_device import LateDevice
+from zero_offload.device import Handoff
+from zero_offload.memory.arena import Arena
+from zero_offload.runtime.grads.downloads import Gathered, GradDownloads
+from zero_offload.types import KIB
+
+
+class Counting(LateDevice):
+    """Notes whose memory goes back, and what the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host_waits_seen = 0
+
+    def host_waits(self, clock: Any) -> None:
+        self.host_waits_seen += 1
+        super().host_waits(clock)
+
+
+class Landing:
+    """Takes gradients: keeps a copy of each, in the order in which they come."""
+
+    def __init__(self, *room: int) -> None:
+        self.device = Counting()
+        self.arena = Arena(0, pinner=self.device)
+        self.downloads = GradDownloads(self.device, self.arena, room, self.land)
+        self.found: list[tuple[int, list[float]]] = []
+
+    def land(self, grads: Any, shard: Any, gathered: Gathered, flat: torch.Tensor) -> None:
+        assert shard is grads.shard
+        self.found.append((grads.number, flat.tolist()))
+
+    def stage(self, grads: Any, flat: torch.Tensor) -> None:
+        self.downloads.make_room(flat.nbytes)
+        self.downloads.stage(grads, grads.shard, gathered(flat), self.device.mark())
+
+
+class Shard:
+    """One with an array in the host's memory."""
+
+    def __init__(self, arena: Arena, numel: int) -> None:
+        self.array = arena.array(torch.bfloat16, numel)
+        self.last: Handoff | None = None
+
+    def open(self) -> torch.Tensor:
+        return self.array
+
+    def arrives(self, handoff: Handoff) -> None:
+        self.last = handoff
+
+
+def section(number: int) -> Any:
+    return SimpleNamespace(number=number, shard=object())
+
+
+def values(numel: int, dtype: torch.dtype = torch.bfloat16, first: int = 0) -> torch.Tensor:
+    return torch.arange(first, first + numel).remainder(100).to(dtype)
+
+
+def gathered(flat: torch.Tensor, begin: int = 0) -> Gathered:
+    return Gathered(flat, begin, {0: slice(0, flat.numel())}, frozenset())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_section_takes_no_more_staging_than_its_gradients(dtype: torch.dtype) -> None:
+    landing, nbytes = Landing(8192), 8192
+    landing.stage(section(0), values(nbytes // dtype.itemsize, dtype))
+    assert landing.found == [] and landing.arena.allocated_bytes == nbytes
+    landing.downloads.drain()
+    assert landing.found == [(0, values(nbytes // dtype.itemsize, dtype).tolist())]
+
+
+def test_the_oldest_section_makes_room_for_the_next() -> None:
+    """The three largest fit at once."""
+    sizes = [4096 * (index + 1) for index in range(5)]
+    landing = Landing(*sizes)
+    for index in reversed(range(5)):
+        landing.stage(section(index), values(sizes[index] // 2))
+        assert [number for number, _ in landing.found] == ([4] if index < 2 else [])
+    landing.downloads.drain()
+    assert [number for number, _ in landing.found] == [4, 3, 2, 1, 0]
+
+
+def test_what_no_plan_knows_of_has_room_when_it_comes() -> None:
+    """A gradient that is wider than its parameter."""
+    landing = Landing(4096, 8192)
+    landing.stage(section(0), values(10))
+    landing.stage(section(1), values(20_000, torch.float32))
+    landing.stage(section(0), values(10, first=5))
+    landing.downloads.drain()
+    assert [number for number, _ in landing.found] == [0, 1, 0]
+    assert landing.found[1][1] == values(20_000, torch.float32).tolist()
+    assert landing.arena.allocated_bytes == 80 * KIB, "the smaller pool has gone"
+
+
+def test_what_is_wanted_lands_with_all_that_was_before_it() -> None:
+    landing, sections = Landing(*[4096] * 3), [section(index) for index in range(3)]
+    for each in sections:
+        landing.stage(each, values(16))
+    landing.downloads.land(sections[1])
+    assert [number for number, _ in landing.found] == [0, 1]
+
+
+def test_gradients_come_to_their_places_in_one_array() -> None:
+    landing = Landing()
+    shard = Shard(landing.arena, 1000)
+    for begin in (0, 512):
+        landing.downloads.make_room(600)
+        landing.downloads.place(shard, gathered(values(300, first=begin), begin), landing.device.mark())  # type: ignore[arg-type]
+    assert shard.array.isnan()[:300].all() and shard.last is not None
+    shard.last.take_on_host()
+    for begin in (0, 512):
+        assert torch.equal(shard.array[begin : begin + 300], values(300, first=begin)), "the last comes last"
+
+
+@pytest.mark.parametrize(("most", "at_once"), [(4096, 1), (8192, 2), (10_000, 2)])
+def test_compute_waits_for_the_oldest_and_the_host_for_nothing(most: int, at_once: int) -> None:
+    """However far the host is ahead, the device keeps what a lane reads of as much as most sections have."""
+    landing = Landing(4096, most, most, 1 << 20)
+    shard = Shard(landing.arena, 2048)
+    for number in range(20):
+        landing.downloads.make_room(4096)
+        assert landing.device._compute.downloads == max(number + 1 - at_once, 0)
+        flat = values(2048)
+        landing.downloads.place(shard, gathered(flat), landing.device.mark())  # type: ignore[arg-type]
+        assert len(landing.downloads._leaving) <= at_once
+    assert landing.device.host_waits_seen == 0
+    landing.downloads.make_room(2 * most)
+    assert landing.device._compute.downloads == 20, "what is larger comes alone"
+
+
+def test_after_a_drop_nothing_is_under_way() -> None:
+    landing = Landing(*[4096] * 3)
+    shard = Shard(landing.arena, 16)
+    for _ in range(2):
+        landing.stage(section(0), values(16))
+        landing.downloads.place(shard, gathered(values(16)), landing.device.mark())  # type: ignore[arg-type]
+    landing.downloads.drop()
+    assert landing.found == [] and landing.device.downloads.finished == 4
+    landing.stage(section(1), values(6144))  # all of the staging
+    landing.downloads.drain()
+    assert [number for number, _ in landing.found] == [1]
