@@ -137,7 +137,6 @@ def test_a_copy_under_way_keeps_what_it_reads(nvme: Path) -> None:
         assert torch.equal(region.tensor(shard.dtype, end - begin), whole[begin:end])
 
 
-<<<<<<< HEAD:tests/fake_gpu/test_device_grad_shard.py
 def test_an_update_does_not_wait_for_later_compute(nvme: Path) -> None:
     """A forward may be launched before the update's thread asks for a chunk."""
     with device_shard(nvme) as (shard, gpu):
@@ -147,30 +146,12 @@ def test_an_update_does_not_wait_for_later_compute(nvme: Path) -> None:
         before = device.num_queued()
         update_reads(shard, gpu)
         assert 2 <= device.num_queued() < before
-=======
-def test_another_thread_has_to_say_after_which_compute(nvme: Path) -> None:
-    with device_shard(nvme) as (shard, device):
-        fill(shard, range(1))
-        failures: list[AssertionError] = []
-
-        def update() -> None:
-            try:
-                update_reads(shard, device)
-            except AssertionError as error:
-                failures.append(error)
-
-        for made, count in ((None, 1), (device.mark(), 1)):
-            shard.lend(made)
-            thread = threading.Thread(target=update)
-            thread.start()
-            thread.join()
-            assert len(failures) == count
 
 
 def test_neighbours_in_one_memory_move_as_one(nvme: Path) -> None:
     """A section's gradients, gathered: an update gets a chunk by one download, and widening makes one tensor."""
-    with device_shard(nvme) as (shard, device):
-        flat = torch.randn(shard.layout.shard_numel).to(shard.dtype)
+    with device_shard(nvme) as (shard, gpu):
+        flat = torch.randn(shard.layout.shard_numel).to(shard.dtype).to(TYPE)
         for index, piece in enumerate(shard.layout.params):
             shard.adopt(index, flat[piece.begin : piece.end])
         shard.held = True
@@ -178,9 +159,9 @@ def test_neighbours_in_one_memory_move_as_one(nvme: Path) -> None:
             assert shard.dtype == dtype
             assert [len(shard.pieces(range(row, row + 1))) for row in range(2)] == [1, 1]
             assert shard.view(0).untyped_storage().data_ptr() == shard.view(1).untyped_storage().data_ptr()
-            before = device.downloads.launched
-            shard.lend(device.mark())
-            found, used = update_reads(shard, device), shard.layout.params[1].end
-            assert torch.equal(found[:used], flat[:used].to(dtype)) and device.downloads.launched == before + 2
+            shard.lend(gpu.mark())
+            with device.counting() as counts:
+                found, used = update_reads(shard, gpu), shard.layout.params[1].end
+            assert counts["downloads"] == 2
+            assert torch.equal(found[:used], flat[:used].to(dtype).cpu())
             shard.widen()
->>>>>>> bf22db0 (Gradients of a section leave a GPU as one: one gather, one launch of sums, one download, no wait of the host in backward):tests/unit/shards/test_device_grad_shard.py
