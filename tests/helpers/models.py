@@ -66,7 +66,8 @@ class TinyLM(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        tokens = tokens.to(self.embedding.weight.device)
+        if not torch.compiler.is_compiling():  # a question about a parameter at rest breaks torch.compile's graph
+            tokens = tokens.to(self.embedding.weight.device)
         x = self.run_blocks(self.embedding(tokens[:, :-1]))
         logits = self.head(self.norm(x)).float()
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
