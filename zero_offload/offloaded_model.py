@@ -476,7 +476,7 @@ class OffloadedModel:
 def _close(session: Session, commits: Commits, parts: Parts) -> None:
     if session.closed:
         return
-    session.closed = True
+    session.close()
     raised, exchange = sys.exc_info()[1] is not None, parts.ranks.exchange
     whole = together = same = False
     try:
@@ -515,7 +515,7 @@ def _close_dropped(session: Session, commits: Commits, parts: Parts) -> None:
     """
     if session.closed or not session.in_own_process:
         return
-    session.closed = True
+    session.close()
     if threading.current_thread().name.startswith(THREAD_PREFIX):
         start(threading.Thread(target=_end_dropped, args=(commits, parts), name="zero-offload-end"))
     else:

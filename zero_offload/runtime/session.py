@@ -124,6 +124,11 @@ class Session:
         self._saved = SavedTensors((), activations, always=grads.passing)
         self.grow(units)
 
+    def close(self) -> None:
+        """Gradients that are on their way from a device have come, and more are not expected."""
+        self.closed = True
+        self._grads.keeper.close()
+
     def grow(self, units: Sequence[Unit]) -> None:
         """These are used too; the list that this object was given has them already."""
         self.any_leaves = self.any_leaves or not all(unit.resident for unit in units)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from zero_offload.device import Device, Event
+from zero_offload.device import Device, Event, Handoff
 from zero_offload.kernels.device_grads import CHUNK, launch_sums, total
 from zero_offload.kernels.grads import GradSum
 from zero_offload.plan.memory import staged_grad_bytes
@@ -47,6 +47,7 @@ class DeviceGradKeeper(GradKeeper):
         """Where sums of a section's chunks come down, by the section's index: (chunks,) fp64, and each gradient's."""
         self._num_sums = 0
         """Downloads of them."""
+        self._last_sums: Handoff | None = None
 
     def _room(self) -> list[int]:
         """Bytes of staging that each section takes."""
@@ -97,11 +98,17 @@ class DeviceGradKeeper(GradKeeper):
         self._downloads.land(grads)
 
     def drop(self) -> None:
+        self.close()
+        super().drop()
+
+    def close(self) -> None:
         for grads in self._fresh.values():
             grads.fresh.clear()
         self._fresh.clear()
         self._downloads.drop()
-        super().drop()
+        if self._last_sums is not None:
+            self._last_sums.take_on_host()
+            self._last_sums = None
 
     def settle(self) -> bool:
         self._downloads.advance()
@@ -207,6 +214,7 @@ class DeviceGradKeeper(GradKeeper):
                 continue
             target = host[places[run[0]].start : places[run[-1]].stop]
             arrival, self._num_sums = self._device.download(target, source, after=made), self._num_sums + 1
+            self._last_sums = arrival
             for index in run:
                 grads.coming[index] = ComingSum(host[places[index]], arrival, self._num_sums)
         return made

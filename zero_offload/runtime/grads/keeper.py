@@ -97,6 +97,9 @@ class GradKeeper:
         """What has been kept is not wanted."""
         self._drives.drop()
 
+    def close(self) -> None:
+        """Nothing is on its way when this returns: memory that copies use may go."""
+
     def settle(self) -> bool:
         """Pages of gradients that leave for drives are there for others; says whether there were any."""
         return self._drives.settle()
