@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.training import EVERY, SOME, Schedule, check_run, four_blocks, plainly, run
-from tests.helpers.models import AttentionBlock, TinyLM, build, tokens_of
+from tests.helpers.models import NARROW, WIDE, AttentionBlock, TinyLM, build, tokens_of
+from tests.models.test_autocast import Frozen, casts
+
+__all__ = ["casts"]
 
 PLACEMENTS: list[dict[str, Any]] = [
     {},
@@ -66,8 +72,19 @@ def autocast(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
         return plainly(model, tokens, step)
 
 
-def test_autocast() -> None:
-    check_run(expected(autocast), autocast)
+@pytest.mark.parametrize("make", [four_blocks, partial(Frozen, NARROW, 4)])
+def test_autocast(make: Callable[[], nn.Module]) -> None:
+    check_run(expected(autocast, make), autocast, make)
+
+
+@pytest.mark.parametrize("make", [partial(TinyLM, WIDE), partial(Frozen, WIDE)])
+def test_casts_of_weights_leave_with_their_units(make: Callable[[], nn.Module], casts: list[StorageWeakRef]) -> None:
+    model = zo.offload(build(make), zo.OffloadConfig(precision="fp32", device_memory="24MiB"))
+    with torch.autocast(TYPE, torch.bfloat16, cache_enabled=False):
+        loss = model(tokens_of(0))
+    assert len(casts) == 6 and all(each.expired() for each in casts)
+    loss.backward()
+    zo.close(model)
 
 
 def test_dropout_and_attention() -> None:

@@ -7,8 +7,8 @@ Hooks of the user's, around the forward or inside of it, get every other tensor.
 [Note: casts of weights]
 torch.autocast casts fp32 weights for an operation, which saves the cast. All of them would stay from forward to
 backward, though their units leave. So the parameter is saved in the cast's place, and cast again: the same bits. A cast
-of a trained parameter is known by its graph. One of a frozen parameter has none: on a CPU its values are compared, on a
-GPU, which that would stop, it is kept.
+of a trained parameter is known by its graph. One of a frozen parameter has none: its values are compared. On a GPU the
+host waits for each comparison, in forward alone.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class SavedTensors:
             return None
         with torch._C.DisableTorchFunctionSubclass():  # a leaf may be another model's parameter, at rest
             storage, param = tensor.untyped_storage(), _param_of_cast(tensor)
-            if tensor.grad_fn is None and tensor.device.type == "cpu":
+            if tensor.grad_fn is None:
                 param = self._frozen_like(tensor, storage)
             unit = None if param is None else self.unit_of(param)
             if param is None or unit is None or unit.resident or not _is_whole(param, tensor, storage):
