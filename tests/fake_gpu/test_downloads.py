@@ -8,30 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.late_device import LateDevice
-from zero_offload.device import Handoff
+from tests.fake_gpu import device
+from tests.fake_gpu.device import TYPE
+from zero_offload.device import AcceleratorDevice, Handoff
 from zero_offload.memory.arena import Arena
 from zero_offload.runtime.grads.downloads import Gathered, GradDownloads
 from zero_offload.types import KIB
 
-
-class Counting(LateDevice):
-    """Notes whose memory goes back, and what the host waits for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host_waits_seen = 0
-
-    def host_waits(self, clock: Any) -> None:
-        self.host_waits_seen += 1
-        super().host_waits(clock)
+pytestmark = pytest.mark.usefixtures("late")
 
 
 class Landing:
     """Takes gradients: keeps a copy of each, in the order in which they come."""
 
     def __init__(self, *room: int) -> None:
-        self.device = Counting()
+        self.device = AcceleratorDevice(TYPE)
         self.arena = Arena(0, pinner=self.device)
         self.downloads = GradDownloads(self.device, self.arena, room, self.land)
         self.found: list[tuple[int, list[float]]] = []
@@ -64,7 +55,7 @@ def section(number: int) -> Any:
 
 
 def values(numel: int, dtype: torch.dtype = torch.bfloat16, first: int = 0) -> torch.Tensor:
-    return torch.arange(first, first + numel).remainder(100).to(dtype)
+    return torch.arange(first, first + numel).remainder(100).to(dtype).to(TYPE)
 
 
 def gathered(flat: torch.Tensor, begin: int = 0) -> Gathered:
@@ -120,7 +111,7 @@ def test_gradients_come_to_their_places_in_one_array() -> None:
     assert shard.array.isnan()[:300].all() and shard.last is not None
     shard.last.take_on_host()
     for begin in (0, 512):
-        assert torch.equal(shard.array[begin : begin + 300], values(300, first=begin)), "the last comes last"
+        assert torch.equal(shard.array[begin : begin + 300], values(300, first=begin).cpu()), "the last comes last"
 
 
 @pytest.mark.parametrize(("most", "at_once"), [(4096, 1), (8192, 2), (10_000, 2)])
@@ -129,14 +120,14 @@ def test_compute_waits_for_the_oldest_and_the_host_for_nothing(most: int, at_onc
     landing = Landing(4096, most, most, 1 << 20)
     shard = Shard(landing.arena, 2048)
     for number in range(20):
-        landing.downloads.make_room(4096)
-        assert landing.device._compute.downloads == max(number + 1 - at_once, 0)
         flat = values(2048)
+        with device.counting() as counts:
+            landing.downloads.make_room(4096)
+        assert counts["stream_waits"] == (number >= at_once) and counts["event_syncs"] == 0
         landing.downloads.place(shard, gathered(flat), landing.device.mark())  # type: ignore[arg-type]
-        assert len(landing.downloads._leaving) <= at_once
-    assert landing.device.host_waits_seen == 0
-    landing.downloads.make_room(2 * most)
-    assert landing.device._compute.downloads == 20, "what is larger comes alone"
+    with device.counting() as counts:
+        landing.downloads.make_room(2 * most)
+    assert counts["stream_waits"] == at_once and counts["event_syncs"] == 0, "what is larger comes alone"
 
 
 def test_after_a_drop_nothing_is_under_way() -> None:
@@ -146,7 +137,7 @@ def test_after_a_drop_nothing_is_under_way() -> None:
         landing.stage(section(0), values(16))
         landing.downloads.place(shard, gathered(values(16)), landing.device.mark())  # type: ignore[arg-type]
     landing.downloads.drop()
-    assert landing.found == [] and landing.device.downloads.finished == 4
+    assert landing.found == [] and device.num_queued() == 0
     landing.stage(section(1), values(6144))  # all of the staging
     landing.downloads.drain()
     assert [number for number, _ in landing.found] == [1]
