@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
-NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h)
+NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
 .PHONY: train test test-all check native asan tsan neon bench clean
 

@@ -1,8 +1,10 @@
-// A device in host memory. This half knows nothing of torch: streams, events, memory, policies, races and counts.
+// A device in host memory. This half knows nothing of torch: streams, events, memory, policies, races and
+// counts.
 //
-// A launch puts an operation into the queue of its stream. It runs when the host or another stream waits for it, or when
-// the policy says so. One lock guards everything. Operations run under the lock, so they may not call Python: a thread
-// that holds the lock and waits for the GIL would wait for a thread that holds the GIL and waits for the lock.
+// A launch puts an operation into the queue of its stream. It runs when the host or another stream waits for
+// it, or when the policy says so. One lock guards everything. Operations run under the lock, so they may not
+// call Python: a thread that holds the lock and waits for the GIL would wait for a thread that holds the GIL
+// and waits for the lock.
 #pragma once
 
 #include <array>
@@ -22,95 +24,106 @@ constexpr int kStreams = kDevices * kStreamsPerDevice;
 // A stream is device * kStreamsPerDevice + number; number 0 is the device's default stream.
 using Stream = int;
 
-// By stream: how many of its operations come before. Two operations are ordered if one's clock covers the other.
+// By stream: how many of its operations come before. Two operations are ordered if one's clock covers the
+// other.
 using Clock = std::array<uint64_t, kStreams>;
 
 struct Span {
-  uintptr_t begin = 0;
-  uintptr_t end = 0;
-  bool writes = false;
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
+    bool writes = false;
 
-  bool is_empty() const { return begin == end; }
-  bool overlaps(const Span& other) const { return begin < other.end && other.begin < end; }
+    bool is_empty() const { return begin == end; }
+    bool overlaps(const Span &other) const { return begin < other.end && other.begin < end; }
 };
 
 enum class Policy { kLate, kEager, kSideEarly, kSideLate, kRandom };
 
-#define FAKE_GPU_COUNTS(X)                                                                                          \
-  X(launches) X(uploads) X(downloads) X(upload_bytes) X(download_bytes) X(pageable_copies) X(events) X(stream_waits) \
-  X(event_syncs) X(stream_syncs) X(device_syncs) X(items) X(exchanges) X(allocations) X(blocks_made) X(blocks_reused)
+#define FAKE_GPU_COUNTS(X) \
+    X(launches)            \
+    X(uploads)             \
+    X(downloads)           \
+    X(upload_bytes)        \
+    X(download_bytes)      \
+    X(pageable_copies)     \
+    X(events)              \
+    X(stream_waits)        \
+    X(event_syncs)         \
+    X(stream_syncs) X(device_syncs) X(items) X(exchanges) X(allocations) X(blocks_made) X(blocks_reused)
 
 enum Count {
 #define X(name) k_##name,
-  FAKE_GPU_COUNTS(X)
+    FAKE_GPU_COUNTS(X)
 #undef X
-      kNumCounts
+        kNumCounts
 };
-extern const char* const kCountNames[kNumCounts];
+extern const char *const kCountNames[kNumCounts];
 
 struct Event {
-  Stream stream = -1;
-  uint64_t position = 0;
-  Clock clock{};
-  // When the stream came by, on the host's clock; shared with the queue, since an event may go before that.
-  std::shared_ptr<double> reached_ms;
-  int failed_queries = 0;
+    Stream stream = -1;
+    uint64_t position = 0;
+    Clock clock{};
+    // When the stream came by, on the host's clock; shared with the queue, since an event may go before that.
+    std::shared_ptr<double> reached_ms;
+    int failed_queries = 0;
 };
 
 // Launches. `run` computes on host memory and must not touch Python.
-void launch(Stream stream, const std::string& name, const std::vector<Span>& spans, std::function<void()> run);
+void launch(Stream stream, const std::string &name, const std::vector<Span> &spans,
+            std::function<void()> run);
 void launch_upload(Stream stream, Span source, Span target, std::function<void()> run);
 // `run` gets the memory to fill in place of the target: bytes come to the target when the host knows of them.
-void launch_download(Stream stream, Span source, Span target, std::function<void(void*)> run);
+void launch_download(Stream stream, Span source, Span target, std::function<void(void *)> run);
 
-// An exchange with other processes. The stream copies `source` to `sent`; a thread outside sends it, fills `received`
-// and calls `finish`; then the stream copies `received` to the targets. Other processes may need what is sent before this
-// one waits for anything: `fetch`.
+// An exchange with other processes. The stream copies `source` to `sent`; a thread outside sends it, fills
+// `received` and calls `finish`; then the stream copies `received` to the targets. Other processes may need
+// what is sent before this one waits for anything: `fetch`.
 struct Exchange {
-  std::vector<char> sent;
-  std::vector<char> received;
-  Stream stream;
-  uint64_t read_position = 0;
-  bool is_read = false;
-  bool is_finished = false;
+    std::vector<char> sent;
+    std::vector<char> received;
+    Stream stream;
+    uint64_t read_position = 0;
+    bool is_read = false;
+    bool is_finished = false;
 };
 // With several `targets`, `received` has what lies between them too.
-std::shared_ptr<Exchange> launch_exchange(Stream stream, Span source, const std::vector<Span>& targets);
-bool is_read(const Exchange& exchange);
-void fetch(const Exchange& exchange);
-void finish(Exchange& exchange);
+std::shared_ptr<Exchange> launch_exchange(Stream stream, Span source, const std::vector<Span> &targets);
+bool is_read(const Exchange &exchange);
+void fetch(const Exchange &exchange);
+void finish(Exchange &exchange);
 
 // Order.
-void record(Event& event, Stream stream);
-void wait_event(Stream stream, const Event& event);
+void record(Event &event, Stream stream);
+void wait_event(Stream stream, const Event &event);
 void wait_stream(Stream stream, Stream first);
-bool query_event(Event& event);
+bool query_event(Event &event);
 bool query_stream(Stream stream);
-void synchronize_event(const Event& event);
+void synchronize_event(const Event &event);
 void synchronize_stream(Stream stream);
 void synchronize_device(int device);
 
 // Memory. `allocate` returns nullptr if the device is full.
-void* allocate(size_t nbytes, Stream home);
-void release(void* address);
-void record_stream(const void* address, Stream stream);
+void *allocate(size_t nbytes, Stream home);
+void release(void *address);
+void record_stream(const void *address, Stream stream);
 void empty_cache();
 bool register_host(uintptr_t address, size_t nbytes);
 bool unregister_host(uintptr_t address);
-// Memory that is in one registration, in none, or in several or a part of one, which a driver refuses to copy.
+// Memory that is in one registration, in none, or in several or a part of one, which a driver refuses to
+// copy.
 enum class Registered { kNo, kYes, kInParts };
 Registered registration_of(uintptr_t address, size_t nbytes);
 void refuse_registration(bool refuse);
 void set_memory_limit(int device, size_t nbytes);
 size_t memory_limit(int device);
 struct MemoryStats {
-  int64_t allocated = 0;
-  int64_t allocated_peak = 0;
-  // With what is cached: freed, and not given back.
-  int64_t reserved = 0;
-  int64_t reserved_peak = 0;
-  int64_t num_retries = 0;
-  int64_t num_ooms = 0;
+    int64_t allocated = 0;
+    int64_t allocated_peak = 0;
+    // With what is cached: freed, and not given back.
+    int64_t reserved = 0;
+    int64_t reserved_peak = 0;
+    int64_t num_retries = 0;
+    int64_t num_ooms = 0;
 };
 MemoryStats memory_stats(int device);
 void reset_peak(int device);
@@ -126,12 +139,12 @@ inline Stream current_stream(int device) { return stream_of(device, stream_numbe
 
 // Random numbers: each draw takes the next number of its generator's sequence when it is launched.
 struct RandomState {
-  uint64_t seed = 0;
-  uint64_t num_draws = 0;
+    uint64_t seed = 0;
+    uint64_t num_draws = 0;
 };
-RandomState& default_random_state(int device);
+RandomState &default_random_state(int device);
 // A seed for one draw; moves the state on.
-uint64_t draw(RandomState& state);
+uint64_t draw(RandomState &state);
 
 // Tests.
 void set_policy(Policy policy, uint64_t seed);

@@ -1,7 +1,8 @@
 // Registered host memory, and copies from and to it that the host cannot see.
 //
-// The detector sees launches. The host reads and writes its own memory unseen, so its mistakes are made to show: what a
-// download brings is poison until the host knows of it, and what an upload reads is compared until the host knows of it.
+// The detector sees launches. The host reads and writes its own memory unseen, so its mistakes are made to
+// show: what a download brings is poison until the host knows of it, and what an upload reads is compared
+// until the host knows of it.
 #include "state.h"
 
 #include <cstring>
@@ -13,168 +14,170 @@ namespace fake_gpu {
 namespace {
 
 struct HostCopy {
-  bool is_upload;
-  Span host;
-  Stream stream;
-  uint64_t position;
-  bool has_run = false;
-  // Upload: of the source, once its bytes are final.
-  bool has_digest = false;
-  size_t digest = 0;
-  // Download: what comes to the host later.
-  std::vector<char> arrived;
-  bool is_poisoned = false;
+    bool is_upload;
+    Span host;
+    Stream stream;
+    uint64_t position;
+    bool has_run = false;
+    // Upload: of the source, once its bytes are final.
+    bool has_digest = false;
+    size_t digest = 0;
+    // Download: what comes to the host later.
+    std::vector<char> arrived;
+    bool is_poisoned = false;
 };
 
 constexpr char kPoison = char(0xFF);
 
 // Those that the host does not know to be over, in the order of their launch.
-std::list<std::shared_ptr<HostCopy>>& copies() {
-  static auto* const one = new std::list<std::shared_ptr<HostCopy>>;
-  return *one;
+std::list<std::shared_ptr<HostCopy>> &copies() {
+    static auto *const one = new std::list<std::shared_ptr<HostCopy>>;
+    return *one;
 }
 
-std::map<uintptr_t, size_t>& registered() {
-  static auto* const one = new std::map<uintptr_t, size_t>;
-  return *one;
+std::map<uintptr_t, size_t> &registered() {
+    static auto *const one = new std::map<uintptr_t, size_t>;
+    return *one;
 }
 
 bool is_refusing = false;
 
-char* bytes_of(const Span& span) { return reinterpret_cast<char*>(span.begin); }
-size_t size_of(const Span& span) { return span.end - span.begin; }
+char *bytes_of(const Span &span) { return reinterpret_cast<char *>(span.begin); }
+size_t size_of(const Span &span) { return span.end - span.begin; }
 
-size_t digest_of(const Span& span) {
-  return std::hash<std::string_view>{}(std::string_view(bytes_of(span), size_of(span)));
+size_t digest_of(const Span &span) {
+    return std::hash<std::string_view>{}(std::string_view(bytes_of(span), size_of(span)));
 }
 
-void check_source(const HostCopy& upload) {
-  if (upload.has_digest && digest_of(upload.host) != upload.digest)
-    report_locked("the host changed memory before it knew that an upload had read it");
+void check_source(const HostCopy &upload) {
+    if (upload.has_digest && digest_of(upload.host) != upload.digest)
+        report_locked("the host changed memory before it knew that an upload had read it");
 }
 
-void poison(HostCopy& download) {
-  std::memset(bytes_of(download.host), kPoison, size_of(download.host));
-  download.is_poisoned = true;
+void poison(HostCopy &download) {
+    std::memset(bytes_of(download.host), kPoison, size_of(download.host));
+    download.is_poisoned = true;
 }
 
-void check_target(const HostCopy& download) {
-  for (size_t i = 0; i < size_of(download.host); i++)
-    if (bytes_of(download.host)[i] != kPoison) {
-      report_locked("the host wrote memory before it knew that a download had filled it");
-      return;
-    }
+void check_target(const HostCopy &download) {
+    for (size_t i = 0; i < size_of(download.host); i++)
+        if (bytes_of(download.host)[i] != kPoison) {
+            report_locked("the host wrote memory before it knew that a download had filled it");
+            return;
+        }
 }
 
-void deliver(HostCopy& download) {
-  if (download.is_poisoned) check_target(download);
-  std::memcpy(bytes_of(download.host), download.arrived.data(), download.arrived.size());
+void deliver(HostCopy &download) {
+    if (download.is_poisoned) check_target(download);
+    std::memcpy(bytes_of(download.host), download.arrived.data(), download.arrived.size());
 }
 
-void settle(HostCopy& copy) {
-  if (copy.is_upload)
-    check_source(copy);
-  else
-    deliver(copy);
+void settle(HostCopy &copy) {
+    if (copy.is_upload)
+        check_source(copy);
+    else
+        deliver(copy);
 }
 
-bool has_unfinished(const Span& span, bool is_upload, const HostCopy* except) {
-  for (const auto& copy : copies())
-    if (copy.get() != except && copy->is_upload == is_upload && !copy->has_run && copy->host.overlaps(span)) return true;
-  return false;
+bool has_unfinished(const Span &span, bool is_upload, const HostCopy *except) {
+    for (const auto &copy : copies())
+        if (copy.get() != except && copy->is_upload == is_upload && !copy->has_run &&
+            copy->host.overlaps(span))
+            return true;
+    return false;
 }
 
 // What has run and touches this memory ends here: what comes next on the device is ordered after it.
-void settle_run_copies(const Span& span, const HostCopy* except) {
-  std::erase_if(copies(), [&](const std::shared_ptr<HostCopy>& copy) {
-    if (copy.get() == except || !copy->has_run || !copy->host.overlaps(span)) return false;
-    settle(*copy);
-    return true;
-  });
+void settle_run_copies(const Span &span, const HostCopy *except) {
+    std::erase_if(copies(), [&](const std::shared_ptr<HostCopy> &copy) {
+        if (copy.get() == except || !copy->has_run || !copy->host.overlaps(span)) return false;
+        settle(*copy);
+        return true;
+    });
 }
 
-void settle_run_downloads(const Span& span) {
-  std::erase_if(copies(), [&](const std::shared_ptr<HostCopy>& copy) {
-    if (copy->is_upload || !copy->has_run || !copy->host.overlaps(span)) return false;
-    settle(*copy);
-    return true;
-  });
+void settle_run_downloads(const Span &span) {
+    std::erase_if(copies(), [&](const std::shared_ptr<HostCopy> &copy) {
+        if (copy->is_upload || !copy->has_run || !copy->host.overlaps(span)) return false;
+        settle(*copy);
+        return true;
+    });
 }
 
-std::shared_ptr<HostCopy> new_copy(bool is_upload, const Span& host, Stream stream) {
-  auto copy = std::make_shared<HostCopy>();
-  copy->is_upload = is_upload;
-  copy->host = host;
-  copy->stream = stream;
-  // That of the launch that follows.
-  copy->position = state().queues[stream].num_launched + 1;
-  return copy;
+std::shared_ptr<HostCopy> new_copy(bool is_upload, const Span &host, Stream stream) {
+    auto copy = std::make_shared<HostCopy>();
+    copy->is_upload = is_upload;
+    copy->host = host;
+    copy->stream = stream;
+    // That of the launch that follows.
+    copy->position = state().queues[stream].num_launched + 1;
+    return copy;
 }
 
 bool is_at_once() { return state().policy == Policy::kEager; }
 
-void run_upload(HostCopy& copy, const std::function<void()>& run) {
-  settle_run_downloads(copy.host);
-  check_source(copy);
-  copy.digest = digest_of(copy.host);
-  copy.has_digest = true;
-  run();
-  copy.has_run = true;
+void run_upload(HostCopy &copy, const std::function<void()> &run) {
+    settle_run_downloads(copy.host);
+    check_source(copy);
+    copy.digest = digest_of(copy.host);
+    copy.has_digest = true;
+    run();
+    copy.has_run = true;
 }
 
-void run_download(HostCopy& copy, const std::function<void(void*)>& run) {
-  if (!copy.is_poisoned) {
-    settle_run_copies(copy.host, &copy);
-    poison(copy);
-  }
-  copy.arrived.resize(size_of(copy.host));
-  run(copy.arrived.data());
-  copy.has_run = true;
-  if (!is_at_once()) return;
-  deliver(copy);
-  copies().remove_if([&](const std::shared_ptr<HostCopy>& other) { return other.get() == &copy; });
+void run_download(HostCopy &copy, const std::function<void(void *)> &run) {
+    if (!copy.is_poisoned) {
+        settle_run_copies(copy.host, &copy);
+        poison(copy);
+    }
+    copy.arrived.resize(size_of(copy.host));
+    run(copy.arrived.data());
+    copy.has_run = true;
+    if (!is_at_once()) return;
+    deliver(copy);
+    copies().remove_if([&](const std::shared_ptr<HostCopy> &other) { return other.get() == &copy; });
 }
 
 }  // namespace
 
 void launch_upload(Stream stream, Span source, Span target, std::function<void()> run) {
-  Lock lock(state().mutex);
-  state().counts[k_uploads]++;
-  state().counts[k_upload_bytes] += int64_t(size_of(source));
-  auto copy = new_copy(true, source, stream);
-  bool is_final = true;
-  for (const auto& other : copies()) is_final &= other->is_upload || !other->host.overlaps(source);
-  if (is_final) {
-    copy->digest = digest_of(source);
-    copy->has_digest = true;
-  }
-  copies().push_back(copy);
-  QueuedItem item;
-  item.run = [copy, run = std::move(run)] { run_upload(*copy, run); };
-  launch_locked(stream, "upload", {source, target}, std::move(item));
+    Lock lock(state().mutex);
+    state().counts[k_uploads]++;
+    state().counts[k_upload_bytes] += int64_t(size_of(source));
+    auto copy = new_copy(true, source, stream);
+    bool is_final = true;
+    for (const auto &other : copies()) is_final &= other->is_upload || !other->host.overlaps(source);
+    if (is_final) {
+        copy->digest = digest_of(source);
+        copy->has_digest = true;
+    }
+    copies().push_back(copy);
+    QueuedItem item;
+    item.run = [copy, run = std::move(run)] { run_upload(*copy, run); };
+    launch_locked(stream, "upload", {source, target}, std::move(item));
 }
 
-void launch_download(Stream stream, Span source, Span target, std::function<void(void*)> run) {
-  Lock lock(state().mutex);
-  state().counts[k_downloads]++;
-  state().counts[k_download_bytes] += int64_t(size_of(target));
-  auto copy = new_copy(false, target, stream);
-  if (!has_unfinished(target, true, nullptr) && !has_unfinished(target, false, nullptr)) {
-    settle_run_copies(target, nullptr);
-    poison(*copy);
-  }
-  copies().push_back(copy);
-  QueuedItem item;
-  item.run = [copy, run = std::move(run)] { run_download(*copy, run); };
-  launch_locked(stream, "download", {source, target}, std::move(item));
+void launch_download(Stream stream, Span source, Span target, std::function<void(void *)> run) {
+    Lock lock(state().mutex);
+    state().counts[k_downloads]++;
+    state().counts[k_download_bytes] += int64_t(size_of(target));
+    auto copy = new_copy(false, target, stream);
+    if (!has_unfinished(target, true, nullptr) && !has_unfinished(target, false, nullptr)) {
+        settle_run_copies(target, nullptr);
+        poison(*copy);
+    }
+    copies().push_back(copy);
+    QueuedItem item;
+    item.run = [copy, run = std::move(run)] { run_download(*copy, run); };
+    launch_locked(stream, "download", {source, target}, std::move(item));
 }
 
 void settle_known_copies_locked() {
-  std::erase_if(copies(), [](const std::shared_ptr<HostCopy>& copy) {
-    if (copy->position > state().host[copy->stream]) return false;
-    settle(*copy);
-    return true;
-  });
+    std::erase_if(copies(), [](const std::shared_ptr<HostCopy> &copy) {
+        if (copy->position > state().host[copy->stream]) return false;
+        settle(*copy);
+        return true;
+    });
 }
 
 void forget_copies_locked() { copies().clear(); }
@@ -182,41 +185,43 @@ void forget_copies_locked() { copies().clear(); }
 // Registration
 
 bool register_host(uintptr_t address, size_t nbytes) {
-  Lock lock(state().mutex);
-  if (is_refusing) return false;
-  return registered().emplace(address, nbytes).second;
+    Lock lock(state().mutex);
+    if (is_refusing) return false;
+    return registered().emplace(address, nbytes).second;
 }
 
 bool unregister_host(uintptr_t address) {
-  Lock lock(state().mutex);
-  auto found = registered().find(address);
-  if (found == registered().end()) return false;
-  Span span{found->first, found->first + found->second};
-  for (const auto& copy : copies())
-    if (copy->host.overlaps(span)) report_locked("host memory is unregistered before the host knows that copies are over");
-  // The pages may go next: what is queued happens while they are there.
-  while (has_unfinished(span, true, nullptr) || has_unfinished(span, false, nullptr))
-    for (auto copy : std::list(copies()))
-      if (!copy->has_run && copy->host.overlaps(span)) run_until_locked(copy->stream, copy->position, lock);
-  settle_run_copies(span, nullptr);
-  forget_all_accesses_locked(span);
-  registered().erase(address);
-  return true;
+    Lock lock(state().mutex);
+    auto found = registered().find(address);
+    if (found == registered().end()) return false;
+    Span span{found->first, found->first + found->second};
+    for (const auto &copy : copies())
+        if (copy->host.overlaps(span))
+            report_locked("host memory is unregistered before the host knows that copies are over");
+    // The pages may go next: what is queued happens while they are there.
+    while (has_unfinished(span, true, nullptr) || has_unfinished(span, false, nullptr))
+        for (auto copy : std::list(copies()))
+            if (!copy->has_run && copy->host.overlaps(span))
+                run_until_locked(copy->stream, copy->position, lock);
+    settle_run_copies(span, nullptr);
+    forget_all_accesses_locked(span);
+    registered().erase(address);
+    return true;
 }
 
 Registered registration_of(uintptr_t address, size_t nbytes) {
-  Lock lock(state().mutex);
-  auto after = registered().lower_bound(address + nbytes);
-  if (after == registered().begin()) return Registered::kNo;
-  // The last that begins before the end.
-  auto [begin, size] = *std::prev(after);
-  if (begin + size <= address) return Registered::kNo;
-  return begin <= address && address + nbytes <= begin + size ? Registered::kYes : Registered::kInParts;
+    Lock lock(state().mutex);
+    auto after = registered().lower_bound(address + nbytes);
+    if (after == registered().begin()) return Registered::kNo;
+    // The last that begins before the end.
+    auto [begin, size] = *std::prev(after);
+    if (begin + size <= address) return Registered::kNo;
+    return begin <= address && address + nbytes <= begin + size ? Registered::kYes : Registered::kInParts;
 }
 
 void refuse_registration(bool refuse) {
-  Lock lock(state().mutex);
-  is_refusing = refuse;
+    Lock lock(state().mutex);
+    is_refusing = refuse;
 }
 
 }  // namespace fake_gpu

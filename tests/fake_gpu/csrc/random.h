@@ -5,9 +5,9 @@
 
 namespace fake_gpu {
 
-const at::Generator& default_generator(int device);
+const at::Generator &default_generator(int device);
 at::Generator new_generator(int device);
 // For one operation: a generator of the CPU, whose seed is the next draw of this one.
-at::Generator draw_generator(const at::Generator& generator);
+at::Generator draw_generator(const at::Generator &generator);
 
 }  // namespace fake_gpu

@@ -1,4 +1,5 @@
-// What the parts of the device share. All of it is guarded by `mutex`; functions named `*_locked` expect it held.
+// What the parts of the device share. All of it is guarded by `mutex`; functions named `*_locked` expect it
+// held.
 #pragma once
 
 #include <condition_variable>
@@ -15,67 +16,69 @@ namespace fake_gpu {
 using Lock = std::unique_lock<std::mutex>;
 
 struct QueuedItem {
-  std::function<void()> run;
-  // Waits until that stream is there.
-  Stream wait_for = -1;
-  uint64_t wait_position = 0;
-  // Waits until this is finished.
-  std::shared_ptr<Exchange> exchange;
+    std::function<void()> run;
+    // Waits until that stream is there.
+    Stream wait_for = -1;
+    uint64_t wait_position = 0;
+    // Waits until this is finished.
+    std::shared_ptr<Exchange> exchange;
 
-  bool waits_outside() const { return exchange && !exchange->is_finished; }
+    bool waits_outside() const { return exchange && !exchange->is_finished; }
 };
 
 struct Access {
-  Span span;
-  uint64_t position;
-  std::string name;
+    Span span;
+    uint64_t position;
+    std::string name;
 };
 
 struct Queue {
-  std::deque<QueuedItem> items;
-  uint64_t num_launched = 0;
-  uint64_t num_done = 0;
-  // What comes before the next launch.
-  Clock clock{};
-  std::deque<Access> accesses;
+    std::deque<QueuedItem> items;
+    uint64_t num_launched = 0;
+    uint64_t num_done = 0;
+    // What comes before the next launch.
+    Clock clock{};
+    std::deque<Access> accesses;
 };
 
 struct State {
-  std::mutex mutex;
-  // Something became ready or was done.
-  std::condition_variable changed;
-  std::array<Queue, kStreams> queues;
-  // What the host knows to be over.
-  Clock host{};
-  Policy policy = Policy::kLate;
-  std::mt19937_64 random{0};
-  std::map<std::string, int64_t> races;
-  std::array<int64_t, kNumCounts> counts{};
-  std::string error;
+    std::mutex mutex;
+    // Something became ready or was done.
+    std::condition_variable changed;
+    std::array<Queue, kStreams> queues;
+    // What the host knows to be over.
+    Clock host{};
+    Policy policy = Policy::kLate;
+    std::mt19937_64 random{0};
+    std::map<std::string, int64_t> races;
+    std::array<int64_t, kNumCounts> counts{};
+    std::string error;
 };
 
 // Lives as long as the process: threads of autograd may still run while statics go.
-State& state();
+State &state();
 
-void join(Clock& into, const Clock& other);
+void join(Clock &into, const Clock &other);
 
 // streams.cpp
-uint64_t launch_locked(Stream stream, const std::string& name, const std::vector<Span>& spans, QueuedItem item);
-void run_until_locked(Stream stream, uint64_t position, Lock& lock);
-void host_learns_locked(const Clock& clock);
+uint64_t launch_locked(Stream stream, const std::string &name, const std::vector<Span> &spans,
+                       QueuedItem item);
+void run_until_locked(Stream stream, uint64_t position, Lock &lock);
+void host_learns_locked(const Clock &clock);
 
 // races.cpp
-void check_locked(Stream stream, const std::string& name, const std::vector<Span>& spans);
-void remember_locked(Stream stream, const std::string& name, const std::vector<Span>& spans);
-void report_locked(const std::string& race);
+void check_locked(Stream stream, const std::string &name, const std::vector<Span> &spans);
+void remember_locked(Stream stream, const std::string &name, const std::vector<Span> &spans);
+void report_locked(const std::string &race);
 // Drops accesses to this memory that the host knows to be over.
-void forget_accesses_locked(Stream stream, uint64_t position, const Span& span);
+void forget_accesses_locked(Stream stream, uint64_t position, const Span &span);
 void forget_known_accesses_locked();
 // This memory goes, and other memory may come at its address.
-void forget_all_accesses_locked(const Span& span);
+void forget_all_accesses_locked(const Span &span);
 
 // host_memory.cpp
-// Host memory has what downloads brought that the host knows of now, and what it may no more change is as it was.
+// Host memory has what downloads brought that the host knows of now, and what it may no more change is as it
+// was.
 void settle_known_copies_locked();
 void forget_copies_locked();
 
