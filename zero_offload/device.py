@@ -399,7 +399,7 @@ class AcceleratorDevice:
         if pieces is not None and registry is not None:
             # In a forked child, or late in a process, the driver is gone.
             with contextlib.suppress(RuntimeError), _current(self.torch_device):
-                # Nobody may have waited for the last copies from there, and the pages go next.
+                # The pages go next, and the last copies from there may still be under way.
                 self._uploads.synchronize()
                 self._downloads.synchronize()
                 for piece in pieces:

@@ -61,5 +61,5 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture
 def late(gpu: None) -> None:
-    """Nothing runs before somebody waits for it."""
+    """Nothing runs before something waits for it."""
     device.policy(device.Policy.LATE)

@@ -123,7 +123,7 @@ def test_a_copy_per_storage_step_after_step() -> None:
         assert bench.arena.num_registrations == 2
 
 
-def test_blocks_of_what_nobody_read_are_used_again() -> None:
+def test_blocks_that_were_not_read_are_used_again() -> None:
     bench, (dropped, kept) = Bench(), sources(3 * MIB, 3 * MIB)
     bench.tier.release(bench.tier.put(dropped))
     pieces = bench.tier.put(kept)

@@ -105,7 +105,7 @@ def test_widening_keeps_the_values(nvme: Path) -> None:
             assert torch.equal(update_reads(shard, gpu).nan_to_num(7), whole.float().nan_to_num(7))
 
 
-def test_memory_goes_when_nobody_wants_it(nvme: Path) -> None:
+def test_memory_goes_when_it_is_not_wanted(nvme: Path) -> None:
     with device_shard(nvme) as (shard, gpu):
         fill(shard, range(2))
         grad = weakref.ref(shard.view(0))

@@ -1,5 +1,5 @@
 """Gradients that rest in the device's memory: those of a plain model, bit for bit, without a wait for the device before
-somebody asks for a number."""
+a number is asked for."""
 
 from __future__ import annotations
 

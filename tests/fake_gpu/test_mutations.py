@@ -63,7 +63,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a call whose result nobody uses."""
+    """In the place of a call whose result is not used."""
 
 
 def take_without_wait(self: Handoff) -> Tensor:

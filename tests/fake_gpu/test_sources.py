@@ -72,7 +72,7 @@ WRITES: list[Write] = [forward, load_values, load_states, load_checkpoint, write
 
 
 def run(config: zo.OffloadConfig, write: Write, folder: Path) -> Iterator[float]:
-    """Each step's update, and `write`, come right after a forward that nobody has waited for."""
+    """Each step's update, and `write`, come right after a forward that the host has not waited for."""
     model = zo.offload(build(make), config)
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     in_backward = config.overlap == "backward"  # then no forward may come before the step

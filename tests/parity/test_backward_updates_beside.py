@@ -29,7 +29,7 @@ WIDE_LM = partial(TinyLM, WIDE, 4)
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_random_delays_change_nothing(tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the update, of backward, and of whoever reads in between."""
+    """Of the update, of backward, and of reads in between."""
     delays = random.Random(0)
 
     def delayed(call: Callable[..., Any]) -> Callable[..., Any]:

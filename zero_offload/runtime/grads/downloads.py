@@ -71,7 +71,7 @@ class GradDownloads:
         """`room`: bytes of staging that each section takes."""
         self._device = device
         self._arena = arena
-        # Weak: whoever lands the gradients holds this object, and a cycle would outlive a dropped model.
+        # Weak: the keeper, which lands the gradients, holds this object; a cycle would outlive a dropped model.
         self._land = weakref.WeakMethod(land)
         self._leaving: deque[_Leaving] = deque()
         self._staged: deque[_Staged] = deque()
