@@ -237,13 +237,13 @@ def _check_placement(name: str, request: object) -> Iterator[str]:
     example = f"write {name}='cpu' or {fractions}"
     if isinstance(request, str):
         if request not in (*_TIERS, "auto"):
-            yield f"{name}={request!r} is no tier; use one of {', '.join(_TIERS)}, auto, or fractions: {fractions}"
+            yield f"{name}={request!r} is unknown; use one of {', '.join(_TIERS)}, auto, or fractions: {fractions}"
         return
     if not isinstance(request, Mapping):
         yield f"{name}={request!r} is neither a tier nor fractions per tier; {example}"
         return
     for tier in (tier for tier in request if tier not in _TIERS):
-        yield f"{name} has a fraction for {tier!r}, which is no tier; use {', '.join(_TIERS)}"
+        yield f"{name} has a fraction for unknown tier {tier!r}; use one of {', '.join(_TIERS)}"
     if not all(_is_fraction(fraction) for fraction in request.values()):
         yield f"{name}={dict(request)} has a fraction outside 0 to 1; {example}"
     elif abs((total := sum(request.values())) - 1) > FRACTION_TOLERANCE:
