@@ -120,7 +120,6 @@ class OffloadedModel:
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
         self.session.note_backward()
-        self._updates.read_ahead()
         if not self._has_new_grads:
             self._has_new_grads = True
             if not self._commits.completes:

@@ -44,8 +44,6 @@ class Updates:
         self.commits = commits
         self._pipeline = UpdatePipeline(parts.store, parts.board)
         self._device_pass = DevicePass(parts.store, parts.board, parts.device)
-        self._may_read_ahead = False
-        """Whether an update has run beside compute since the states of the next one were read ahead."""
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
@@ -60,12 +58,6 @@ class Updates:
         if not in_backward:
             # Gradients on drives, which the update reads: their pages are for the units that it makes new.
             self._parts.residency.give_way()
-
-    def read_ahead(self) -> None:
-        """In backward: the states that the next update begins with are read, as soon as the update's thread is idle."""
-        if self._may_read_ahead and not self._worker.busy:
-            self._may_read_ahead = False
-            self._parts.store.update_staging.read_ahead()
 
     def await_worker(self) -> None:
         """Return when the update's thread is idle: a commit of the step before notes there what it is made of, and has
@@ -96,7 +88,6 @@ class Updates:
         self.commits.drop()
         self._run(sections)
         if not in_backward:
-            self._may_read_ahead |= overlaps(parts, sections) and parts.config.overlap != UpdateOverlap.BACKWARD
             parts.residency.refresh_kept()
             for unit in (parts.units[index] for index in units):
                 if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way

@@ -1,11 +1,10 @@
 """The update pass: read | compute | write, for every chunk of every unit, with bounded staging.
 
-Owns the order of an update. Chunks whose states rest on disk are read ahead (the first ones before there is an update:
-`UpdateStaging`), updated by one fused kernel pass, and written back while the next ones are computed,
-`CHUNKS_IN_FLIGHT` in all. Gradients on a disk, or in the memory of a GPU, come by staging too. What is in memory is
-updated in place: a whole shard in one pass, since Python takes as long for a chunk as for a shard, and keeps the thread
-that drives a GPU waiting; chunk by chunk while a commit needs the shard. `run` works on whatever thread calls it;
-`UpdateBoard` tells the others how far it is.
+Owns the order of an update and its staging memory. Chunks whose states rest on disk are read, updated by one fused
+kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all. Gradients on a disk, or in
+the memory of a GPU, come by staging too. States in memory are updated in place: a whole shard in one pass, since Python
+takes as long for a chunk as for a shard, and keeps the thread that drives a GPU waiting; chunk by chunk while a commit
+needs the shard. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far it is.
 """
 
 from __future__ import annotations
@@ -75,7 +74,9 @@ class UpdatePipeline:
         """The update of a unit, where it is recorded."""
         self._board = board
         self._num_threads = 1
-        self._staging = store.update_staging
+        self._free: list[Region] = []
+        self._staging_bytes = 0
+        """Of each region: what the largest chunk of any update so far needed."""
         self._writing: deque[_Task] = deque()
 
     def run(self, sections: Sequence[SectionUpdate], num_threads: int) -> None:
@@ -136,12 +137,10 @@ class UpdatePipeline:
             shard.settle()
             shard.writes.clear()
         state_bytes = self._store.state_staging_bytes if shard.on_disk else 0
-        ahead = None
         if shard.on_disk or _are_elsewhere(grads):
-            ahead = self._staging.take(shard, task.rows)
-            task.staging = self._lease() if ahead is None else ahead.region
+            task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
-        task.chunks = self._store.open_chunks(shard, task.rows, staging, None if ahead is None else ahead.reads)
+        task.chunks = self._store.open_chunks(shard, task.rows, staging)
         task.grads, task.grad_reads = grads.open_chunks(task.rows, staging + state_bytes)
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
@@ -172,16 +171,21 @@ class UpdatePipeline:
 
     def _lease(self) -> Region:
         """Staging for a chunk, waiting for the oldest write when all of it is in use."""
-        while not self._staging.free:
+        while not self._free:
             self._release(self._writing.popleft())
-        return self._staging.free.pop()
+        return self._free.pop()
 
     def _take_staging(self, sections: Sequence[SectionUpdate]) -> None:
         """Have what their chunks need. Nothing is under way."""
         # An optimizer that was built since the last update may have brought further states.
         state_bytes = self._store.state_staging_bytes * any(section.shard.on_disk for section in sections)
         grad_bytes = CHUNK_NUMEL * 4 * any(section.grads.comes_by_staging for section in sections)  # fp32
-        self._staging.fit(state_bytes + grad_bytes)
+        if state_bytes + grad_bytes <= self._staging_bytes:
+            return
+        self._staging_bytes = state_bytes + grad_bytes
+        self._free = [self._store.arena.allocate(self._staging_bytes) for _ in range(CHUNKS_IN_FLIGHT)]
+        for region in self._free:
+            self._store.disk.add_memory(region)
 
     def _reap(self, *, all_of_them: bool) -> None:
         while self._writing and (all_of_them or all(w.done() for w in self._writing[0].writes)):
@@ -194,7 +198,7 @@ class UpdatePipeline:
         self._laps.lap()
         self._spans.close(opened)
         if task.staging is not None:
-            self._staging.free.append(task.staging)
+            self._free.append(task.staging)
 
 
 def _are_elsewhere(grads: GradShard) -> bool:

@@ -271,20 +271,16 @@ def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, upd
     copies = 0.0 if on_disk or params is not Tier.NVME or job.partition.replicates_params else values
     delivers = values if on_disk and params is not Tier.NVME else 0.0
     # Values that are in memory are not read with the states.
-    state_reads = (unit.optimizer_bytes - delivers) * on_disk
-    reads = grad_reads + state_reads
+    reads = grad_reads + (unit.optimizer_bytes - delivers) * on_disk
     writes = unit.optimizer_bytes * on_disk + copies
     on_gpu = grads is Tier.DEVICE and not machine.is_host
     rate = machine.host_bytes_beside if update_beside else machine.host_bytes
     lost_s = (reads + writes) * machine.drive_lost_s
     is_staged = on_disk or reads > 0 or on_gpu
     # In memory nothing is read ahead or written behind.
-    pieces = max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1
     return UpdateCosts(
-        pieces=pieces,
-        chunks_per_piece=math.ceil(numel / CHUNK_NUMEL) / pieces,
+        pieces=max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1,
         read_s=_per(reads, machine.read_bytes),
-        states_read_s=_per(state_reads, machine.read_bytes),
         download_s=_per(grad_bytes * on_gpu, machine.download_bytes),
         host_s=_per(touched + delivers + copies, rate) + lost_s,
         write_s=_per(writes, machine.write_bytes),

@@ -30,10 +30,7 @@ class UpdateCosts:
 
     pieces: int = 0
     """0 is no update on the host."""
-    chunks_per_piece: float = 1.0
     read_s: float = 0.0
-    states_read_s: float = 0.0
-    """Of that, what can be read before there are gradients."""
     download_s: float = 0.0
     host_s: float = 0.0
     write_s: float = 0.0

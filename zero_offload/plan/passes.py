@@ -7,7 +7,7 @@ units come is `timeline`'s. A lane takes what it is given in the order of the pr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zero_offload.plan.hardware import Lane, Machine
@@ -49,30 +49,11 @@ class _Piece(NamedTuple):
     is_last: bool
 
 
-class Ahead(NamedTuple):
-    """States of a piece, or of the first chunks of it, that are read before there is an update."""
-
-    end_s: float
-    seconds: float
-    """That it took."""
-
-
-NOTHING_AHEAD = Ahead(0.0, 0.0)
-
-
 class Updates:
     """The update pass of one step in virtual time, worked off as far as somebody asks: `UpdatePipeline._run`."""
 
-    def __init__(
-        self,
-        costs: Sequence[UnitCosts],
-        lanes: Lanes,
-        committed_s: Mapping[int, float],
-        ahead: Iterable[Ahead] = (),
-    ) -> None:
-        """`committed_s`: when the commit before has written a unit's states, where they rest in memory; `ahead`: of the
-        first pieces on drives."""
-        self._ahead = deque(ahead)
+    def __init__(self, costs: Sequence[UnitCosts], lanes: Lanes, committed_s: Mapping[int, float]) -> None:
+        """`committed_s`: when the commit before has written a unit's states, where they rest in memory."""
         self._costs = costs
         self._lanes = lanes
         self._committed_s = committed_s
@@ -132,27 +113,9 @@ class Updates:
                 self.now = max(self.now, self._writes.popleft())
             else:
                 self._staged += 1
-        ahead = self._ahead.popleft() if update.states_read_s and self._ahead else NOTHING_AHEAD
-        read_s = self._lanes[Lane.READ].run(self.now, update.read_s / update.pieces - ahead.seconds)
+        read_s = self._lanes[Lane.READ].run(self.now, update.read_s / update.pieces)
         down_s = self._lanes[Lane.DOWNLOAD].run(self.now, update.download_s / update.pieces)
-        self._reading.append((piece, max(ahead.end_s, read_s, down_s)))
-
-
-def read_ahead(order: Iterable[int], costs: Sequence[UnitCosts], lanes: Lanes, now_s: float) -> list[Ahead]:
-    """The states with which an update in this order begins, as far as staging goes: `UpdateStaging.read_ahead`."""
-    found: list[Ahead] = []
-    left = float(CHUNKS_IN_FLIGHT)
-    for update in (costs[unit].update for unit in order):
-        if update.is_staged and not update.states_read_s:
-            break
-        for _ in range(update.pieces * update.is_staged):
-            if left <= 0:
-                return found
-            part = min(1.0, left / update.chunks_per_piece)
-            left -= part * update.chunks_per_piece
-            seconds = part * update.states_read_s / update.pieces
-            found.append(Ahead(lanes[Lane.READ].run(now_s, seconds), seconds))
-    return found
+        self._reading.append((piece, max(read_s, down_s)))
 
 
 class GradsOut:

@@ -23,8 +23,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.plan.costs import Job, unit_costs
 from zero_offload.plan.hardware import Cluster, Lane, Machine, default_machine
 from zero_offload.plan.lane_costs import UnitCosts
-from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.plan.memory import CHUNKS_IN_FLIGHT, Budget, Placement, estimate_memory
+from zero_offload.plan.memory import Budget, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import UnitWork, plain_block
 from zero_offload.plan.simulate import simulate
@@ -310,15 +309,7 @@ def _bound(seconds: Numbers, outlook: Outlook) -> Numbers:
     """No step is shorter than the busiest lane, nor than what comes one after the other."""
     lanes, drives, host, forward = seconds[:, : len(Lane)], seconds[:, -3], seconds[:, -2], seconds[:, -1]
     compute = seconds[:, list(Lane).index(Lane.COMPUTE)]
-    beside = np.maximum(drives - _read_ahead_s(outlook), host)
+    beside = np.maximum(drives, host)
     in_turn = compute - forward + np.maximum(forward, beside)
     in_turn *= outlook.job.config.overlap != UpdateOverlap.BACKWARD
     return cast(Numbers, np.maximum(lanes.max(1), in_turn))
-
-
-def _read_ahead_s(outlook: Outlook) -> float:
-    """The most that an update's drives do before backward is over: reads into staging."""
-    job, rate = outlook.job, outlook.machine.read_bytes
-    trained = [unit for unit in job.units if unit.trained_numel]
-    sizes = (unit.optimizer_bytes * job.partition.optimizer_shards / unit.trained_numel for unit in trained)
-    return CHUNKS_IN_FLIGHT * CHUNK_NUMEL * max(sizes, default=0.0) / rate if rate else 0.0

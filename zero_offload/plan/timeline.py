@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from zero_offload.plan.hardware import Lane
 from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts
 from zero_offload.plan.memory import UNITS_IN_FLIGHT
-from zero_offload.plan.passes import Ahead, GradsOut, Lanes, Updates, read_ahead
+from zero_offload.plan.passes import GradsOut, Lanes, Updates
 from zero_offload.plan.trace import AccessTrace
 from zero_offload.telemetry.spans import Cause
 
@@ -78,8 +78,6 @@ class Run:
         self._landed_s: deque[float] = deque()
         """Ends of uploads that hold a landing region."""
         self._updates = Updates(costs, lanes, {})
-        self._ahead: list[Ahead] | None = None
-        """What the next update begins with; None before a backward has asked for it."""
         self._commits: deque[int] = deque()
         self._committed_s: dict[int, float] = {}
         self._grads_out = GradsOut(costs, lanes)
@@ -140,9 +138,6 @@ class Run:
             self.now = self._lanes[Lane.COMPUTE].run(self.now, cost.backward_s)
             resting_s = self._grads_out.add(unit, self.now, adds=adds)
             self._commit_some(len(self._trace.uses) - self._position + 1)
-            if self._ahead is None and self._policy.delivers_all:
-                begin_s = max(self.now, self._updates.end())
-                self._ahead = read_ahead(self._order, self._costs, self._lanes, begin_s)
             if is_last and self._policy.in_backward and cost.update.pieces:
                 self._grads_out.hold(self._queue_update(unit, resting_s))
 
@@ -259,8 +254,7 @@ class Run:
         updated = [unit for unit in self._order if _is_updated(self._costs[unit])]
         if not self._policy.in_backward:
             begin_s = max(self.now, self._updates.end())
-            self._updates = Updates(self._costs, self._lanes, dict(self._committed_s), self._ahead or ())
-            self._ahead = None
+            self._updates = Updates(self._costs, self._lanes, dict(self._committed_s))
             for unit in updated:
                 if self._costs[unit].update.pieces:
                     self._updates.queue(unit, begin_s)

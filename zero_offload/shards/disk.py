@@ -54,14 +54,10 @@ class DiskArrays:
         rows: slice,
         address: int,
         urgency: Urgency = Urgency.NORMAL,
-        *,
-        counts: bool = True,
     ) -> Transfer:
-        """Without `counts` whoever uses what was read counts it."""
         assert self._swap is not None
         nbytes = int(extent.blocks[rows]["nbytes"].sum())
-        if counts:
-            self.counters.read(Tier.NVME, nbytes)
+        self.counters.read(Tier.NVME, nbytes)
         transfer = self._swap.read(extent, rows, address, urgency)
         if self.counters.spans.on:
             transfer.tell(partial(self.counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))

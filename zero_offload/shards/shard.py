@@ -211,11 +211,6 @@ class Shard:
         return self.replica if self.replica is not None and self.replica.fresh else None
 
     @property
-    def components_on_disk(self) -> tuple[Component, ...]:
-        """Those whose working copy is in the slots."""
-        return tuple(component for component in self.components if component not in self.memory)
-
-    @property
     def on_disk(self) -> bool:
         """Whether the working copy is in the slots (then generations cost no further write)."""
         return any(component not in self.memory for component in self.components)

@@ -6,7 +6,7 @@ nothing. The calls, and who makes them:
     `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`                             parameters for forward and backward (runtime);
-    `open_chunks` in `update_staging`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
+    `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
     `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
     `snapshots`, `mark_committed`              generations (checkpoint).
 Whatever is launched returns transfers; the caller waits for them.
@@ -45,7 +45,6 @@ from zero_offload.shards.shard import (
     shard_bytes,
 )
 from zero_offload.shards.snapshot import Snapshots
-from zero_offload.shards.update_staging import UpdateStaging, bytes_on_disk, launch_states
 from zero_offload.storage.engine import Urgency
 from zero_offload.storage.swap_file import SwapFile, Transfer
 from zero_offload.telemetry.events import Counters
@@ -134,7 +133,6 @@ class ShardStore:
         """Of all sections, by index; `grow` adds to it."""
         self.snapshots = Snapshots(self.shards, self.disk, self.counters, DeviceStaging(device, arena))
         self.places = Places(arena, device, self.disk, num_slots)
-        self.update_staging = UpdateStaging(arena, self.disk)
         self.grad_ring: GradRing | None = None
         """Where gradients pass through, if the update runs inside of backward."""
         self._size_staging()
@@ -165,7 +163,6 @@ class ShardStore:
         missing = [each for each in dict.fromkeys(states) if each not in shard.states]
         if missing and shard.layout.trainable:
             self.snapshots.wait_for_slots()
-            self.update_staging.drop()
             rested_in_memory = not shard.on_disk
             self.places.add_states(shard, missing)
             if rested_in_memory and shard.on_disk:
@@ -230,20 +227,19 @@ class ShardStore:
         to wait for; until the next commit begins."""
         return not (shard.on_disk or shard.cache is not None or shard.on_device or self.snapshots.needs(shard))
 
-    def open_chunks(self, shard: Shard, rows: range, staging: int, ahead: list[Transfer] | None = None) -> OpenChunks:
+    def open_chunks(self, shard: Shard, rows: range, staging: int) -> OpenChunks:
         """Make chunks addressable, one unless `may_open_all`; what rests on disk is read into `staging`
-        (`state_staging_bytes` long), unless it is on its way there by `ahead`. To be used after `OpenChunks.wait`.
+        (`state_staging_bytes` long). To be used after `OpenChunks.wait`.
         """
         opened = OpenChunks(shard, rows, *shard.layout.elements(rows), {})
-        opened.reads = launch_states(self.disk, shard, rows, staging) if ahead is None else ahead
-        if opened.reads:
-            self.counters.read(Tier.NVME, bytes_on_disk(shard, rows))
         for component in shard.components:
             if component in shard.memory:
                 array = shard.memory[component][array_range(shard.layout, component, opened.begin, opened.end)]
                 opened.addresses[component] = array.data_ptr()
                 opened.memory_bytes += array.nbytes
             else:
+                extent = shard.slots[shard.current][component]
+                opened.reads.append(self.disk.launch_read(extent, _slice(rows), staging))
                 opened.addresses[component] = staging
                 staging += array_bytes(shard.layout, [component], opened.end - opened.begin)
         self.counters.read(Tier.CPU, opened.memory_bytes)
@@ -334,7 +330,6 @@ class ShardStore:
         """
         self.read_lazy()
         self.snapshots.wait_for_slots()
-        self.update_staging.drop()
         self.places.make_writable(shard)
         self.places.ensure_cache(shard)
         shard.wait_for_copies()

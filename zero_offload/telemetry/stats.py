@@ -40,7 +40,7 @@ class Stats:
     commit_wait_s: float
     """Seconds that updates, and calls that change states, waited for a commit."""
     read_bytes: dict[str, int]
-    """Per tier; states that backward reads ahead count with the update that takes them."""
+    """Per tier."""
     written_bytes: dict[str, int]
     communicated_bytes: dict[str, int]
     """Of whole buffers: "gathered" from all ranks, "reduced" over them. Nothing on one rank."""

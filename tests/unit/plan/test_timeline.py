@@ -9,7 +9,7 @@ import pytest
 
 from zero_offload.plan.hardware import Lane
 from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
-from zero_offload.plan.passes import GradsOut, LaneClock, Lanes, Updates, read_ahead
+from zero_offload.plan.passes import GradsOut, LaneClock, Lanes, Updates
 from zero_offload.plan.timeline import Policy, Run
 from zero_offload.telemetry.spans import Cause
 
@@ -141,40 +141,6 @@ def test_no_more_chunks_are_under_way_than_have_staging() -> None:
     # before the fourth, the fifth and the sixth are.
     assert update.until(0) == pytest.approx(20.2 + 3 * 0.1)
     assert update.end() == pytest.approx(0.2 + 60.0)
-
-
-READ = UpdateCosts(pieces=4, read_s=2.0, is_staged=True)
-STATES = replace(READ, states_read_s=2.0)
-
-
-def test_backward_reads_the_states_that_the_update_begins_with() -> None:
-    cost = replace(IDLE, update=STATES)
-    # The first unit's are read while it is in backward, the second one's for two seconds from the step on.
-    assert step_of(cost, 2, overlaps=True) == (6.0 + 1.0, {Cause.UPDATE: 1.0})
-    # Of gradients nothing can be read so early, and what rests in memory is read by nobody.
-    grads = replace(IDLE, update=READ)
-    assert step_of(grads, 2, overlaps=True) == (6.0 + 3.0, {Cause.UPDATE: 3.0})
-    both = replace(IDLE, update=replace(STATES, read_s=3.0))
-    assert step_of(both, 2, overlaps=True) == (6.0 + 3.0, {Cause.UPDATE: 3.0})
-    # Nor ahead of an update that is serial, or in backward.
-    assert step_of(cost, 2) == (6.0 + 4.0, {Cause.UPDATE: 4.0})
-    assert step_of(cost, 2, overlaps=True, in_backward=True) == (6.0 + 2.0, {Cause.UPDATE: 2.0})
-
-
-def test_as_much_is_read_ahead_as_there_is_staging() -> None:
-    small, large = replace(IDLE, update=replace(STATES, pieces=3)), replace(IDLE, update=replace(STATES, pieces=8))
-    costs, drive = [replace(IDLE, update=ALONE), small, large, large], lanes()
-    found = read_ahead((0, 1, 2, 3), costs, drive, 1.0)
-    assert [each.end_s for each in found] == pytest.approx([1 + 2 / 3, 1 + 4 / 3, 3.0, 3.25])
-    # Of pieces of three chunks a whole one and a third.
-    cut = replace(IDLE, update=replace(STATES, chunks_per_piece=3.0))
-    found = read_ahead((0, 1), [cut, cut], lanes(), 0.0)
-    assert [each.seconds for each in found] == pytest.approx([0.5, 0.5 / 3])
-    update = Updates([cut], lanes(), {}, found)
-    update.queue(0, 1.0)
-    assert update.until(0) == pytest.approx(1.0 + 2.0 - sum(each.seconds for each in found))
-    # Gradients that need staging before those states do not leave it to them.
-    assert read_ahead((0, 1), [replace(IDLE, update=READ), small], drive, 1.0) == []
 
 
 def test_states_in_memory_wait_for_the_commit_before() -> None:
