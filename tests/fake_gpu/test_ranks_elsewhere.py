@@ -22,7 +22,7 @@ from zero_offload.api import runtime_of
 from zero_offload.device import AcceleratorDevice, _DeviceEvent
 from zero_offload.types import KIB, Tier
 
-NUM_BLOCKS, SMALL = 4, "10MiB"
+NUM_BLOCKS, SMALL = 4, "6MiB"
 """Units come and go."""
 
 

@@ -221,7 +221,7 @@ MATRIX: dict[str, Sequence[Any]] = {
     "stage": [3, 2, 1, 0],
     "params": ["cpu", "nvme"],
     "states": ["cpu", "nvme"],
-    "device_memory": ["8MiB", None],
+    "device_memory": ["4MiB", None],
     "accumulate_and_clip": [(1, None), (2, 0.5), (2, None)],
     "no_sync": [False, True],
     "evaluates": [False, True],
@@ -235,6 +235,15 @@ def test_each_rank_may_go_its_own_way(row: Row, pool: RankPool, nvme: Path) -> N
     settings |= {"grads": row["states"], "optimizer": row["states"], "nvme": nvme, "branches": "any"}
     micro_batches, max_norm = row["accumulate_and_clip"]
     case = Case(row["model"], settings, micro_batches, max_norm, row["no_sync"], row["evaluates"], frozen=row["frozen"])
+    found = pool.succeed(train, case)
+    check(found, train_plain(len(pool.processes), case, found[0].norms))
+
+
+@pytest.mark.parametrize("device_memory", ["4MiB", "6MiB"])
+def test_a_unit_that_leaves_while_it_comes_stays_in_use(device_memory: str, pool: RankPool, nvme: Path) -> None:
+    """A rank that brings one unit has to gather another first, and there is no room for both."""
+    settings = {"stage": 2, "params": "nvme", "nvme": nvme, "device_memory": device_memory, "branches": "any"}
+    case = Case("dropping", settings, micro_batches=2, max_norm=0.5)
     found = pool.succeed(train, case)
     check(found, train_plain(len(pool.processes), case, found[0].norms))
 

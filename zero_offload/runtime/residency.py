@@ -310,7 +310,9 @@ class Residency:
         victim = self._victims.choose() or self._victims.last_resort()
         if victim is None:
             return False
-        victim.break_off()
+        if victim.state is UnitState.PRESENT:
+            # What has not arrived keeps its uses: the call that brings it asks again, and nothing evicts it then.
+            victim.break_off()
         self._evict(victim)
         return True
 

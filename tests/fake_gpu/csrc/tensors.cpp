@@ -36,6 +36,8 @@ TensorMemory::TensorMemory(const Tensor &tensor) {
         return;
     }
     address_ = tensor.numel() ? tensor.data_ptr() : nullptr;
+    TORCH_CHECK(address_ || !tensor.numel(), "the memory of a tensor of ", tensor.numel(),
+                " elements has gone");
     sizes_ = tensor.sizes().vec();
     strides_ = tensor.strides().vec();
     dtype_ = tensor.scalar_type();
