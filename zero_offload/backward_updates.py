@@ -133,7 +133,7 @@ class BackwardUpdates:
                 f"a gradient of {self._access.name_of(param)} arrives after its unit {unit.name} was updated in this "
                 f"backward, which is left now; {_INSTEAD}"
             )
-        self._parts.board.wait(unit.index)
+        unit.wait_for_update()
         self._ring.collect()
         if self._runs and param in self._hypers:
             self._arriving[unit.index] = unit
@@ -214,7 +214,7 @@ class BackwardUpdates:
             return
         self._updates.states.readers.before_step()
         # Half of what follows is nothing to go on from.
-        with failing(self._parts.board):
+        with failing(self._parts.errors):
             self._launched.update(units)
             for index in units:
                 self._arriving.pop(index, None)
@@ -236,9 +236,9 @@ class BackwardUpdates:
         updates = section_updates(self._ledger, sections, step, self._updates.states.param_steps)
         self._updates.prepare(updates, in_backward=True)
         params = [param for params in taken.values() for param in params]
-        self._updates.launch(params, updates, in_backward=in_backward)
+        launched = self._updates.launch(params, updates, in_backward=in_backward)
         for index in taken:
-            self._ring.passing(index, [grads.shard for grads in self._sections[index]])
+            self._ring.passing(launched[index], [grads.shard for grads in self._sections[index]])
 
     def _leave_out(self, index: int, params: Sequence[nn.Parameter]) -> None:
         self._left_out += self._ledger.non_finite(params) or [f"{self._parts.units[index].name} on another rank"]

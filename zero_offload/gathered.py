@@ -168,7 +168,7 @@ def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values
     _one_rank(owner, "master", owner.parts.collectives.num_shards)
     values = {}
     for section in {id(place.section): place.section for place in places}.values():
-        owner.parts.board.wait(section.layout.unit)
+        owner.parts.units[section.layout.unit].wait_for_update()
         master = read_master(owner.parts.store, section.shard)
         for place in places:
             if place.section is section:
@@ -182,7 +182,7 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
     for place, param in places.items():
         check_not_updated(owner.grads.ledger, param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
-        owner.parts.board.wait(place.unit.index)
+        place.unit.wait_for_update()
     found = owner.grads.ledger.read(places.values())
     return {place.name: found[param] for place, param in places.items() if param in found}
 

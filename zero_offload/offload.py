@@ -72,8 +72,8 @@ from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.registry import Owner, owner_of, register, unregister
 from zero_offload.shards.shard import Component, is_on_device, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.system import naming_errors
+from zero_offload.threads import FirstError
 from zero_offload.types import Durability, HardwareProfile, StateKind, Tier, UpdateOverlap, whole_sectors
 
 UNLIMITED_FRAMES = 1 << 40
@@ -139,7 +139,7 @@ def offload(
     try:
         plan = estimate_memory(unit_bytes, placement, config, collectives.partition)
         sizes = Sizes(hardware, unit_bytes, placement, plan)
-        build = Build(config, layout, sizes, group, collectives, device, cleanup, undo)
+        build = Build(config, layout, sizes, group, collectives, device, cleanup, undo, FirstError())
         ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
         files = RunFiles.open(config, layout, ranks, cleanup)
         check_same_model(params, ranks, exchange, values=files.found is None)
@@ -250,7 +250,8 @@ def _adopt(
     awaited, skips_values = parts.files.awaits, lacks_values(found)
     check_same_model(added, parts.ranks, parts.ranks.exchange, values=not awaited)
     with contextlib.ExitStack() as undo:
-        build = Build(parts.config, layout, sizes, parts.group, collectives, device, contextlib.ExitStack(), undo)
+        cleanup, errors = contextlib.ExitStack(), parts.errors
+        build = Build(parts.config, layout, sizes, parts.group, collectives, device, cleanup, undo, errors)
         store, first = parts.store, len(parts.units)
         with parts.ranks.exchange.together():
             sections = [section for unit in layout.units[first:] for section in unit.sections]
@@ -441,6 +442,7 @@ class Build:
     device: Device
     cleanup: contextlib.ExitStack
     undo: contextlib.ExitStack
+    errors: FirstError
 
 
 def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Parts:
@@ -458,22 +460,21 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     units = [_make_unit(i, build, store, budget) for i in range(len(layout.units))]
     collectives.counters = store.counters
     device.record_to(store.counters.spans)
-    board = UpdateBoard(len(units), store.counters)
     if config.overlap == UpdateOverlap.BACKWARD:
-        store.grad_ring = GradRing(arena, _ring_bytes(build), board)
+        store.grad_ring = GradRing(arena, _ring_bytes(build))
     if files.swap is not None:
         # What failed on whatever thread stops the run: a drive that failed once is not tried again.
-        files.swap.on_error = files.telling(board.fail)
+        files.swap.on_error = files.telling(build.errors.set)
         if files.scratch is not None:
-            files.scratch.on_error = board.fail
+            files.scratch.on_error = build.errors.set
     carrier = _make_carrier(build, store)
     move_buffers(model, device, build.undo)
     ahead_max = activations_ahead_bytes(config, build.sizes.placement.budget)
     activations = open_activations(config, device, store, files.scratch, model.buffers(), ahead_max)
     room = None if device.is_host else _make_room(build, budget, units)
-    residency = Residency(units, store, board, collectives, carrier, arena if device.is_host else budget, room)
-    update_worker = _start_worker(board, "zero_offload-update", build)
-    commit_worker = None if files.keeper is None else _start_worker(board, "zero_offload-commit", build)
+    residency = Residency(units, store, collectives, carrier, arena if device.is_host else budget, room)
+    update_worker = _start_worker("zero_offload-update", build)
+    commit_worker = None if files.keeper is None else _start_worker("zero_offload-commit", build)
     # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
     files.fill(store, store.shards, collectives.shard_index)
     values_of = None if files.found is not None else collectives.shard_index
@@ -489,7 +490,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
         device=device,
         store=store,
         frames=budget,
-        board=board,
+        errors=build.errors,
         update_worker=update_worker,
         commit_worker=commit_worker,
         units=units,
@@ -501,8 +502,8 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     )
 
 
-def _start_worker(board: UpdateBoard, name: str, build: Build) -> Worker:
-    worker = Worker(board, name)
+def _start_worker(name: str, build: Build) -> Worker:
+    worker = Worker(build.errors, name)
     build.undo.callback(worker.shutdown)
     return worker
 
@@ -653,4 +654,4 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
         else:
             flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
             sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
-    return Unit(index, layout, sections, resident=Home.AWAY not in homes.values())
+    return Unit(index, layout, sections, build.errors, resident=Home.AWAY not in homes.values())

@@ -43,11 +43,10 @@ from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import LossScaler, Trainer, not_adopted, owner_of
-from zero_offload.shards.update_board import UpdateInterrupted
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane
 from zero_offload.telemetry.stats import Stats, StatsKeeper
-from zero_offload.threads import THREAD_PREFIX, start
+from zero_offload.threads import THREAD_PREFIX, UpdateInterrupted, start
 from zero_offload.types import Durability
 from zero_offload.updates import Updates, failing, overlaps
 
@@ -67,16 +66,12 @@ class OffloadedModel:
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """That the model had when it was offloaded, or when parameters were last adopted."""
-        self.grads = GradReducer(
-            parts.units, parts.store, parts.residency, parts.board, parts.collectives, parts.device
-        )
+        self.grads = GradReducer(parts.units, parts.store, parts.residency, parts.collectives, parts.device)
         self.grads.keeper.keeps_small = parts.stay_in_memory
         grad_bytes = sum(grads.layout.nbytes for grads in self.grads.ledger.sections)
         room = HeapRoom(grad_bytes, free_memory_bytes) if parts.stay_in_memory else None
-        self.session = Session(parts.units, parts.residency, self.grads, parts.activations, room)
-        self.access = ParamAccess(
-            parts.units, parts.store, parts.board, self.grads.ledger, self.session, parts.residency
-        )
+        self.session = Session(parts.units, parts.residency, self.grads, parts.activations, room, parts.errors)
+        self.access = ParamAccess(parts.units, parts.store, self.grads.ledger, self.session, parts.residency)
         self.step_count = 0
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
@@ -85,7 +80,7 @@ class OffloadedModel:
         self._scaler: LossScaler | None = None
         self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
         self._first_uses = _first_uses_of(parts)
-        parts.board.tell(_weakly(parts.store.snapshots.fail))
+        parts.errors.tell(_weakly(parts.store.snapshots.fail))
         self._commits = Commits(
             parts.keeper,
             parts.store.snapshots,
@@ -162,7 +157,7 @@ class OffloadedModel:
     def prepare_growth(self) -> None:
         """Raise where parameters cannot be adopted now; updates and commits are over."""
         self.session.check_alive()
-        self.parts.board.check_whole()
+        self.parts.errors.check_whole()
         if self.session.active or self.session.forwards or any(unit.gathered_uses for unit in self.parts.units):
             raise ZeroOffloadError(
                 "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
@@ -182,7 +177,6 @@ class OffloadedModel:
         parts = self.parts
         parts.layout, parts.sizes = layout, sizes
         parts.units.extend(units)
-        parts.board.grow(len(parts.units))
         parts.residency.grow(landing_bytes)
         self.grads.grow(units)
         self.grads.keeper.keeps_small = parts.stay_in_memory
@@ -319,7 +313,7 @@ class OffloadedModel:
             sections = section_updates(ledger, ledger.sections, step, counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
-        with failing(self.parts.board) if finite else nullcontext():
+        with failing(self.parts.errors) if finite else nullcontext():
             self.step_count += 1
             self.groups = list(groups)
             if finite:
@@ -464,7 +458,7 @@ class OffloadedModel:
         # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
         if self.parts.ranks.world_size == 1 and self.session.in_own_process:
             self.parts.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
-            told = self.parts.board.told
+            told = self.parts.errors.is_raised
             try:
                 self.close()
             except ZeroOffloadError as error:
@@ -524,7 +518,7 @@ def _close_dropped(session: Session, commits: Commits, parts: Parts) -> None:
 def _end_dropped(commits: Commits, parts: Parts) -> None:
     """Finish what is under way, and release files and locks. Nothing more is committed: an exception between `step` and
     `zo.commit` drops a model too, and other ranks may be elsewhere."""
-    told, step = parts.board.told, commits.pending_step
+    told, step = parts.errors.is_raised, commits.pending_step
     try:
         parts.store.read_lazy()
         commits.drop()
@@ -557,7 +551,7 @@ def _first_uses_of(parts: Parts) -> Callable[[], tuple[int, ...]]:
 
 
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """A listener that keeps nobody alive: drives know the board, and a dropped model's memory must not wait for the
+    """A listener that keeps nobody alive: drives know `FirstError`, and a dropped model's memory must not wait for the
     garbage collector."""
     method = weakref.WeakMethod(fail)
 

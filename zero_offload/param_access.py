@@ -37,7 +37,6 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import Touched
 from zero_offload.shards.shard import Component
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.types import Tier
 
 States = Mapping[str, torch.Tensor]
@@ -64,7 +63,6 @@ class ParamAccess:
         self,
         units: Sequence[Unit],
         store: ShardStore,
-        board: UpdateBoard,
         grads: GradLedger,
         session: Session,
         residency: Residency,
@@ -72,7 +70,6 @@ class ParamAccess:
         self._units = units
         self._residency = residency
         self._store = store
-        self._board = board
         self._grads = grads
         self._session = session
         self._places: dict[int, Place] = {}
@@ -121,7 +118,7 @@ class ParamAccess:
             if unit.gathered_uses > 0:
                 self._residency.bring(unit)  # a step or a load may have replaced its values meanwhile
             else:
-                self._board.wait(unit.index)
+                unit.wait_for_update()
                 self._residency.use(unit)
         return Touched.FOR_READING
 
@@ -168,7 +165,7 @@ class ParamAccess:
         """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between."""
         if id(param) not in self._copies:
             place = self.place(param)
-            self._board.wait(place.unit.index)
+            place.unit.wait_for_update()
             with torch.inference_mode(False):  # whose tensors count no changes
                 values = host_reserved(place.piece.spec.shape, place.section.layout.dtype)
                 lazy = self._store.read_lazily(place.section.shard, place.piece.begin, values)
@@ -186,7 +183,7 @@ class ParamAccess:
         shard = place.section.shard
         if not shard.layout.trainable or shard.layout.dtype == torch.float32:
             return values
-        self._board.wait(place.unit.index)
+        place.unit.wait_for_update()
         span, shape = (place.piece.begin, place.piece.end), place.piece.spec.shape
         old = read_values(self._store, shard, span).view(shape)
         return torch.where(old == values, read_master(self._store, shard, span).view(shape), values.float())
@@ -209,7 +206,7 @@ class ParamAccess:
     def _edit(self, section: Section, edits: Edits) -> None:
         self._session.check_usable()
         shard = section.shard
-        self._board.wait(shard.layout.unit)
+        self._units[shard.layout.unit].wait_for_update()
         source = Edited(self._store, shard, edits)
         self._store.write_components(shard, source, (source.rows, list(edits)))
 
@@ -293,7 +290,7 @@ class ParamAccess:
         self.check_readable([param], f"{name} of {self.name_of(param)} in optimizer.state")
         place = self.place(param)
         piece, shard = place.piece, place.section.shard
-        self._board.wait(place.unit.index)
+        place.unit.wait_for_update()
         span = piece.begin, piece.end
         if name in master_part(shard.layout):
             return read_master_part(self._store, shard, span).view(piece.spec.shape)
@@ -306,7 +303,7 @@ class ParamAccess:
         call = f"changing the optimizer's states of {place.name}, by load_state_dict too,"
         _need_whole([place], call, "zo.load_checkpoint(model, optimizer, path)")
         piece, shard = place.piece, place.section.shard
-        self._board.wait(place.unit.index)
+        place.unit.wait_for_update()
         master = completed(self._store, shard, beside, (piece.begin, piece.end)) if beside else None
         values = {Component(name): zeros if state is None else state for name, state in states.items()}
         if master is None:

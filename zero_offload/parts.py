@@ -21,8 +21,8 @@ from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.registry import Recipe
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.swap_file import SwapFile
+from zero_offload.threads import FirstError
 from zero_offload.types import HardwareProfile
 
 
@@ -52,7 +52,8 @@ class Parts:
     store: ShardStore
     frames: FrameBudget
     """Of the compute device's own memory, if it has any."""
-    board: UpdateBoard
+    errors: FirstError
+    """Of updates, commits and transfers."""
     update_worker: Worker
     commit_worker: Worker | None
     """None where there are no generations."""

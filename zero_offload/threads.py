@@ -12,7 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from zero_offload.errors import CapacityError
+from zero_offload.errors import CapacityError, ZeroOffloadError
 
 LOOK_S = 0.1
 THREAD_PREFIX = "zero_offload"
@@ -69,6 +69,66 @@ class Monitor:
                     return
                 self._bells.add(bell)
             bell.wait(LOOK_S)
+
+
+class UpdateInterrupted(ZeroOffloadError):
+    """A Ctrl-C, or an exit, struck a step on the control thread, which raised it there."""
+
+
+class FirstError:
+    """The first error of one model's updates, commits and transfers, which every later wait and use raises."""
+
+    def __init__(self) -> None:
+        self.changed = Monitor()
+        """Waits for work look at `error` too, and are woken by it."""
+        self.error: BaseException | None = None
+        self.is_raised = False
+        """True if a call of the program has raised it."""
+        self._listeners: list[Callable[[BaseException], None]] = []
+
+    def tell(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener` with an error that stops all work, on the thread that has met it."""
+        self._listeners.append(listener)
+
+    def set(self, error: BaseException) -> None:
+        """An update, a commit or a transfer failed.
+
+        After an interrupt the work that was submitted before it goes on: other ranks take part in the commit of the
+        step before.
+        """
+        if not isinstance(error, Exception):
+            # Later calls are not interrupted themselves, but meet the states that an interrupt has left.
+            error = UpdateInterrupted(
+                "an update was interrupted, so this model's states are a mix of two. Start again with zo.offload "
+                "(existing='resume' goes on from the last generation)"
+            )
+        with self.changed.lock:
+            # An error after an interrupt replaces it, so that waiting threads learn of it.
+            first = self.error if self.error is not None and self._stops_work() else error
+            self.error = first
+            self.changed.notify()
+        if self._stops_work():
+            for listener in self._listeners:
+                listener(first)
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            self.is_raised = True
+            raise self.error
+
+    def check_work(self) -> None:
+        """Raise an error that keeps threads from their next jobs."""
+        if self.error is not None and self._stops_work():
+            raise self.error
+
+    def check_whole(self) -> None:
+        """Raise if a step was interrupted, for calls that need no update to be complete."""
+        if isinstance(self.error, UpdateInterrupted):
+            raise self.error
+
+    def _stops_work(self) -> bool:
+        return self.error is not None and not isinstance(self.error, UpdateInterrupted)
 
 
 def through_interrupts(wait: Callable[[], None]) -> None:

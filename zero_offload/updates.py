@@ -6,7 +6,7 @@ Owns the passes over states and the number of their threads. Decides neither wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -22,8 +22,9 @@ from zero_offload.parts import Parts
 from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import GradLedger
 from zero_offload.runtime.units.unit import is_viewed
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.unit_update import UnitUpdate
 from zero_offload.telemetry.spans import Cause
+from zero_offload.threads import FirstError
 from zero_offload.types import UpdateOverlap
 
 
@@ -42,14 +43,14 @@ class Updates:
         self._worker = parts.update_worker
         self.states = states
         self.commits = commits
-        self._pipeline = UpdatePipeline(parts.store, parts.board)
-        self._device_pass = DevicePass(parts.store, parts.board, parts.device)
+        self._pipeline = UpdatePipeline(parts.store)
+        self._device_pass = DevicePass(parts.store, parts.device)
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
         self._parts.store.read_lazy()
         for unit in {section.unit for section in sections}:
-            self._parts.board.wait(unit)
+            self._parts.units[unit].wait_for_update()
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
         self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
         here = not overlaps(self._parts, sections) or any(section.shard.on_device for section in sections)
@@ -67,14 +68,16 @@ class Updates:
 
     def launch(
         self, params: Iterable[nn.Parameter], sections: Sequence[SectionUpdate], *, in_backward: bool = False
-    ) -> None:
+    ) -> Mapping[int, UnitUpdate]:
         """Update the sections, all of a unit together, in order; the gradients of `params` are theirs from now on.
 
-        `in_backward`: of a backward that goes on, and is done with these units.
+        `in_backward`: of a backward that goes on, and is done with these units. Returns the future of each unit.
         """
         parts = self._parts
         units = list(dict.fromkeys(section.unit for section in sections))
-        parts.board.queue(units)
+        updates = {index: UnitUpdate(parts.errors, parts.store.counters) for index in units}
+        for index, update in updates.items():
+            parts.units[index].update = update
         # The update takes what was launched until now, whatever is launched beside it.
         made = None if parts.device.is_host else parts.device.mark()
         for section in sections:
@@ -86,27 +89,28 @@ class Updates:
         self._ledger.forget(params)
         # Between here and the next record nothing says which step the states are of.
         self.commits.drop()
-        self._run(sections)
+        self._run(sections, updates)
         if not in_backward:
             parts.residency.refresh_kept()
             for unit in (parts.units[index] for index in units):
                 if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way
-                    parts.board.wait(unit.index)
+                    unit.wait_for_update()
+        return updates
 
-    def _run(self, sections: Sequence[SectionUpdate]) -> None:
+    def _run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate]) -> None:
         parts, beside = self._parts, overlaps(self._parts, sections)
         threads = update_threads(kernel_threads(), beside, parts.device.is_host)
         on_host = [section for section in sections if not section.shard.on_device]
         if beside and on_host:
-            self._worker.submit(partial(self._pipeline.run, on_host, threads))
+            self._worker.submit(partial(self._pipeline.run, on_host, updates, threads))
         elif not beside:
             with parts.store.counters.waiting(Cause.UPDATE):
-                self._pipeline.run(on_host, threads)
+                self._pipeline.run(on_host, updates, threads)
             parts.residency.gatherer.end_update()
         if len(on_host) < len(sections):
             on_device = [section for section in sections if section.shard.on_device]
             with parts.store.counters.waiting(Cause.UPDATE):
-                self._device_pass.run(on_device)
+                self._device_pass.run(on_device, updates)
 
 
 def overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
@@ -125,10 +129,10 @@ def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
 
 
 @contextmanager
-def failing(board: UpdateBoard) -> Iterator[None]:
+def failing(errors: FirstError) -> Iterator[None]:
     """What ends this early is met by all that comes later."""
     try:
         yield
     except BaseException as error:
-        board.fail(error)
+        errors.set(error)
         raise

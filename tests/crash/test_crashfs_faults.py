@@ -22,7 +22,7 @@ from zero_offload.checkpoint.format import GENERATION_NAMES
 from zero_offload.errors import CapacityError, RankError, StorageError, ZeroOffloadError
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import SHARD_NUMEL
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.threads import FirstError
 from zero_offload.types import Durability
 
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)
@@ -51,7 +51,7 @@ class _WorkedRun(Run):
 
     @functools.cached_property
     def _worker(self) -> Worker:
-        return Worker(UpdateBoard(len(self.setup.layout.units)))
+        return Worker(FirstError())
 
     def train(self) -> None:
         self._do(super().train)

@@ -23,6 +23,7 @@ from zero_offload.optim.pipeline import UpdatePipeline
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.shards.grad_ring import LAUNCHED_MAX
 from zero_offload.shards.snapshot import Snapshots
+from zero_offload.shards.unit_update import UnitUpdate
 
 WIDE_LM = partial(TinyLM, WIDE, 4)
 
@@ -61,17 +62,16 @@ def test_backward_waits_when_the_ring_is_full(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(UpdatePipeline, "run", stuck)
     model, optimizer = offloaded(partial(TinyLM, WIDE, 8))
-    board = runtime_of(model).parts.board
-    wait = board.wait
+    units, wait = runtime_of(model).parts.units, UnitUpdate.wait
 
-    def watched(unit: int) -> None:
+    def watched(update: UnitUpdate) -> None:
         nonlocal num_launched
-        if board.pending(unit):
-            num_launched = max(num_launched, sum(map(board.pending, range(9))))
+        if not update.is_done:
+            num_launched = max(num_launched, sum(unit.is_updating for unit in units))
             go.set()
-        wait(unit)
+        wait(update)
 
-    monkeypatch.setattr(board, "wait", watched)
+    monkeypatch.setattr(UnitUpdate, "wait", watched)
     model(tokens_of(0)).backward()
     assert go.is_set() and num_launched == LAUNCHED_MAX + 1
     optimizer.step()

@@ -29,7 +29,7 @@ def test_an_update_takes_no_more_threads_than_there_are_cores(monkeypatch: pytes
     optimizer = zo.SGD(model.parameters())
     found: list[int] = []
     pipeline = runtime(model)._updates._pipeline
-    monkeypatch.setattr(pipeline, "run", lambda sections, num_threads: found.append(num_threads))
+    monkeypatch.setattr(pipeline, "run", lambda sections, updates, num_threads: found.append(num_threads))
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     assert found == [1]

@@ -28,7 +28,7 @@ from zero_offload.plan.memory import DEVICE_CHUNKS_IN_FLIGHT
 from zero_offload.shards.grad_shard import GradPiece
 from zero_offload.shards.shard import Component, is_packed
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.unit_update import UnitUpdate
 
 Arrays = Mapping[Component, torch.Tensor]
 TOGETHER_NUMEL = 1 << 20
@@ -50,24 +50,26 @@ class _Landing(NamedTuple):
 class DevicePass:
     """Updates sections whose shards are `on_device`."""
 
-    def __init__(self, store: ShardStore, board: UpdateBoard, device: Device) -> None:
+    def __init__(self, store: ShardStore, device: Device) -> None:
         self._store = store
-        self._board = board
         self._device = device
         self._ring: list[_Landing] = []
         self._uploads: deque[Handoff] = deque()
         self._from_disk = LazyRegion(store.arena, CHUNK_NUMEL * 4)
         """Where gradients on a drive come to host memory."""
 
-    def run(self, sections: Sequence[SectionUpdate]) -> None:
-        """Update the sections, which are in order of first use, all sections of a unit together."""
+    def run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate]) -> None:
+        """Update the sections, which are in order of first use, all sections of a unit together.
+
+        `updates`: of each unit, by its index.
+        """
         with self._store.counters.timed("update_s"):
             for i, section in enumerate(sections):
                 if i == 0 or sections[i - 1].unit != section.unit:
-                    self._board.start(section.unit)
+                    updates[section.unit].start()
                 self._update(section)
                 if i == len(sections) - 1 or sections[i + 1].unit != section.unit:
-                    self._board.complete(section.unit)
+                    updates[section.unit].complete()
             self._store.snapshots.staging.updated()
 
     def _update(self, section: SectionUpdate) -> None:

@@ -4,7 +4,7 @@ Owns the order of an update and its staging memory. Chunks whose states rest on 
 kernel pass, and written back while the next ones are computed, `CHUNKS_IN_FLIGHT` in all. Gradients on a disk, or in
 the memory of a GPU, come by staging too. States in memory are updated in place: a whole shard in one pass, since Python
 takes as long for a chunk as for a shard, and keeps the thread that drives a GPU waiting; chunk by chunk while a commit
-needs the shard. `run` works on whatever thread calls it; `UpdateBoard` tells the others how far it is.
+needs the shard. `run` works on whatever thread calls it, and completes the future of each unit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
 from zero_offload.shards.grad_shard import Arrival, GradShard, GradSource
 from zero_offload.shards.shard import Component, Shard, is_packed
 from zero_offload.shards.store import OpenChunks, ShardStore
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.unit_update import UnitUpdate
 from zero_offload.storage.swap_file import Transfer
 from zero_offload.telemetry.spans import Lane, Opened
 
@@ -66,35 +66,30 @@ class _Task:
 class UpdatePipeline:
     """Runs updates, one at a time."""
 
-    def __init__(self, store: ShardStore, board: UpdateBoard) -> None:
+    def __init__(self, store: ShardStore) -> None:
         self._store = store
         self._spans = store.counters.spans
         self._laps = store.counters.laps("update_s")
         self._unit: Opened | None = None
         """The update of a unit, where it is recorded."""
-        self._board = board
         self._num_threads = 1
         self._free: list[Region] = []
         self._staging_bytes = 0
         """Of each region: what the largest chunk of any update so far needed."""
         self._writing: deque[_Task] = deque()
 
-    def run(self, sections: Sequence[SectionUpdate], num_threads: int) -> None:
+    def run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate], num_threads: int) -> None:
         """Update the sections, which are in order of first use, all sections of a unit together.
 
-        Returns when the last write is complete. An error goes to the board, so that every waiter sees it.
+        `updates`: of each unit, by its index. Returns when the last write is complete.
         """
         self._num_threads = num_threads
-        try:
-            opened = self._spans.open(Lane.UPDATE, "update")
-            self._laps = self._store.counters.laps("update_s")
-            self._run(sections)
-            self._spans.close(opened)
-        except BaseException as error:
-            self._board.fail(error)
-            raise
+        opened = self._spans.open(Lane.UPDATE, "update")
+        self._laps = self._store.counters.laps("update_s")
+        self._run(sections, updates)
+        self._spans.close(opened)
 
-    def _run(self, sections: Sequence[SectionUpdate]) -> None:
+    def _run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate]) -> None:
         self._take_staging(sections)
         tasks = self._tasks(sections)
         reading: deque[_Task] = deque()
@@ -112,11 +107,11 @@ class UpdatePipeline:
             task = reading.popleft()
             if task.first:
                 self._unit = self._spans.open(Lane.UPDATE, task.section.name)
-                delivery = self._board.start(task.section.unit)
+                delivery = updates[task.section.unit].start()
             self._compute(task, delivery)
             if task.last:
                 self._spans.close(self._unit)
-                self._board.complete(task.section.unit)
+                updates[task.section.unit].complete()
             self._reap(all_of_them=False)
         self._reap(all_of_them=True)
 

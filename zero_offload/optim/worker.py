@@ -16,8 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from zero_offload.shards.update_board import UpdateBoard
-from zero_offload.threads import LOOK_S, Bell, start, through_interrupts
+from zero_offload.threads import LOOK_S, Bell, FirstError, start, through_interrupts
 
 
 @dataclass
@@ -92,15 +91,15 @@ class _Jobs:
 
 
 class Worker:
-    """A queue of jobs on one thread. The first error stops everything: it reaches all waiters by the board.
+    """A queue of jobs on one thread. The first error stops everything: every wait raises it.
 
     The queues are short by construction: a step submits one update (with overlap="backward" one per unit) and at most
     one commit, and waits for the previous update of every unit before it submits; a commit begins when the one before
     has ended (`Snapshots.begin`).
     """
 
-    def __init__(self, board: UpdateBoard, name: str = "zero_offload-update") -> None:
-        self._board = board
+    def __init__(self, errors: FirstError, name: str = "zero_offload-update") -> None:
+        self._errors = errors
         self._jobs = _Jobs()
         self._unfinished: list[_Outcome] = []
         self._end = _Outcome()
@@ -109,7 +108,7 @@ class Worker:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        self._board.check_work()
+        self._errors.check_work()
         self._unfinished = [each for each in self._unfinished if not each.done]
         outcome = _Outcome()
         if self._jobs.put((lambda: self._run(job), outcome)):
@@ -119,11 +118,11 @@ class Worker:
             self._run(job)
 
     def _run(self, job: Callable[[], None]) -> None:
-        self._board.check_work()
+        self._errors.check_work()
         try:
             job()
         except BaseException as error:
-            self._board.fail(error)
+            self._errors.set(error)
             raise
 
     @property
@@ -136,7 +135,7 @@ class Worker:
         for outcome in self._unfinished:
             outcome.wait()
         self._unfinished = [each for each in self._unfinished if not each.done]
-        self._board.check()
+        self._errors.check()
 
     def shutdown(self) -> None:
         """Let the thread finish what was submitted, and end; a Ctrl-C meanwhile is raised when it has."""

@@ -2,7 +2,7 @@
 
 Owns the moves between `UnitState`s. Runs on the control thread only (hooks, `step`); the transfers it launches
 and the update worker run beside it. The calls: `begin_cycle`; `acquire` before every use; `begin_update` when
-`step` has queued an update. `acquire` waits; everything else only launches.
+`step` has begun an update. `acquire` waits; everything else only launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from zero_offload.runtime.victims import Victims
 from zero_offload.shards.shard import Component
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.storage.engine import Urgency
 from zero_offload.telemetry.spans import Cause, Lane
 from zero_offload.types import format_bytes
@@ -42,7 +41,6 @@ class Residency:
         self,
         units: Sequence[Unit],
         store: ShardStore,
-        board: UpdateBoard,
         collectives: Collectives,
         carrier: Carrier,
         budget: Budget,
@@ -53,7 +51,6 @@ class Residency:
         self._units = units
         self._store = store
         self.spans = store.counters.spans
-        self.board = board
         self._is_alone = collectives.num_shards == 1
         self._shard_index = collectives.shard_index
         self.gatherer = Gatherer(collectives, carrier)
@@ -122,14 +119,14 @@ class Residency:
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
-        if unit.state is UnitState.PRESENT and not self.board.pending(unit.index):
-            self.board.check()
+        if unit.state is UnitState.PRESENT and not unit.is_updating:
+            unit.wait_for_update()
             self._carrier.use(unit)
             return
         with self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
-            while unit.state is not UnitState.PRESENT or self.board.pending(unit.index):
+            while unit.state is not UnitState.PRESENT or unit.is_updating:
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
 
     def use(self, unit: Unit) -> None:
@@ -143,7 +140,7 @@ class Residency:
 
     def _fetch(self, unit: Unit) -> None:
         """Bring the unit here now, or, where other ranks want it, send our part of it."""
-        self.board.wait(unit.index)
+        unit.wait_for_update()
         if unit.state is UnitState.AWAY:
             self._reserve_now(unit)
         if unit.state is UnitState.AWAITING:
@@ -161,7 +158,7 @@ class Residency:
         self.gatherer.begin_update(order)
         if self.room is not None:
             self.room.stepped()
-        stale = [self._units[i] for i in order if self.board.pending(i) and not self._units[i].updates_in_place]
+        stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
         self._loans.find(stale)
         if not in_backward:
             self.claims.release()
@@ -256,7 +253,7 @@ class Residency:
                         raise  # the others go on to gather it
                     self._note_refusal()
                     return  # its use asks for memory again
-            if unit.state is UnitState.AWAITING and _readable(unit, self.board, self._carrier):
+            if unit.state is UnitState.AWAITING and _readable(unit, self._carrier):
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
                 self._carrier.advance(unit)
@@ -329,7 +326,7 @@ class Residency:
         """Let the update deliver into the unit's buffers, if they are host memory and hold whole sections."""
         if not self._is_alone or self._budget is not self._store.arena:
             return
-        if self.board.offer(unit.index, tuple(section.flat.data_ptr() for section in unit.sections)):
+        if unit.update is not None and unit.update.deliver_to(tuple(s.flat.data_ptr() for s in unit.sections)):
             unit.to_read = tuple(section for section in unit.to_read if not section.layout.trainable)
 
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
@@ -357,8 +354,8 @@ class Residency:
         self._advance(unit, UnitState.PRESENT)
 
     def _evict(self, unit: Unit) -> None:
-        if unit.state is UnitState.AWAITING and not self.board.withdraw(unit.index):
-            self.board.wait(unit.index)
+        if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
+            unit.wait_for_update()
         self.gatherer.abandon(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         self._advance(unit, UnitState.AWAY)
@@ -386,9 +383,9 @@ def _outdate(sections: Iterable[Section]) -> None:
             section.shard.replica.fresh = False
 
 
-def _readable(unit: Unit, board: UpdateBoard, carrier: Carrier) -> bool:
+def _readable(unit: Unit, carrier: Carrier) -> bool:
     """Whether reading the unit would not wait for its update."""
-    if board.pending(unit.index) or not carrier.ready(unit):
+    if unit.is_updating or not carrier.ready(unit):
         return False
     return all(write.done() for section in unit.sections for write in section.shard.writes)
 

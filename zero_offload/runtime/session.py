@@ -44,6 +44,7 @@ from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane
+from zero_offload.threads import FirstError
 from zero_offload.types import MIB, format_bytes
 
 _IN_ANOTHER_THREAD = (
@@ -80,8 +81,11 @@ class Session:
         grads: GradReducer,
         activations: TensorStore | None,
         room: HeapRoom | None,
+        errors: FirstError,
     ) -> None:
+        """`errors` has what the model's work has met."""
         self._units = units
+        self._errors = errors
         self._residency = residency
         self._spans = residency.spans
         self._grads = grads
@@ -166,7 +170,7 @@ class Session:
     def check_usable(self) -> None:
         """Whether there is something to compute with or to read."""
         self.check_alive()
-        self._residency.board.check_whole()
+        self._errors.check_whole()
         if self.updates is not None and not in_backward():
             self.updates.check_whole()
         if self.half_loaded:

@@ -15,7 +15,7 @@ from typing import Protocol
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import SpanPool
 from zero_offload.plan.memory import GRAD_RING_UNITS
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.unit_update import UnitUpdate
 
 LAUNCHED_MAX = GRAD_RING_UNITS - 3
 """Units whose update is launched and not computed, beside those that backward fills."""
@@ -31,10 +31,9 @@ class Passing(Protocol):
 class GradRing:
     """Of one model."""
 
-    def __init__(self, arena: Arena, nbytes: int, board: UpdateBoard) -> None:
+    def __init__(self, arena: Arena, nbytes: int) -> None:
         self._pool = SpanPool(arena, nbytes)
-        self._board = board
-        self._launched: deque[tuple[int, Sequence[Passing]]] = deque()
+        self._launched: deque[tuple[UnitUpdate, Sequence[Passing]]] = deque()
         self._is_open = False
 
     def open(self) -> None:
@@ -57,24 +56,24 @@ class GradRing:
     def release(self, region: Region) -> None:
         self._pool.release(region)
 
-    def passing(self, unit: int, shards: Sequence[Passing]) -> None:
-        """An update of the unit is launched that uses these; waits while too many are."""
-        self._launched.append((unit, shards))
+    def passing(self, update: UnitUpdate, shards: Sequence[Passing]) -> None:
+        """An update is launched that uses these; waits while too many are."""
+        self._launched.append((update, shards))
         while self._is_open and len(self._launched) > LAUNCHED_MAX:
             self._await_oldest()
 
     def collect(self) -> None:
         """Give back what updates that are computed have used."""
         for _ in range(len(self._launched)):
-            unit, shards = self._launched.popleft()
-            if self._board.pending(unit):
-                self._launched.append((unit, shards))
+            update, shards = self._launched.popleft()
+            if not update.is_done:
+                self._launched.append((update, shards))
                 continue
             for shard in shards:
                 shard.leave_ring()
 
     def _await_oldest(self) -> None:
-        unit, shards = self._launched.popleft()
-        self._board.wait(unit)
+        update, shards = self._launched.popleft()
+        update.wait()
         for shard in shards:
             shard.leave_ring()

@@ -15,11 +15,13 @@ import weakref
 import pytest
 
 from zero_offload.optim.worker import Worker
-from zero_offload.shards.update_board import UpdateBoard, UpdateInterrupted
+from zero_offload.shards.unit_update import UnitUpdate
+from zero_offload.telemetry.events import Counters
+from zero_offload.threads import FirstError, UpdateInterrupted
 
 
 def test_jobs_run_in_order() -> None:
-    worker = Worker(UpdateBoard(1))
+    worker = Worker(FirstError())
     done: list[int] = []
     for number in range(50):
         worker.submit(functools.partial(done.append, number))
@@ -29,8 +31,8 @@ def test_jobs_run_in_order() -> None:
 
 
 def test_an_error_reaches_everyone_and_stops_what_follows() -> None:
-    board = UpdateBoard(1)
-    worker = Worker(board)
+    errors = FirstError()
+    worker = Worker(errors)
     done: list[int] = []
     gate = threading.Event()
 
@@ -41,7 +43,13 @@ def test_an_error_reaches_everyone_and_stops_what_follows() -> None:
     worker.submit(fail)
     worker.submit(lambda: done.append(1))
     gate.set()
-    for call in (worker.drain, worker.drain, board.check, lambda: worker.submit(lambda: None), lambda: board.wait(0)):
+    for call in (
+        worker.drain,
+        worker.drain,
+        errors.check,
+        lambda: worker.submit(lambda: None),
+        UnitUpdate(errors, Counters()).wait,
+    ):
         with pytest.raises(ValueError, match="broken"):
             call()
     worker.shutdown()
@@ -50,15 +58,15 @@ def test_an_error_reaches_everyone_and_stops_what_follows() -> None:
 
 def test_an_interrupt_of_the_control_thread_lets_finish_what_was_submitted() -> None:
     """The step before may be on its way into a generation, together with other ranks."""
-    board = UpdateBoard(1)
-    worker, other = Worker(board), Worker(board)
+    errors = FirstError()
+    worker, other = Worker(errors), Worker(errors)
     told: list[BaseException] = []
-    board.tell(told.append)
+    errors.tell(told.append)
     done: list[int] = []
     gate = threading.Event()
     worker.submit(lambda: assert_opens(gate))
     worker.submit(lambda: other.submit(lambda: done.append(1)))
-    board.fail(KeyboardInterrupt())
+    errors.set(KeyboardInterrupt())
     gate.set()
     for each in (worker, other):
         with pytest.raises(UpdateInterrupted):
@@ -68,16 +76,16 @@ def test_an_interrupt_of_the_control_thread_lets_finish_what_was_submitted() -> 
 
 
 def test_what_fails_after_an_interrupt_stops_all_the_same() -> None:
-    board = UpdateBoard(1)
+    errors = FirstError()
     told: list[BaseException] = []
-    board.tell(told.append)
-    board.fail(KeyboardInterrupt())
+    errors.tell(told.append)
+    errors.set(KeyboardInterrupt())
     broken = ValueError("broken")
-    board.fail(broken)
-    board.fail(KeyboardInterrupt())
+    errors.set(broken)
+    errors.set(KeyboardInterrupt())
     assert told[0] is broken
     with pytest.raises(ValueError, match="broken"):
-        board.check_work()
+        errors.check_work()
 
 
 def assert_opens(gate: threading.Event) -> None:
@@ -85,7 +93,7 @@ def assert_opens(gate: threading.Event) -> None:
 
 
 def test_shutdown_waits_for_what_was_submitted() -> None:
-    worker, gate = Worker(UpdateBoard(1)), threading.Event()
+    worker, gate = Worker(FirstError()), threading.Event()
     done: list[int] = []
 
     def wait() -> None:
@@ -102,7 +110,7 @@ def test_shutdown_waits_for_what_was_submitted() -> None:
 
 def test_shutdown_waits_through_every_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else files would be closed, and their lock given back, under what still writes to them."""
-    worker, gate, waits = Worker(UpdateBoard(1)), threading.Event(), threading.Event()
+    worker, gate, waits = Worker(FirstError()), threading.Event(), threading.Event()
     wait_for_end = worker._end.wait
     monkeypatch.setattr(worker._end, "wait", lambda: (waits.set(), wait_for_end()))
     done: list[int] = []
@@ -130,7 +138,7 @@ def test_a_dropped_worker_ends_its_thread_and_keeps_nothing() -> None:
     class Kept:
         pass
 
-    worker, kept = Worker(UpdateBoard(1)), Kept()
+    worker, kept = Worker(FirstError()), Kept()
     thread, reference = worker._thread, weakref.ref(kept)
     worker.submit(functools.partial(isinstance, kept, Kept))  # type: ignore[arg-type]
     worker.drain()
@@ -143,12 +151,12 @@ def test_a_dropped_worker_ends_its_thread_and_keeps_nothing() -> None:
 SCRIPT = """
 import threading, time
 from zero_offload.optim.worker import Worker
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.threads import FirstError
 """
 
 ENDINGS = {
     "without a word": """
-        worker = Worker(UpdateBoard(1))
+        worker = Worker(FirstError())
         worker.submit(lambda: (time.sleep(0.3), print("done")))
     """,
     "interrupted while the thread starts": """
@@ -158,14 +166,14 @@ ENDINGS = {
             raise KeyboardInterrupt
         threading.Thread.start = interrupted
         try:
-            Worker(UpdateBoard(1))
+            Worker(FirstError())
         except KeyboardInterrupt:
             print("done")
     """,
     "signalled while another thread has the interpreter for longer than a look": """
         import signal
         signal.signal(signal.SIGUSR1, lambda *_: None)
-        worker = Worker(UpdateBoard(1))
+        worker = Worker(FirstError())
         for _ in range(3):
             time.sleep(0.05)
             signal.pthread_kill(worker._thread.ident, signal.SIGUSR1)
@@ -173,7 +181,7 @@ ENDINGS = {
         print("done")
     """,
     "submitting to one whose thread has ended": """
-        worker, other = Worker(UpdateBoard(1)), Worker(UpdateBoard(1), "other")
+        worker, other = Worker(FirstError()), Worker(FirstError(), "other")
         def hand_on():
             other._thread.join()
             other.submit(lambda: print("done"))
@@ -181,7 +189,7 @@ ENDINGS = {
     """,
     "submitting at exit": """
         import atexit
-        worker = Worker(UpdateBoard(1))
+        worker = Worker(FirstError())
         atexit.register(lambda: worker.submit(lambda: print("done")))
     """,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from zero_offload.memory.pages import FRAME
 from zero_offload.optim.worker import Worker
 from zero_offload.parts import Parts
 from zero_offload.shards.state import UnitState
+from zero_offload.shards.unit_update import UnitUpdate
 
 
 @pytest.fixture
@@ -34,6 +35,14 @@ def parts(nvme: Path) -> Iterator[Parts]:
 
 def present(parts: Parts) -> set[int]:
     return {unit.index for unit in parts.units if unit.state is UnitState.PRESENT}
+
+
+def launch(parts: Parts, units: Iterable[int]) -> dict[int, UnitUpdate]:
+    """Updates that no thread computes."""
+    updates = {unit: UnitUpdate(parts.errors, parts.store.counters) for unit in units}
+    for unit, update in updates.items():
+        parts.units[unit].update = update
+    return updates
 
 
 def cycle(parts: Parts, uses: list[int]) -> int:
@@ -98,15 +107,15 @@ def test_frames_go_to_the_units_that_are_updated_first(parts: Parts) -> None:
     """Backward ends with the last units away and the first here; a queued update wants them the other way round."""
     cycle(parts, [2, 3])
     assert present(parts) == {2, 3}
-    parts.board.queue(range(4))
+    updates = launch(parts, range(4))
     parts.residency.begin_update([0, 1, 2, 3])
-    offered = [unit for unit in range(4) if parts.board.start(unit) is not None]
-    assert offered == [0, 1]
+    delivered = [unit for unit, update in updates.items() if update.start() is not None]
+    assert delivered == [0, 1]
 
 
 def test_frames_stay_where_the_first_units_are(parts: Parts) -> None:
     cycle(parts, [3, 0])
-    parts.board.queue(range(4))
+    launch(parts, range(4))
     parts.residency.begin_update([0, 1, 2, 3])
     states = [unit.state for unit in parts.units]
     assert states == [UnitState.AWAITING, UnitState.AWAITING, UnitState.AWAY, UnitState.AWAY]
@@ -123,24 +132,24 @@ def test_frames_of_what_backward_is_done_with_go_to_what_it_needs(parts: Parts) 
     parts.residency.acquire(parts.units[3])
     parts.units[3].backward_uses = 0
     assert parts.units[3].state is UnitState.PRESENT and parts.units[1].state is UnitState.AWAY
-    parts.board.queue([3])
+    updates = launch(parts, [3])
     parts.residency.begin_update([3], in_backward=True)
     assert parts.units[3].state is UnitState.AWAY
     assert parts.units[1].state in (UnitState.FETCHING, UnitState.PRESENT)
-    assert parts.board.start(3) is None
+    assert updates[3].start() is None
 
 
 def test_what_backward_is_done_with_has_its_values_delivered_where_nothing_is_missing(parts: Parts) -> None:
     cycle(parts, [0, 1])
-    parts.board.queue([1])
+    updates = launch(parts, [1])
     parts.residency.begin_update([1], in_backward=True)
-    assert parts.units[1].state is UnitState.AWAITING and parts.board.start(1) is not None
+    assert parts.units[1].state is UnitState.AWAITING and updates[1].start() is not None
 
 
 def test_units_in_use_keep_their_frames(parts: Parts) -> None:
     cycle(parts, [2, 3])
     parts.units[3].gathered_uses = 1
-    parts.board.queue(range(4))
+    launch(parts, range(4))
     parts.residency.begin_update([0, 1, 2, 3])
     assert [unit.state for unit in parts.units].count(UnitState.AWAITING) == 2
     assert parts.units[3].state is UnitState.AWAITING and parts.units[0].state is UnitState.AWAITING

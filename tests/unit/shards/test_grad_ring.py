@@ -12,7 +12,9 @@ from tests.helpers.stores import open_store
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.shards.grad_ring import LAUNCHED_MAX, GradRing
 from zero_offload.shards.grad_shard import GradShard
-from zero_offload.shards.update_board import UpdateBoard
+from zero_offload.shards.unit_update import UnitUpdate
+from zero_offload.telemetry.events import Counters
+from zero_offload.threads import FirstError
 from zero_offload.types import SECTOR, Tier
 
 
@@ -30,26 +32,17 @@ class Part:
 
 
 @pytest.fixture
-def board() -> UpdateBoard:
-    return UpdateBoard(8)
-
-
-@pytest.fixture
-def ring(board: UpdateBoard) -> GradRing:
-    """Room for two parts."""
-    ring = GradRing(Arena(0), 2 * SECTOR, board)
+def ring() -> GradRing:
+    """Room for two parts of a sector."""
+    ring = GradRing(Arena(0), 2 * SECTOR)
     ring.open()
     return ring
 
 
-def launch(board: UpdateBoard, ring: GradRing, unit: int, part: Part) -> None:
-    board.queue([unit])
-    ring.passing(unit, [part])
-
-
-def complete(board: UpdateBoard, unit: int) -> None:
-    board.start(unit)
-    board.complete(unit)
+def launch(ring: GradRing, part: Part) -> UnitUpdate:
+    update = UnitUpdate(FirstError(), Counters())
+    ring.passing(update, [part])
+    return update
 
 
 def test_a_closed_ring_gives_nothing(ring: GradRing) -> None:
@@ -62,40 +55,38 @@ def test_what_waits_for_no_update_is_not_waited_for(ring: GradRing) -> None:
     assert [part.region is not None for part in parts] == [True, True, False]
 
 
-def test_a_full_ring_waits_for_the_oldest_update(board: UpdateBoard, ring: GradRing) -> None:
+def test_a_full_ring_waits_for_the_oldest_update(ring: GradRing) -> None:
     first, second = Part(ring), Part(ring)
-    launch(board, ring, 0, first)
-    launch(board, ring, 1, second)
-    waiting = threading.Timer(0.05, complete, [board, 0])
+    oldest = launch(ring, first)
+    launch(ring, second)
+    waiting = threading.Timer(0.05, oldest.complete)
     waiting.start()
     assert Part(ring).region is not None
     waiting.join()
     assert first.region is None and second.region is not None
 
 
-def test_what_was_used_is_given_back_whichever_came_first(board: UpdateBoard, ring: GradRing) -> None:
+def test_what_was_used_is_given_back_whichever_came_first(ring: GradRing) -> None:
     first, second = Part(ring), Part(ring)
-    launch(board, ring, 0, first)
-    launch(board, ring, 1, second)
-    complete(board, 1)
+    updates = [launch(ring, part) for part in (first, second)]
+    updates[1].complete()
     ring.collect()
     assert first.region is not None and second.region is None
-    complete(board, 0)
+    updates[0].complete()
     ring.collect()
     assert first.region is None
 
 
-def test_no_more_updates_than_the_ring_has_room_for(board: UpdateBoard) -> None:
-    ring = GradRing(Arena(0), 8 * SECTOR, board)
+def test_no_more_updates_than_the_ring_has_room_for() -> None:
+    ring = GradRing(Arena(0), 8 * SECTOR)
     ring.open()
-    for unit in range(LAUNCHED_MAX):
-        launch(board, ring, unit, Part(ring))
-    waiting = threading.Timer(0.05, complete, [board, 0])
+    oldest, *_ = [launch(ring, Part(ring)) for _ in range(LAUNCHED_MAX)]
+    waiting = threading.Timer(0.05, oldest.complete)
     waiting.start()
-    launch(board, ring, LAUNCHED_MAX, Part(ring))
-    assert not board.pending(0)
+    launch(ring, Part(ring))
+    assert oldest.is_done
     ring.close()
-    launch(board, ring, LAUNCHED_MAX + 1, Part(ring))  # backward is over: nobody would have to wait
+    launch(ring, Part(ring))  # backward is over: nobody would have to wait
 
 
 @pytest.fixture(params=[Tier.CPU, Tier.NVME])
@@ -105,7 +96,7 @@ def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[GradShard]:
 
     with open_store(nn.Linear(64, 64), ("cpu", request.param, "cpu"), nvme, dtype=torch.bfloat16) as store:
         layout = store.shards[0].layout
-        store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel, UpdateBoard(1))
+        store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel)
         store.grad_ring.open()
         yield GradShard(store, layout, request.param, attach)
 

@@ -32,7 +32,6 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.device_grad_shard import DeviceGradShard
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
-from zero_offload.shards.update_board import UpdateBoard
 from zero_offload.telemetry.spans import Lane
 from zero_offload.types import Tier
 
@@ -45,7 +44,6 @@ class GradReducer:
         units: Sequence[Unit],
         store: ShardStore,
         residency: Residency,
-        board: UpdateBoard,
         collectives: Collectives,
         device: Device,
     ) -> None:
@@ -54,7 +52,6 @@ class GradReducer:
         self._partials = Partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._partials.here, self._reduced)
         self._residency = residency
-        self._board = board
         self._collectives = collectives
         self._store = store
         self._spans = store.counters.spans
@@ -104,7 +101,7 @@ class GradReducer:
                 "last backward of a step, or drop them with optimizer.zero_grad(), or where no optimizer has the "
                 "parameter with param.grad = None"
             )
-        self._board.wait(grads.unit.index)
+        grads.unit.wait_for_update()
         opened = self._spans.open(Lane.GRADS, grads.unit.name)
         takes_turns = self.reduces and bool(self.coming)
         if self._collectives.world_size == 1:
@@ -216,7 +213,7 @@ class GradReducer:
         for grads in self.ledger.sections:
             if grads.holding:
                 # Other parameters of the section may have had a step, whose update reads it still.
-                self._board.wait(grads.unit.index)
+                grads.unit.wait_for_update()
         self.ledger.clamp(clip_value, params)
 
     def _open_partial(self, grads: SectionGrads) -> None:
@@ -288,7 +285,7 @@ class GradReducer:
     def _reduced(self, grads: SectionGrads, shard: torch.Tensor) -> None:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
         # The gradients may be another rank's alone: then this rank has not waited for the last step's update of them.
-        self._board.wait(grads.unit.index)
+        grads.unit.wait_for_update()
         self.keeper.keep_reduced(grads, shard)
         self._partials.drop(grads)
         grads.whole = grads.joined is None

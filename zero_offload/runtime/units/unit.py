@@ -25,6 +25,8 @@ from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.shards.shard import Shard
 from zero_offload.shards.state import StateTracker, UnitState
+from zero_offload.shards.unit_update import UnitUpdate
+from zero_offload.threads import FirstError
 
 
 class Section:
@@ -72,14 +74,19 @@ class Section:
 class Unit:
     """Parameters that are fetched, used and released together."""
 
-    def __init__(self, index: int, layout: UnitLayout, sections: Sequence[Section], *, resident: bool) -> None:
-        """A `resident` unit, once here, is never evicted."""
+    def __init__(
+        self, index: int, layout: UnitLayout, sections: Sequence[Section], errors: FirstError, *, resident: bool
+    ) -> None:
+        """A `resident` unit, once here, is never evicted. A wait for its update raises what `errors` has."""
         self.index = index
         self.layout = layout
         self.sections = tuple(sections)
         self.params: list[nn.Parameter] = []
         """Section after section, in the order of the layout."""
         self.resident = resident
+        self.update: UnitUpdate | None = None
+        """The last update that was launched; None once the control thread knows that it is done."""
+        self._errors = errors
         self.updates_in_place = all(s.buffer is None and s.layout.num_shards == 1 for s in sections)
         """The buffers are where the whole values rest: an update leaves nothing to fetch."""
         self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.updates_in_place else UnitState.AWAY)
@@ -119,6 +126,18 @@ class Unit:
     @property
     def state(self) -> UnitState:
         return self.tracker.state
+
+    @property
+    def is_updating(self) -> bool:
+        """True if an update was launched whose values are not computed yet."""
+        return self.update is not None and not self.update.is_done
+
+    def wait_for_update(self) -> None:
+        """Return when the newest values are computed. Raises the first error of the model's work."""
+        if self.update is not None:
+            self.update.wait()
+            self.update = None
+        self._errors.check()
 
     @property
     def in_use(self) -> bool:
