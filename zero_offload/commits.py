@@ -1,11 +1,15 @@
 """Which steps become generations, and how they get there behind the next step.
 
 Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
-thread when the update is complete, which fixes what the generation is made of, and goes on on a thread of its own. With
-commit_every="auto" each commit carries this rank's wish for the next interval, and the longest holds for all
-ranks; nobody decides before it is known, so all commit the same steps. Moves no bytes. The calls: `drop` before states
-change, `add` per step, `complete` where the program has more to say, `launch_due`; `set_aside` when the program has
-written states itself; `forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
+thread when the update is complete, which fixes what the generation is made of, and goes on on a thread of its own.
+Moves no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change, `add` per
+step, `complete` where the program has more to say, `launch_due`; `set_aside` when the program has written states
+itself; `forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
+
+[Note: how ranks commit the same steps]
+A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone
+(`CommitClock`). All ranks meet when `step()` begins, to say that nothing went wrong on any of them. Rank 0's word there
+says whether the step that begins becomes a generation: a bit of a message that is sent anyway.
 """
 
 from __future__ import annotations
@@ -13,10 +17,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 
+from zero_offload.checkpoint.commit_clock import CommitClock
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.optim.worker import Worker
-from zero_offload.plan.commit_interval import INTERVAL_FIRST, CommitInterval, StepTime, earliest
 from zero_offload.shards.snapshot import Snapshots
 
 
@@ -30,8 +34,11 @@ class Commits:
         workers: tuple[Worker, Worker | None],
         unit_order: Callable[[], Sequence[int]],
         every: int | str,
+        *,
+        is_first_rank: bool,
     ) -> None:
-        """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used."""
+        """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used.
+        `every`: as in `OffloadConfig.commit_every`; `is_first_rank`: this rank's clock counts."""
         self._keeper = keeper
         self._snapshots = snapshots
         self._updates, self._commits = workers
@@ -45,18 +52,22 @@ class Commits:
         self._due = False
         self.completes = False
         """Whether this run calls `complete`: then a record without its part belongs to a step that broke off."""
-        self._policy = CommitInterval()
-        self._interval, self._last_step = INTERVAL_FIRST, 0
-        self._num_launched = self._num_known = self._num_ended = 0
+        self._clock: CommitClock | None = None
+        if isinstance(every, str) and is_first_rank and keeper is not None:
+            self._clock = CommitClock(every)
+        self._is_due_by_time = False
+        """Whether rank 0 has said that this step becomes a generation."""
+        self._num_launched = self._num_ended = 0
 
-    def start_at(self, step: int, *, loaded: bool = False) -> None:
-        """The states are those of `step`: of the generation that was found, or loaded from a checkpoint."""
+    def start(self, *, loaded: bool = False) -> None:
+        """The states are those of the generation that was found or, if `loaded`, of a checkpoint."""
         self.drop()
         self._is_aside = self._is_loaded = loaded
         self._due = False
-        self._last_step = step
         # Files that are cut anew have had a commit of their own.
-        self._num_launched = self._num_known = self._num_ended = self._snapshots.num_ended
+        self._num_launched = self._num_ended = self._snapshots.num_ended
+        if self._clock is not None:
+            self._clock.restart()
 
     def drop(self) -> None:
         """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
@@ -75,28 +86,28 @@ class Commits:
         """The step that `launch_latest` would make a generation; 0 when there is none."""
         return 0 if self._latest is None or self._is_aside else self._latest.step
 
+    def is_due_by_clock(self) -> bool:
+        """True if the step that begins is to become a generation by this rank's clock. Never while a commit runs: the
+        next one would have to wait for it, and the update for both."""
+        return self._clock is not None and self._num_launched <= self._snapshots.num_ended and self._clock.is_due()
+
+    def note_due(self, is_due: bool) -> None:
+        """What rank 0's `is_due_by_clock` has said."""
+        self._is_due_by_time = is_due
+
     def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
         """A step was taken, of this length, of which commits have cost `wait_s`."""
         self._latest, self._is_aside = record, False
         if self._keeper is None:
             return
-        if not isinstance(self._every, int):
+        if self._clock is not None:
             ended, before = self._snapshots.num_ended, self._num_ended
-            self._num_ended = ended
-            self._policy.add(StepTime(step_s, wait_s, ended > before or ended < self._num_launched))
+            self._num_ended, is_over = ended, ended >= self._num_launched
+            self._clock.add(step_s, wait_s, is_beside=ended > before or not is_over, is_over=is_over)
         # Whatever number of steps one backward has: the last one may not be the one that is due.
-        self._due = self._due or self._is_due(record.step)
-
-    def _is_due(self, step: int) -> bool:
-        if isinstance(self._every, int):
-            return step % self._every == 0
-        if self._num_known < self._num_launched:
-            if step < self._last_step + earliest(self._interval):
-                return False
-            assert self._keeper is not None
-            self._snapshots.wait_for_end(self._num_launched)
-            self._num_known, self._interval = self._num_launched, self._keeper.agreed_wish
-        return step >= self._last_step + self._interval
+        self._due = self._due or (
+            record.step % self._every == 0 if isinstance(self._every, int) else self._is_due_by_time
+        )
 
     def complete(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
         """The program is done with the last step: replace its record, and launch its generation if it is due.
@@ -127,16 +138,16 @@ class Commits:
         if record is None or keeper is None or commits is None:
             return
         snapshots, order = self._snapshots, self._unit_order()
-        wish = 0 if isinstance(self._every, int) else self._policy.wish(self._interval)
 
         def begin() -> None:
             snapshot = snapshots.begin(order)
-            commits.submit(lambda: keeper.commit(record, snapshot, wish))
+            commits.submit(lambda: keeper.commit(record, snapshot))
 
         self._updates.submit(begin)
         # Not before: what was never submitted is never over.
         self._num_launched += 1
-        self._last_step = record.step
+        if self._clock is not None:
+            self._clock.restart()
 
     def forget_unfit(self) -> None:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""

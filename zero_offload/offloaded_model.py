@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -39,6 +39,7 @@ from zero_offload.plan.layout import ShardLayout
 from zero_offload.probe import free_memory_bytes
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
@@ -87,6 +88,7 @@ class OffloadedModel:
             (parts.update_worker, parts.commit_worker),
             self._first_uses,
             parts.config.commit_every,
+            is_first_rank=parts.ranks.rank == 0,
         )
         index = parts.collectives.shard_index
         self._states = OptimizerStates(self.access, parts.store, self._commits, index, parts.sizes.plan)
@@ -235,6 +237,15 @@ class OffloadedModel:
         self.session.check_alive()  # a forked child has its parent's channel to the others
         return self.parts.collectives.together(call)
 
+    @contextmanager
+    def together_in_step(self, call: str) -> Iterator[None]:
+        """As `together`; rank 0 says in the same message whether this step becomes a generation."""
+        self.session.check_alive()
+        notice = Notice(self._commits.is_due_by_clock())
+        with self.parts.collectives.together(call, notice):
+            yield
+        self._commits.note_due(notice.given)
+
     def check_step(self) -> None:
         """Raise where no step can be made now."""
         self.session.check_usable()
@@ -343,7 +354,7 @@ class OffloadedModel:
         """The shards are a generation's, or a checkpoint's that was loaded: so are the counts."""
         self.step_count = found.step
         self._states.adopt(found.payload.get("param_steps", {}))
-        self._commits.start_at(found.step, loaded=loaded)
+        self._commits.start(loaded=loaded)
 
     def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
         record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})

@@ -131,6 +131,21 @@ def parse_bytes(value: int | str) -> int:
     return result
 
 
+_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,9})?)(s|sec|seconds?|min|minutes?|h|hours?)")
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration such as "30s", "2 min" or "1.5h" in seconds; case and spaces do not count.
+
+    Raises ConfigError when the text is not a duration above 0.
+    """
+    match = _DURATION.fullmatch("".join(text.split()).lower())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"cannot read {text!r} as a duration; write for example '30s', '2min' or '1h'")
+    return float(match[1]) * _SECONDS[match[2][0]]
+
+
 def format_bytes(nbytes: float, *, at_least: bool = False) -> str:
     """Write a size with a binary unit and three significant digits (four from 1000 on): 1.46 GiB. `at_least` rounds
     it up."""

@@ -104,6 +104,9 @@ def test_wear_of_commits_and_of_several_drives(capsys: pytest.CaptureFixture[str
     _, result = plan(capsys, *flags[:-1], "auto")
     assert result["wear"]["commit_bytes_per_step"] == 12 * 3_200_000_000
     assert result["wear"]["is_upper_bound"]
+    _, result = plan(capsys, *flags[:-1], "2 Min", "--step-time", "25")
+    assert result["wear"]["commit_bytes_per_step"] == 12 * 3_200_000_000 // 5
+    assert not result["wear"]["is_upper_bound"]
 
 
 def test_the_default_interval_spares_the_drives(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +171,7 @@ def test_wear_in_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert " s per step; 600 TBW last " in text and "days, 15,625 steps (--tbw says another rating)" in text
     main([*flags, "--commit-every", "auto", "--step-time", "38.4", "--tbw", "300"])
     text = capsys.readouterr().out
-    assert "35.8 GiB of generations (at most: auto measures how often; every step is counted here)" in text
+    assert "35.8 GiB of generations (at most: commit_every=auto goes by time; each step is counted here)" in text
     assert "that is 86.4 TB per day at 38.4 s per step; 300 TBW last 3.47 days, 7,812 steps" in text
     main([*flags, "--commit-every", "10"])
     assert "per step: 3.58 GiB of generations (of 35.8 GiB every 10 steps)\n" in capsys.readouterr().out
@@ -193,7 +196,7 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--model", "gpt9000"], "is no model known here; did you mean gpt"),
         (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
         (["--ranks", "0"], "error: --ranks 0: give 1 or more"),
-        (["--commit-every", "often"], "commit_every='often' is no positive number of optimizer steps"),
+        (["--commit-every", "often"], "commit_every='often' is neither a number of optimizer steps nor a duration"),
         (["--tbw", "0"], "both must be more than 0"),
         (["--step-time", "-1"], "both must be more than 0"),
         (["--stage", "5", "--precision", "fp8"], "has 2 problems"),

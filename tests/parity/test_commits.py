@@ -74,7 +74,7 @@ def train_with_late_commits(nvme: Path, gate: Gate, settings: dict[str, Any]) ->
         losses.append(step(model, optimizer, number))
         shutil.copytree(nvme, nvme.with_name(f"before {number}"))
         gate.let_pass()
-        runtime(model).parts.store.snapshots.wait_for_end(number)
+        drain(model)
         shutil.copytree(nvme, nvme.with_name(f"after {number}"))
         zo.commit(model, optimizer, extra=number + 1)
     gate.let_pass()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,9 @@ from tests.helpers.models import Block, build
 from tests.helpers.ranks import Failure, RankPool
 from tests.helpers.reference import clip_factor
 from zero_offload.api import runtime_of
+from zero_offload.checkpoint import commit_clock
+from zero_offload.checkpoint.format import StepRecord
+from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.kernels.grads import sum_of_squares
 
 VOCAB, DIM, ROWS = 64, 48, 4
@@ -316,6 +321,29 @@ def test_a_generation_has_every_part(stage: int, pool: RankPool, nvme: Path) -> 
     for failure in pool.call(train, replace(case, shape=(1, 4))):
         assert isinstance(failure, Failure) and failure.kind == "CheckpointError"
         assert "division='S(0) of 2'" in failure.message or "holds another model" in failure.message
+
+
+def train_by_time(rank: int, world_size: int, case: Case) -> list[int]:
+    """Steps whose commits this rank began. Rank 0's clock moves by 10 s whenever it is read, all others stand still."""
+    begun, clock = list[int](), itertools.count(0, 10)
+    commit = GenerationKeeper.commit
+
+    def record(keeper: GenerationKeeper, record: StepRecord, *args: Any) -> None:
+        begun.append(record.step)
+        commit(keeper, record, *args)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(commit_clock, "time", SimpleNamespace(monotonic=lambda: 0 if rank else next(clock)))
+        patches.setattr(GenerationKeeper, "commit", record)
+        train(rank, world_size, case)
+    return begun
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_all_parts_commit_by_the_clock_of_rank_0(shape: tuple[int, ...], pool: RankPool, nvme: Path) -> None:
+    case = replace(at(FP32, optimizer="nvme", nvme=nvme, commit_every="25s"), shape=shape, num_steps=8)
+    first, *others = pool.succeed(train_by_time, case)
+    assert len(first) >= 2 and first[0] < 8 and others == [first] * 3
 
 
 def save(rank: int, world_size: int, case: Case, path: str) -> Outcome:

@@ -117,13 +117,11 @@ def test_auto_is_left_to_the_planner() -> None:
             "overlap='backward' updates before ranks with branches='any' know",
         ),
         ({"overlap": "both"}, "overlap='both' is unknown"),
-        ({"commit_every": 0}, "commit_every=0 is no positive number"),
-        ({"commit_every": 1.5}, "commit_every=1.5 is no positive number"),
-        (
-            {"commit_every": "often"},
-            "commit_every='often' is no positive number of optimizer steps; use 1 or more, or 'auto'",
+        *(
+            ({"commit_every": value}, f"commit_every={value!r} is neither a number of optimizer steps nor a duration")
+            for value in (0, 1.5, True, "", "often", "10", "0s", "-2min", "2 minutes 30", "3 days", "1e3s", None)
         ),
-        ({"commit_every": True}, "commit_every=True is no positive number"),
+        ({"commit_every": "5"}, "give steps (1 or more), a duration such as '30s', '2min' or '1h', or 'auto'"),
     ],
 )
 def test_each_wrong_setting_is_named(settings: dict[str, Any], words: str) -> None:
@@ -162,6 +160,7 @@ def test_durability_needs_a_directory() -> None:
         OffloadConfig(nvme=["a", "b"], optimizer={"cpu": 0.5, "nvme": 0.5}, precision="fp32", stage=0),
         OffloadConfig(params="auto", device_memory="1GiB", overlap="backward", commit_every=7),
         OffloadConfig(commit_every="auto"),
+        OffloadConfig(commit_every="1.5h"),
         OffloadConfig(precision=Precision(modules={"*.norm": "fp32", "head": "bf16"})),
     ],
 )

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zero_offload.errors import ConfigError
-from zero_offload.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes, whole_sectors
+from zero_offload.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes, parse_seconds, whole_sectors
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,20 @@ def test_parse_bytes(text: int | str, nbytes: int) -> None:
 def test_parse_bytes_refuses(text: object) -> None:
     with pytest.raises(ConfigError):
         parse_bytes(text)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30s", 30), (" 2 MIN ", 120), ("1.5h", 5400), ("1 hour", 3600), ("45 Seconds", 45), ("10sec", 10), ("0.5s", 0.5)],
+)
+def test_parse_seconds(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "30", "min", "0s", "-1s", "1 day", "5m", "1h30min", "1e3s", "9" * 400 + "s"])
+def test_parse_seconds_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match="as a duration; write for example '30s', '2min' or '1h'"):
+        parse_seconds(text)
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (3 * GIB // 2, "1.5 GiB")])

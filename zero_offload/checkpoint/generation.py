@@ -132,8 +132,6 @@ class GenerationKeeper:
         """Whether that was cut for other ranks or directories than these."""
         self.rng: dict[str, Any] | None = None
         """This rank's random number generators in it; None where it has none for this rank."""
-        self.agreed_wish = 0
-        """The largest wish of the ranks in the last commit."""
 
     @property
     def _home(self) -> RunDirectory:
@@ -340,21 +338,20 @@ class GenerationKeeper:
 
     # Commit
 
-    def commit(self, record: StepRecord, snapshot: Snapshot | None = None, wish: int = 0) -> None:
+    def commit(self, record: StepRecord, snapshot: Snapshot | None = None) -> None:
         """Make the states of a snapshot, by default the shards' now, the next generation.
 
-        All ranks learn the largest `wish` (a number below 2^16): `agreed_wish`. Raises StorageError; the generation
-        before then stays.
+        Raises StorageError; the generation before then stays.
         """
         assert self._store is not None and self._swap is not None
         spans = self._store.counters.spans
         opened = spans.open(Lane.COMMIT, f"step {record.step}")
         with self._store.counters.timed("commit_s"):
-            self._commit(record, snapshot or self._store.snapshots.begin(), wish)
+            self._commit(record, snapshot or self._store.snapshots.begin())
         spans.close(opened)
         self._store.snapshots.end()
 
-    def _commit(self, record: StepRecord, snapshot: Snapshot, wish: int) -> None:
+    def _commit(self, record: StepRecord, snapshot: Snapshot) -> None:
         assert self._store is not None and self._swap is not None
         exchange, number = self._ranks.exchange, self._number + 1
         with exchange.together():
@@ -365,12 +362,11 @@ class GenerationKeeper:
             digest = write_manifest(self._home, name, self._rank_payload(snapshot.slots, record), self._durability)
             # Last: what has lost its name until now would make a generation that no start finds.
             self._swap.check_in_place()
-        words = exchange.gather_digests(f"{digest}{wish:04x}{record.step:016x}")
-        parts = slice(len(digest)), slice(len(digest), -16), slice(-16, None)
-        digests, wishes, steps = ([word[part] for word in words] for part in parts)
+        words = exchange.gather_digests(f"{digest}{record.step:016x}")
+        digests, steps = [word[:-16] for word in words], [int(word[-16:], 16) for word in words]
         if len({*steps}) > 1:
             raise CheckpointError(
-                f"the ranks are about to commit different steps: {[int(step, 16) for step in steps]} (rank 0 first); "
+                f"the ranks are about to commit different steps: {steps} (rank 0 first); "
                 "call step() and zo.commit equally often on every rank. The generation before stays"
             )
         with exchange.together():
@@ -379,7 +375,6 @@ class GenerationKeeper:
                 write_manifest(self._home, generation_name(number), payload, self._durability)
                 self.files.note_committed()
         self._number = number
-        self.agreed_wish = max(int(each, 16) for each in wishes)
         self._store.mark_committed(snapshot.slots)
 
     def _rank_payload(self, slots: Sequence[int], record: StepRecord) -> dict[str, Any]:

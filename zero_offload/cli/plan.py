@@ -31,12 +31,13 @@ _SETTINGS = {
     "cpu_memory": "CPU memory of one rank, for example 48GiB",
     "nvme_capacity": "disk space of one rank, for example 400GiB",
     "durability": "commit, process or scratch",
-    "commit_every": "optimizer steps between generations, or auto; where not given, as many as spare the drives",
+    "commit_every": "between generations: optimizer steps, a duration such as 2min, or auto; where not given, as many "
+    "steps as spare the drives",
 }
 _TIERS = ("params", "grads", "optimizer", "activations")
 
 
-def steps_or_auto(text: str) -> int | str:
+def steps_or_duration(text: str) -> int | str:
     """The text of --commit-every; `OffloadConfig` says what is wrong with it."""
     return int(text) if text.isdecimal() else text
 
@@ -57,7 +58,7 @@ def flag_values(config: OffloadConfig) -> dict[str, Any]:
     return settings | {"precision": numerics.compute, "states": numerics.states}
 
 
-_TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_auto}
+_TYPES: dict[str, Callable[[str], object]] = {"stage": int, "commit_every": steps_or_duration}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

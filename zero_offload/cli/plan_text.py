@@ -59,7 +59,7 @@ class Report:
 
     @property
     def wear(self) -> Wear:
-        return drive_wear(self.request, self.planned.memory)
+        return drive_wear(self.request, self.planned.memory).at(self.step_s)
 
     @property
     def outgrows(self) -> bool:
@@ -191,7 +191,7 @@ def _wear_lines(wear: Wear, tbw: float, step_s: float | None) -> list[str]:
     if wear.commit_bytes:
         how_often = f"of {format_bytes(wear.commit_bytes)} every {wear.commit_every} steps"
         if wear.is_bound:
-            how_often = "at most: auto measures how often; every step is counted here"
+            how_often = f"at most: commit_every={wear.commit_every} goes by time; each step is counted here"
         parts.append(f"{format_bytes(wear.commit_bytes_per_step)} of generations ({how_often})")
     lines = [f"each drive is written {format_bytes(wear.bytes_per_step)} per step: {', '.join(parts)}"]
     num_steps = wear.steps_to(tbw)

@@ -18,7 +18,6 @@ from zero_offload.cli.measure import remembered, remembered_drives
 from zero_offload.config import OffloadConfig
 from zero_offload.device import compute_device, on_likely_gpu
 from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.plan.commit_interval import INTERVAL_MAX
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job, device_activation_bytes, kept_bytes
 from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.hardware import (
@@ -49,6 +48,8 @@ _MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}
 SEQUENCE_USUAL = 4096
 RAM_SHARE, GPU_SHARE = 0.9, 0.95
 """Of a machine's memory that is given whole: the rest is the system's, the program's, the driver's."""
+_SELDOM = 1000
+"""Steps between generations, hardly any commits."""
 MORE_GIB_MAX = 64
 ADAPTER_SHARE = 0.01
 WAYS_MAX = 8
@@ -293,8 +294,8 @@ def by_wear(request: Request, tbw: float, step_s: float | None) -> int | None:
     """
     if not request.config.nvme_dirs or request.config.effective_durability is Durability.SCRATCH:
         return None
-    # Hardly any commits, of which there will be few.
-    planned = plan_request(replace(request, config=replace(request.config, commit_every=INTERVAL_MAX)))
+    # The seconds of a step with hardly any commits, since few are recommended.
+    planned = plan_request(replace(request, config=replace(request.config, commit_every=_SELDOM)))
     if not planned.memory.fits or planned.memory.wear.commit_bytes == 0:
         return None
     seconds = step_s or simulate(planned.job, planned.placement, planned.machine).step_s

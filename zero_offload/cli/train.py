@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_offload.cli.plan import flag_values, steps_or_auto, with_states
+from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.recipes.gpt import PRESETS
 from zero_offload.recipes.settings import TrainConfig, read_tables
@@ -134,7 +134,13 @@ def _add_offload_flags(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
     )
-    add("--commit-every", "commit_every", "steps between generations, or auto", type=steps_or_auto, metavar="STEPS")
+    add(
+        "--commit-every",
+        "commit_every",
+        "between generations: steps, a duration such as 2min, or auto (commits take at most 2%% of the time)",
+        type=steps_or_duration,
+        metavar="STEPS|DURATION",
+    )
 
 
 def _given(args: argparse.Namespace, prefix: str) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         ordinary: list[Any] = []
         with ExitStack() as met:
             for owner in dict.fromkeys(filter(None, map(owner_of, self._params()))):
-                met.enter_context(owner.together(f"{type(self).__name__}.step"))
+                met.enter_context(owner.together_in_step(f"{type(self).__name__}.step"))
             groups, owners = self._check_step(hypers, ordinary)
         if owners and len(hypers) < sum(len(group["params"]) for group in self.param_groups):
             grads = [param.grad for param, _, _ in ordinary if param.grad is not None]

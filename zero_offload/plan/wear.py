@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from zero_offload.types import parse_seconds
+
 TB = 10**12
 """As drives are sold."""
 TBW_USUAL = 600.0
@@ -30,7 +32,7 @@ class Wear:
     commit_bytes: float
     """For every generation, beside that."""
     commit_every: int | str
-    """Steps from one generation to the next; with "auto" every step is counted: it may be less."""
+    """Steps from one generation to the next. For a duration or "auto" each step is counted: it may be fewer."""
     grads_bytes: float = 0.0
     """Of `states_bytes`, gradients, which are written in every backward."""
     activation_bytes: float = 0.0
@@ -48,6 +50,12 @@ class Wear:
     def is_bound(self) -> bool:
         """Whether it may be less."""
         return self.commit_bytes > 0 and not isinstance(self.commit_every, int)
+
+    def at(self, step_s: float | None) -> Wear:
+        """With a duration between generations counted in steps of this length, where it is known."""
+        if step_s is None or isinstance(self.commit_every, int) or self.commit_every == "auto":
+            return self
+        return replace(self, commit_every=max(math.ceil(parse_seconds(self.commit_every) / step_s), 1))
 
     def of_one_drive(self, num_ranks: int, num_drives: int, fastest: float = 1.0) -> Wear:
         """Of one rank's: what a drive gets when so many ranks stripe over so many, or `fastest` times as much."""

@@ -165,6 +165,9 @@ class Owner(Protocol):
     def together(self, call: str) -> AbstractContextManager[None]:
         """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""
 
+    def together_in_step(self, call: str) -> AbstractContextManager[None]:
+        """The same at the beginning of a step. Collective."""
+
     def check_step(self) -> None:
         """Raise where no step can be made now."""
 

@@ -79,7 +79,8 @@ class Snapshots:
         self._changed = Monitor()
         """Its lock is also held to launch a copy, which two threads may want to."""
         self._active = False
-        self._num_ended = 0
+        self.num_ended = 0
+        """Snapshots whose commit is complete."""
         self._error: BaseException | None = None
 
     # The thread of the commit
@@ -122,7 +123,7 @@ class Snapshots:
         with self._changed.lock:
             self._copies = {}
             self._active = False  # the next one may begin
-            self._num_ended += 1
+            self.num_ended += 1
             self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
@@ -150,16 +151,6 @@ class Snapshots:
     def wait_for_slots(self) -> None:
         """Return when no commit is under way, so that `Shard.writable_slot` is no slot that a generation needs."""
         self._wait_until(lambda: not self._active)
-
-    @property
-    def num_ended(self) -> int:
-        """Snapshots whose commit is complete."""
-        return self._num_ended
-
-    def wait_for_end(self, number: int) -> None:
-        """Return when so many snapshots have ended. The control thread's."""
-        with self._counters.waiting(Cause.COMMIT):
-            self._wait_until(lambda: self._num_ended >= number)
 
     def _launch(self, copy: ChunkCopy) -> None:
         with self._changed.lock:

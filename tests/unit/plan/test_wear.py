@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def test_commits_are_spread_over_their_steps() -> None:
     auto = Wear(states_bytes=10.0, commit_bytes=120.0, commit_every="auto")
     assert auto.is_bound and auto.bytes_per_step == 130.0
     assert not Wear(10.0, 0.0, "auto").is_bound
+
+
+def test_a_duration_between_commits_is_some_number_of_steps() -> None:
+    timed = Wear(states_bytes=10.0, commit_bytes=120.0, commit_every="2min")
+    assert timed.is_bound and timed.bytes_per_step == 130.0
+    assert timed.at(50.0) == replace(timed, commit_every=3) and not timed.at(50.0).is_bound
+    assert timed.at(500.0).commit_every == 1
+    assert timed.at(None) == timed
+    for every in (7, "auto"):
+        assert replace(timed, commit_every=every).at(50.0).commit_every == every
 
 
 def test_ranks_add_up_and_drives_share() -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zero_offload.errors import RankError, ZeroOffloadError
 from zero_offload.host import host_empty, host_tensor
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
-from zero_offload.runtime.ranks.watch import Told, raise_first, told
+from zero_offload.runtime.ranks.watch import Notice, Told, raise_first, told
 from zero_offload.types import Branches
 
 
@@ -29,6 +29,9 @@ class Intent(IntEnum):
     CALL = 2  # a collective that all make together
     ERROR = 3  # this rank has failed before it
     NUMBER = 4  # say a number
+
+
+_CRC_BITS = 32
 
 
 class Agreement:
@@ -54,11 +57,13 @@ class Agreement:
         self._exchange(Intent.CALL, zlib.crc32(call.encode()), call)
 
     @contextmanager
-    def together(self, call: str) -> Iterator[None]:
+    def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
         """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise.
 
-        The first rank's error is raised where nothing went wrong. Inside there must be no communication.
+        The first rank's error is raised where nothing went wrong. Inside there must be no communication. At the end
+        `notice` is given on all ranks if it was given on one.
         """
+        notice = notice or Notice()
         if self._group is None:
             yield
             return
@@ -72,9 +77,10 @@ class Agreement:
         try:
             intent = Intent.CALL if failure is None else Intent.ERROR
             with self._watch.waiting(call):
-                said = set(self._tell(intent, zlib.crc32(call.encode())))
-            if len(said) > 1:
+                heard = self._tell(intent, zlib.crc32(call.encode()) | notice.given << _CRC_BITS)
+            if len({(intent, word % (1 << _CRC_BITS)) for intent, word in heard}) > 1:
                 raise self._mismatch(call, failure)
+            notice.given = any(word >> _CRC_BITS for _, word in heard)
         except RankError:
             if failure is None:
                 raise

@@ -21,7 +21,7 @@ from zero_offload.host import host_tensor
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
-from zero_offload.runtime.ranks.watch import time_limit
+from zero_offload.runtime.ranks.watch import Notice, time_limit
 from zero_offload.telemetry.events import Counters
 from zero_offload.telemetry.spans import Cause, now
 from zero_offload.telemetry.spans import Lane as TraceLane
@@ -80,11 +80,11 @@ class Collectives:
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
     @contextmanager
-    def together(self, call: str) -> Iterator[None]:
+    def together(self, call: str, notice: Notice | None = None) -> Iterator[None]:
         """As `Agreement.together`; ranks that hold the other parts of the model are told as well."""
         row = self._group.row if len(self._group.columns) > 1 else None
         members = [] if row is None else dist.get_process_group_ranks(row)
-        with self._watch.together(row, members, call), self.agreement.together(call):
+        with self._watch.together(row, members, call, notice), self.agreement.together(call, notice):
             yield
 
     def launch_gather(self, flat: torch.Tensor, unit: str) -> Callable[[], None]:

@@ -87,6 +87,14 @@ class Witness:
         return f"rank {self.rank} (process {self.place.pid} on {self.place.host})"
 
 
+@dataclass
+class Notice:
+    """A bit that travels with `together`, without a message of its own."""
+
+    given: bool = False
+    """True if this rank says it, and in the end if a rank has said it."""
+
+
 class RankWatch:
     """One rank's view of the others, for the life of the process."""
 
@@ -126,12 +134,16 @@ class RankWatch:
             raise RankError(self._explain(what, waited_s, error)) from error
 
     @contextlib.contextmanager
-    def together(self, group: dist.ProcessGroup | None, members: Sequence[int], what: str) -> Iterator[None]:
+    def together(
+        self, group: dist.ProcessGroup | None, members: Sequence[int], what: str, notice: Notice | None = None
+    ) -> Iterator[None]:
         """Every rank's block succeeds, or every rank raises: none is left waiting for one that gave up.
 
         Inside there must be no communication. The first rank's error is raised where nothing went wrong. `members` are
-        the ranks' names in the order of `group`, which is None where this rank is alone.
+        the ranks' names in the order of `group`, which is None where this rank is alone. At the end `notice` is given
+        on all ranks if it was given on one.
         """
+        notice = notice or Notice()
         failure: Exception | None = None
         try:
             yield
@@ -141,14 +153,15 @@ class RankWatch:
             failure = error
         if group is None:
             return
-        found: list[Any] = [None] * len(members)
+        found: list[Any] = [(None, False)] * len(members)
         try:
             with self.waiting(what):
-                dist.all_gather_object(found, told(failure), group=group)
+                dist.all_gather_object(found, (told(failure), notice.given), group=group)
         except RankError:
             if failure is None:
                 raise
-        raise_first(failure, zip(members, found, strict=True))
+        raise_first(failure, zip(members, (theirs for theirs, _ in found), strict=True))
+        notice.given = any(given for _, given in found)
 
     @contextlib.contextmanager
     def leaving(self) -> Iterator[None]:
