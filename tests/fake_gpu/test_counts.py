@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.fake_gpu import device
+from tests.helpers.ranks import RankPool
 from zero_offload.api import runtime_of
 
 WIDTH, BLOCKS = 64, 6
@@ -45,15 +47,17 @@ def launches_of_plain_backward() -> int:
     return counts["launches"]
 
 
-def train(backwards: int = 1, **settings: Any) -> Iterator[dict[str, Counter[str]]]:
-    """The counts of each part of a step, from the third one on."""
+def train(backwards: int = 1, deferring: bool = False, **settings: Any) -> Iterator[dict[str, Counter[str]]]:
+    """The counts of each part of a step, from the third one on; `deferring`, all backwards but the last are in
+    `zo.no_sync`."""
     model = zo.offload(make(), zo.OffloadConfig(precision="fp32", **settings))
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     for step in range(4):
         found: dict[str, Counter[str]] = {}
         for number in range(backwards):
             loss = model(torch.ones(4, WIDTH, device=device.TYPE)).square().mean()
-            with device.counting() as found[f"backward {number}"]:
+            sync = nullcontext() if number + 1 == backwards or not deferring else zo.no_sync(model)
+            with sync, device.counting() as found[f"backward {number}"]:
                 loss.backward()
         with device.counting() as found["clip"]:
             zo.clip_grad_norm_(model, 1.0)
@@ -111,3 +115,43 @@ def test_an_update_on_the_device_is_one_launch_set_per_section() -> None:
     for found in train(params="device", grads="device", optimizer="device"):
         assert waits(found["backward 0"]) == 0 and found["step"]["downloads"] == 0
         assert found["step"]["launches"] <= 250 * SECTIONS
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    made = RankPool(2, on_device=True)
+    yield made
+    made.close()
+
+
+def last_step(
+    rank: int, world_size: int, backwards: int, settings: dict[str, Any]
+) -> tuple[int, dict[str, Counter[str]]]:
+    """The launches of a backward of plain tensors, and the counts of a rank's last step."""
+    device.reset()
+    torch.accelerator.set_device_index(rank)
+    device.policy(device.Policy.SIDE_LATE, 0)
+    plain = launches_of_plain_backward()
+    *_, found = train(backwards, deferring=True, **settings)
+    assert device.take_races() == []
+    return plain, found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_bring_a_section_into_their_sum_by_one_copy(pool: RankPool, stage: int) -> None:
+    settings = {"stage": stage, "params": "device", "grads": "cpu"}
+    for plain, found in pool.succeed(last_step, 1, settings):
+        backward = found["backward 0"]
+        # Per section: zeros for its gaps, the copy, and the sums of this rank's part.
+        assert backward["launches"] <= plain + 13 * SECTIONS
+        # One rank has no part of the last norm, and so no sums of it.
+        assert 2 * SECTIONS - 1 <= backward["downloads"] <= 2 * SECTIONS and backward["uploads"] == 0
+
+
+@pytest.mark.parametrize("grads", ["cpu", "device", "nvme"])
+def test_ranks_bring_sums_of_earlier_backwards_up_by_one_copy(pool: RankPool, grads: str, nvme: Path) -> None:
+    settings = {"stage": 2, "params": "device", "grads": grads, "nvme": str(nvme), "durability": "scratch"}
+    for plain, found in pool.succeed(last_step, 2, settings):
+        # And one of which parameters the ranks have gradients of.
+        assert found["backward 1"]["uploads"] == SECTIONS * (grads != "device") + 1
+        assert found["backward 1"]["launches"] <= plain + 18 * SECTIONS

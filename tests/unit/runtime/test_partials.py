@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from zero_offload.device import HostDevice
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.grads import partials as module
-from zero_offload.runtime.grads.partials import Partials
+from zero_offload.runtime.grads.partials import HostPartials
 from zero_offload.runtime.grads.sections import SectionGrads
 
 
@@ -23,9 +22,9 @@ def attach(buffer: MovableBuffer) -> None:
 
 
 @pytest.fixture(params=["pages", "heap"])
-def partials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Partials:
+def partials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostPartials:
     monkeypatch.setattr(module, "is_small", lambda grads: request.param == "heap")
-    return Partials(HostDevice(), Arena(16), attach)
+    return HostPartials(Arena(16), attach)
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def part(grads: SectionGrads, index: int) -> torch.Tensor:
     return grads.partial[piece.begin : piece.end]
 
 
-def put(partials: Partials, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+def put(partials: HostPartials, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
     partials.put(grads, index, grad)
     grads.arrived.add(index)
 
@@ -59,8 +58,9 @@ def random_grad(grads: SectionGrads, index: int, seed: int) -> torch.Tensor:
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_gradients_keep_their_dtype_and_the_rest_is_zero(partials: Partials, grads: SectionGrads) -> None:
-    partials.make(grads).fill_(float("nan"))
+def test_gradients_keep_their_dtype_and_the_rest_is_zero(partials: HostPartials, grads: SectionGrads) -> None:
+    partials.open(grads)
+    partials.here(grads).fill_(float("nan"))
     values = {index: random_grad(grads, index, index) for index in (2, 0)}
     for index, value in values.items():
         put(partials, grads, index, value)
@@ -73,8 +73,8 @@ def test_gradients_keep_their_dtype_and_the_rest_is_zero(partials: Partials, gra
     assert grads.partial is None
 
 
-def test_a_second_gradient_in_one_backward_is_added_in_fp32(partials: Partials, grads: SectionGrads) -> None:
-    partials.make(grads)
+def test_a_second_gradient_in_one_backward_is_added_in_fp32(partials: HostPartials, grads: SectionGrads) -> None:
+    partials.open(grads)
     first, second, other = random_grad(grads, 0, 1), random_grad(grads, 0, 2) * 1e-3, random_grad(grads, 1, 3)
     put(partials, grads, 1, other)
     put(partials, grads, 0, first)
@@ -83,15 +83,16 @@ def test_a_second_gradient_in_one_backward_is_added_in_fp32(partials: Partials, 
     assert torch.equal(part(grads, 1), other.view(-1).float())
 
 
-def test_a_wider_gradient_is_not_rounded(partials: Partials, grads: SectionGrads) -> None:
-    partials.make(grads)
+def test_a_wider_gradient_is_not_rounded(partials: HostPartials, grads: SectionGrads) -> None:
+    partials.open(grads)
     narrow, wide = random_grad(grads, 0, 1), torch.randn(grads.layout.params[1].spec.shape)
     put(partials, grads, 0, narrow)
     put(partials, grads, 1, wide)
     assert torch.equal(part(grads, 0), narrow.view(-1).float()) and torch.equal(part(grads, 1), wide.view(-1))
 
 
-def test_with_nothing_arrived_all_is_zero(partials: Partials, grads: SectionGrads) -> None:
-    partials.make(grads).fill_(float("nan"))
+def test_with_nothing_arrived_all_is_zero(partials: HostPartials, grads: SectionGrads) -> None:
+    partials.open(grads)
+    partials.here(grads).fill_(float("nan"))
     partials.fill(grads)
     assert grads.partial is not None and not grads.partial.any()

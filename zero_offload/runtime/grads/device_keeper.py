@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,8 +20,9 @@ from zero_offload.kernels.grads import GradSum
 from zero_offload.plan.memory import staged_grad_bytes
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.grads.downloads import Gathered, GradDownloads
+from zero_offload.runtime.grads.fresh import Fresh, neighbours, side_by_side, use
 from zero_offload.runtime.grads.keeper import GradKeeper, is_wider, plain, rests_on
-from zero_offload.runtime.grads.sections import ComingSum, Fresh, SectionGrads
+from zero_offload.runtime.grads.sections import ComingSum, SectionGrads
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
@@ -70,7 +71,7 @@ class DeviceGradKeeper(GradKeeper):
             grads.fresh[index] = Fresh(grad, stream, adds)
             self._fresh[id(grads)] = grads
             return
-        self._use([before])
+        use(self._device, [before])
         wide = before.grad.to(torch.float32, copy=not before.is_sum).add_(grad)
         grads.fresh[index] = Fresh(wide, stream, adds=False, is_sum=True)
 
@@ -120,14 +121,14 @@ class DeviceGradKeeper(GradKeeper):
         """What has arrived of a section goes to rest."""
         fresh, grads.fresh = grads.fresh, {}
         self._fresh.pop(id(grads), None)
-        for indices in _neighbours(fresh):
+        for indices in neighbours(fresh):
             shard = grads.local or grads.shard
             gathered = self._gather(grads, shard, {index: fresh.pop(index) for index in indices})
             self._bring(grads, shard, gathered)
 
     def _gather(self, grads: SectionGrads, shard: GradShard, fresh: Mapping[int, Fresh]) -> Gathered:
         """Gradients of neighbours, in the widest of their dtypes and the section's."""
-        self._use(fresh.values())
+        use(self._device, fresh.values())
         dtypes = (shard.dtype if shard.on_device else grads.layout.dtype, *(each.grad.dtype for each in fresh.values()))
         dtype = functools.reduce(torch.promote_types, dtypes)
         pieces = {index: grads.layout.params[index] for index in fresh}
@@ -138,7 +139,8 @@ class DeviceGradKeeper(GradKeeper):
             self._downloads.make_room(max(part.stop for part in parts.values()) * dtype.itemsize)
         first, *more = fresh.values()
         if more:
-            flat = torch.cat(list(_side_by_side(fresh, parts))).to(dtype)
+            numel = max(part.stop for part in parts.values())
+            flat = side_by_side({index: each.grad for index, each in fresh.items()}, parts, numel).to(dtype)
         elif shard.on_device and not adds:
             flat = own(first.grad, dtype)
         else:
@@ -185,14 +187,6 @@ class DeviceGradKeeper(GradKeeper):
             self._store(grads, shard, index, flat[part], adds=index in staged.adds)
         self._drives.leave(grads)
 
-    def _use(self, fresh: Iterable[Fresh]) -> None:
-        """This thread's stream computes with these."""
-        here = self._device.stream()
-        for each in fresh:
-            if each.stream != here:
-                self._device.join([each.stream])
-                self._device.use_here(each.grad)
-
     # Sums
 
     def measure(self, grads: SectionGrads, indices: Iterable[int]) -> None:
@@ -206,7 +200,7 @@ class DeviceGradKeeper(GradKeeper):
         chunks, parts = launch_sums(list(views.values()))
         made, part_of = self._device.mark(), dict(zip(views, parts, strict=True))
         host, places = self._places_of_sums(grads)
-        for run in _neighbours(views):
+        for run in neighbours(views):
             source = chunks[part_of[run[0]].start : part_of[run[-1]].stop]
             if not len(source):  # another rank has all of them
                 for index in run:
@@ -236,29 +230,6 @@ class DeviceGradKeeper(GradKeeper):
                 last.arrival.take_on_host()
         for grads, index, each in coming:
             grads.set_sum(index, total(each.chunks))
-
-
-def _neighbours(indices: Iterable[int]) -> Iterator[list[int]]:
-    """In order, together those between which there is no other."""
-    run = list[int]()
-    for index in sorted(indices):
-        if run and index != run[-1] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
-
-
-def _side_by_side(fresh: Mapping[int, Fresh], parts: Mapping[int, slice]) -> Iterator[torch.Tensor]:
-    """Gradients, (numel,), and zeros between them."""
-    at = 0
-    for index, part in parts.items():
-        grad = fresh[index].grad.reshape(-1)
-        if at < part.start:
-            yield grad.new_zeros(part.start - at)
-        yield grad
-        at = part.stop
 
 
 def own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

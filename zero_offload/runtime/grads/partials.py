@@ -1,82 +1,111 @@
-"""What goes over ranks: a section's gradients whole, on the compute device.
+"""What goes over ranks: a section's gradients whole, on the compute device, with zeros where there are none.
 
-In host memory large ones have pages only while they are filled and reduced, as many at once as the plan counts. They
-keep the dtype in which backward makes them, and are added up in fp32 all the same. What is a sum already is fp32, and
-so is everything on a GPU, whose collectives add in the dtype they are given. The calls: `make` when a section's first
-gradient arrives, after `has_room`; `put` for each; `fill` when no more come; `drop` when the sum is at rest.
+`HostPartials` copies each gradient as it comes. Large sections have pages only while they are filled and reduced, as
+many at once as the plan counts. A section keeps the dtype in which backward makes it, and is added up in fp32 all the
+same; what is a sum already is fp32. `DevicePartials` holds gradients until the section is complete, and copies them
+together: launches cost the host more than memory. All is fp32 there, since collectives of a GPU add in the dtype that
+they are given. The calls: `open` before a section's first gradient, after `has_room`; `put` for each; `add_local`
+for sums of earlier backwards; `fill` when no more come; `drop` when the sum is at rest.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from zero_offload.device import Device
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
+from zero_offload.runtime.grads.fresh import Fresh, neighbours, side_by_side, use
 from zero_offload.runtime.grads.reductions import is_small
 from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.shards.grad_pages import AttachBuffer
+from zero_offload.shards.grad_shard import GradShard
+from zero_offload.types import Tier
 
 
-class Partials:
+class Partials(Protocol):
     """`SectionGrads.partial` comes and goes here."""
 
-    def __init__(self, device: Device, arena: Arena, attach: AttachBuffer) -> None:
-        self._device = device
+    attached: list[SectionGrads]
+    """Sections whose sum has pages, in the order in which they got them."""
+
+    def has_room(self, grads: SectionGrads) -> bool:
+        """True if one more may be opened for this section; else another must be dropped first."""
+
+    def open(self, grads: SectionGrads) -> None:
+        """Gradients of this section are gathered from now on. Raises CapacityError."""
+
+    def here(self, grads: SectionGrads) -> torch.Tensor:
+        """The sum, (numel,), for what is launched from now on: gradients may be made on several streams."""
+
+    def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+        """A parameter's gradient has arrived, or one more of them in the same backward."""
+
+    def add_local(self, grads: SectionGrads, local: GradShard) -> None:
+        """Add the gradients of `waiting`, which are in `local`."""
+
+    def fill(self, grads: SectionGrads) -> None:
+        """No more come: what has no gradient takes part as zeros."""
+
+    def widen(self, grads: SectionGrads) -> torch.Tensor | None:
+        """Switch to fp32, keeping the values, which is exact."""
+
+    def is_wide(self, grads: SectionGrads) -> bool:
+        """True if the sum has another dtype than the section."""
+
+    def drop(self, grads: SectionGrads) -> None:
+        """The sum is of no use any more, if there is one."""
+
+
+class HostPartials:
+    """Sums in host memory."""
+
+    def __init__(self, arena: Arena, attach: AttachBuffer) -> None:
         self._arena = arena
         self._attach = attach
         self.attached: list[SectionGrads] = []
-        """Sections whose sum has pages, in the order in which they got them."""
-        self._streams: dict[int, tuple[Any, Any]] = {}
-        """On a GPU, by `id` of a section with a sum: whose memory that is, and the stream that used it last."""
 
     def has_room(self, grads: SectionGrads) -> bool:
-        """Whether one more may be made for this section, or another must be dropped first."""
-        return not self._moves(grads) or len(self.attached) < GRADS_IN_FLIGHT
+        return is_small(grads) or len(self.attached) < GRADS_IN_FLIGHT
 
-    def make(self, grads: SectionGrads) -> torch.Tensor:
-        """(numel,), of any values. Raises CapacityError."""
-        numel, dtype = grads.layout.numel, grads.layout.dtype if self._device.is_host else torch.float32
-        if self._moves(grads):
+    def open(self, grads: SectionGrads) -> None:
+        numel, dtype = grads.layout.numel, grads.layout.dtype
+        if is_small(grads):
+            grads.partial = torch.empty(numel, dtype=dtype, device="cpu")
+        else:
             grads.pages = grads.pages or MovableBuffer(self._arena, numel * 4, claims=True)
             self._attach(grads.pages)
             self.attached.append(grads)
             grads.partial = grads.pages.region.tensor(dtype, numel)
-        else:
-            grads.partial = torch.empty(numel, dtype=dtype, device=self._device.torch_device)
-        if not self._device.is_host:
-            self._streams[id(grads)] = (self._device.stream(),) * 2
-        return grads.partial
+        grads.is_gathered = True
 
     def here(self, grads: SectionGrads) -> torch.Tensor:
-        """The sum, for what is launched from now on: gradients may be made on several streams."""
         assert grads.partial is not None
-        if not self._device.is_host:
-            home, last = self._streams[id(grads)]
-            self._device.join([last])
-            self._streams[id(grads)] = home, self._device.stream()
         return grads.partial
 
     def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
-        """A parameter's gradient has arrived, or one more of them in the same backward."""
         partial, piece, again = self.here(grads), grads.layout.params[index], index in grads.arrived
         wide = self.widen(grads) if again or grad.dtype != partial.dtype else partial
         place = wide[piece.begin : piece.end]
         place.add_(grad.reshape(-1)) if again else place.copy_(grad.reshape(-1))
 
+    def add_local(self, grads: SectionGrads, local: GradShard) -> None:
+        partial = self.widen(grads)
+        for index in sorted(grads.waiting):
+            piece = grads.layout.params[index]
+            place = partial[piece.begin : piece.end]
+            place.add_(local.view(index)) if index in grads.arrived else place.copy_(local.view(index))
+
     def fill(self, grads: SectionGrads) -> None:
-        """What has no gradient takes part as zeros."""
-        partial, end = self.here(grads), 0
-        for index, piece in enumerate(grads.layout.params):
-            if index in grads.arrived:
-                partial[end : piece.begin].zero_()
-                end = piece.end
-        partial[end:].zero_()
+        partial = self.here(grads)
+        for begin, end in _holes(grads, grads.arrived):
+            partial[begin:end].zero_()
 
     def widen(self, grads: SectionGrads) -> torch.Tensor:
-        """Switch to fp32, keeping the values, which is exact."""
         partial = self.here(grads)
         if partial.dtype == torch.float32:
             return partial
@@ -87,15 +116,145 @@ class Partials:
             grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).copy_(narrow)
         return grads.partial
 
+    def is_wide(self, grads: SectionGrads) -> bool:
+        return self.here(grads).dtype != grads.layout.dtype
+
     def drop(self, grads: SectionGrads) -> None:
-        """The sum is of no use any more, if there is one."""
-        grads.partial = None
-        if (streams := self._streams.pop(id(grads), None)) is not None:
-            home, last = streams
-            self._device.join([last, self._device.stream()], into=home)
+        grads.partial, grads.is_gathered = None, False
         if grads.pages is not None and grads.pages.attached:
             grads.pages.detach()
             self.attached = [each for each in self.attached if each is not grads]
 
-    def _moves(self, grads: SectionGrads) -> bool:
-        return self._device.is_host and not is_small(grads)
+
+@dataclass
+class _Open:
+    """What a section's backward has made so far, on a GPU."""
+
+    fresh: dict[int, Fresh] = field(default_factory=dict)
+    """Gradients that are not in the sum yet."""
+    summed: set[int] = field(default_factory=set)
+    """Parameters with a gradient in the sum; others have zeros there."""
+    home: Any = None
+    """The stream whose memory the sum is."""
+    last: Any = None
+    """The stream that used it last."""
+
+
+class DevicePartials:
+    """Sums in the memory of a GPU: made when the section is complete, or when a parameter's second gradient comes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._open: dict[int, _Open] = {}
+        """By `id` of the section."""
+        self.attached: list[SectionGrads] = []
+
+    def has_room(self, grads: SectionGrads) -> bool:
+        return True
+
+    def open(self, grads: SectionGrads) -> None:
+        self._open[id(grads)], grads.is_gathered = _Open(), True
+
+    def here(self, grads: SectionGrads) -> torch.Tensor:
+        assert grads.partial is not None
+        open_ = self._open[id(grads)]
+        self._device.join([open_.last])
+        open_.last = self._device.stream()
+        return grads.partial
+
+    def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+        fresh = self._open[id(grads)].fresh
+        if index in fresh:
+            self._sum_up(grads)  # one after the other, as in a loop over backwards
+        fresh[index] = Fresh(grad, self._device.stream())
+
+    def add_local(self, grads: SectionGrads, local: GradShard) -> None:
+        brought = self._brought(grads, local)
+        if grads.partial is not None:
+            self._sum_up(grads)
+            self._merge(grads, {index: brought[_place(grads, index)] for index in grads.waiting})
+            return
+        if holes := [brought[begin:end] for begin, end in _holes(grads, grads.waiting)]:
+            torch._foreach_zero_(holes)
+        self._adopt(grads, brought, grads.waiting)
+        self._sum_up(grads)
+
+    def fill(self, grads: SectionGrads) -> None:
+        self._sum_up(grads)
+        if grads.partial is None:
+            device = self._device.torch_device
+            self._adopt(grads, torch.zeros(grads.layout.numel, dtype=torch.float32, device=device), ())
+
+    def widen(self, grads: SectionGrads) -> None:
+        """It is fp32."""
+
+    def is_wide(self, grads: SectionGrads) -> bool:
+        return grads.layout.dtype != torch.float32
+
+    def drop(self, grads: SectionGrads) -> None:
+        open_ = self._open.pop(id(grads), None)
+        if open_ is not None and grads.partial is not None:
+            self._device.join([open_.last, self._device.stream()], into=open_.home)
+        grads.partial, grads.is_gathered = None, False
+
+    def _sum_up(self, grads: SectionGrads) -> None:
+        """Bring what has arrived since the last call into the sum."""
+        fresh = self._open[id(grads)].fresh
+        if not fresh:
+            return
+        use(self._device, fresh.values())
+        new = {index: each.grad for index, each in fresh.items()}
+        fresh.clear()
+        if grads.partial is not None:
+            self._merge(grads, new)
+            return
+        indices = set(new)
+        flat = side_by_side(new, {index: _place(grads, index) for index in sorted(new)}, grads.layout.numel)
+        new.clear()  # this memory is there for the wide sum
+        self._adopt(grads, flat.float(), indices)
+
+    def _merge(self, grads: SectionGrads, new: Mapping[int, torch.Tensor]) -> None:
+        """Add these to the sum, or copy them to where it has zeros: one launch for all neighbours of a kind."""
+        partial, summed = self.here(grads), self._open[id(grads)].summed
+        for indices in (*neighbours(new.keys() & summed), *neighbours(new.keys() - summed)):
+            first, last = _place(grads, indices[0]).start, _place(grads, indices[-1]).stop
+            place, parts = partial[first:last], {index: _place(grads, index, first) for index in indices}
+            flat = side_by_side({index: new[index] for index in indices}, parts, last - first)
+            place.add_(flat) if indices[0] in summed else place.copy_(flat)
+        summed |= new.keys()
+
+    def _brought(self, grads: SectionGrads, local: GradShard) -> torch.Tensor:
+        """What `local` holds, (numel,) fp32, on the device; between gradients it has any values."""
+        flat = torch.empty(grads.layout.numel, dtype=local.dtype, device=self._device.torch_device)
+        for begin, end, held in local.pieces(range(len(local.layout.chunks()))):
+            if local.tier is Tier.NVME or local.on_device:
+                flat[begin:end].copy_(held)  # pages that come and go are not pinned: no asynchronous copy
+            else:
+                self._device.upload(flat[begin:end], held).take()
+        return flat.float()
+
+    def _adopt(self, grads: SectionGrads, flat: torch.Tensor, indices: Collection[int]) -> None:
+        """`flat`, (numel,) fp32, of this thread's stream, is the sum, and has the gradients of `indices`."""
+        open_ = self._open[id(grads)]
+        grads.partial = flat
+        open_.home = open_.last = self._device.stream()
+        open_.summed.update(indices)
+
+
+def _place(grads: SectionGrads, index: int, origin: int = 0) -> slice:
+    """Of a parameter in the section, counted from element `origin`."""
+    piece = grads.layout.params[index]
+    return slice(piece.begin - origin, piece.end - origin)
+
+
+def make_partials(device: Device, arena: Arena, attach: AttachBuffer) -> Partials:
+    """Of one model."""
+    return HostPartials(arena, attach) if device.is_host else DevicePartials(device)
+
+
+def _holes(grads: SectionGrads, present: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Elements [begin, end) of a section that are of none of these parameters."""
+    pieces = [grads.layout.params[index] for index in sorted(present)]
+    begins: Iterable[int] = [0, *(piece.end for piece in pieces)]
+    ends: Iterable[int] = [*(piece.begin for piece in pieces), grads.layout.numel]
+    return ((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)

@@ -21,9 +21,9 @@ from zero_offload.errors import ZeroOffloadError
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.grads.device_keeper import DeviceGradKeeper
 from zero_offload.runtime.grads.dtensors import local_grad
-from zero_offload.runtime.grads.keeper import GradKeeper, rests_on
+from zero_offload.runtime.grads.keeper import GradKeeper, plain, rests_on
 from zero_offload.runtime.grads.ledger import GradLedger, forget_zeros
-from zero_offload.runtime.grads.partials import Partials
+from zero_offload.runtime.grads.partials import make_partials
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.sections import SectionGrads
 from zero_offload.runtime.ranks.collectives import Collectives
@@ -33,7 +33,6 @@ from zero_offload.shards.device_grad_shard import DeviceGradShard
 from zero_offload.shards.grad_shard import GradShard
 from zero_offload.shards.store import ShardStore
 from zero_offload.telemetry.spans import Lane
-from zero_offload.types import Tier
 
 
 class GradReducer:
@@ -49,7 +48,7 @@ class GradReducer:
     ) -> None:
         self._device = device
         self._units = units
-        self._partials = Partials(device, store.arena, residency.attach)
+        self._partials = make_partials(device, store.arena, residency.attach)
         self._reductions = Reductions(collectives, self._partials.here, self._reduced)
         self._residency = residency
         self._collectives = collectives
@@ -112,7 +111,7 @@ class GradReducer:
             self._deferred = True
         else:
             self._open_partial(grads)
-            self._partials.put(grads, index, grad)
+            self._partials.put(grads, index, plain(grad))
             self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
         self._spans.close(opened)
         grads.arrived.add(index)
@@ -218,7 +217,7 @@ class GradReducer:
 
     def _open_partial(self, grads: SectionGrads) -> None:
         """This rank's sum of a section is there to be filled, and nobody else's to read."""
-        if grads.partial is not None:
+        if grads.is_gathered:
             if not self._reductions.has(grads):
                 return
             self._reductions.finish()
@@ -226,7 +225,7 @@ class GradReducer:
             self._reductions.finish_oldest()
         if not self._partials.has_room(grads):
             self._set_aside()
-        self._partials.make(grads)
+        self._partials.open(grads)
 
     def _set_aside(self) -> None:
         """The oldest sum that lacks some, which other micro-batches or parameters that get none leave out, waits for
@@ -252,11 +251,12 @@ class GradReducer:
 
     def _complete(self, grads: SectionGrads, *, of_one: bool = True) -> None:
         """All of this backward's gradients of a section are here; `of_one` micro-batch, whose ranks have the same."""
-        if grads.partial is not None:
+        if grads.is_gathered:
             if self._deferred:
                 # Some ranks add sums of earlier backwards, which are fp32; all send what one of them sends.
                 self._partials.widen(grads)
-            self._collectives.agreement.same(f"the reduction of gradients of {_describe(grads, of_one)}")
+            wide = ", in fp32" if self._partials.is_wide(grads) else ""
+            self._collectives.agreement.same(f"the reduction of gradients of {_describe(grads, of_one)}{wide}")
             taken = grads.arrived | grads.waiting
             if self._deferred and self.passing:  # its update follows at once
                 flags = [index in taken for index in range(len(grads.params))]
@@ -299,17 +299,11 @@ class GradReducer:
         if local is None or not (grads.waiting or grads.aside):
             return
         self.keeper.land(grads)
-        partial = self._partials.widen(grads)
         if grads.aside:
             local.open()  # on all ranks
-        for index in sorted(grads.waiting):
-            piece, grad = grads.layout.params[index], local.view(index)
-            if local.tier is Tier.NVME:
-                grad = grad.to(partial.device)  # Pages that come and go are not pinned: no asynchronous copy.
-            elif not self._device.is_host and not local.on_device:
-                grad = self._device.upload(torch.empty_like(grad, device=partial.device), grad).take()
-            place = partial[piece.begin : piece.end]
-            place.add_(grad) if index in grads.arrived else place.copy_(grad)
+        self._partials.widen(grads)  # likewise
+        if grads.waiting:
+            self._partials.add_local(grads, local)
         grads.arrived |= grads.waiting
         grads.waiting.clear()
         local.held = grads.aside = False
@@ -334,8 +328,7 @@ def _settle(keeper: weakref.ref[GradKeeper]) -> bool:
 
 
 def _describe(grads: SectionGrads, of_one: bool) -> str:
-    """What is reduced. Ranks must agree too in which parameters have a gradient, if not all, and in the dtype."""
+    """What is reduced. Ranks must agree too in which parameters have a gradient, if not all."""
     some = of_one and 0 < len(grads.arrived) < len(grads.layout.params)
     names = [grads.layout.params[index].spec.name for index in sorted(grads.arrived)]
-    wide = ", in fp32" if grads.partial is not None and grads.partial.dtype != grads.layout.dtype else ""
-    return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}{wide}"
+    return f"{grads.unit.name}{', of ' + ', '.join(names) if some else ''}"

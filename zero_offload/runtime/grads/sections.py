@@ -6,7 +6,7 @@ A value that the rest of this folder shares: the keeper enters what arrives, `Gr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,20 +15,9 @@ from zero_offload.device import Handoff
 from zero_offload.kernels.grads import GradSum
 from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
+from zero_offload.runtime.grads.fresh import Fresh
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.grad_shard import GradShard
-
-
-class Fresh(NamedTuple):
-    """A gradient that backward has made on a GPU, and that has not left with its section."""
-
-    grad: torch.Tensor
-    stream: Any
-    """The one on which it is valid."""
-    adds: bool
-    """True if it adds to what the step holds."""
-    is_sum: bool = False
-    """True if it is a sum in fp32, in memory of its own."""
 
 
 class ComingSum(NamedTuple):
@@ -80,8 +69,10 @@ class SectionGrads:
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
     """Parameters whose gradient the user has in hand, and may have changed."""
+    is_gathered: bool = False
+    """Several ranks: True from this backward's first gradient until their sum over ranks is at rest."""
     partial: torch.Tensor | None = None
-    """Several ranks: (numel,) of this rank alone, until reduced; the section's dtype or fp32."""
+    """Their sum on this rank alone, (numel,), in the section's dtype or fp32; on a GPU only when they are complete."""
     pages: MovableBuffer | None = None
     """On a CPU, the memory of `partial`."""
 
