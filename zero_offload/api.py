@@ -29,7 +29,7 @@ from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.session import in_backward
-from zero_offload.shards.registry import check_adopted, owner_of
+from zero_offload.shards.registry import by_owner, check_adopted, owner_of
 from zero_offload.telemetry.spans import Lane
 from zero_offload.telemetry.stats import Stats
 
@@ -194,15 +194,9 @@ def _by_owner(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[tuple[OffloadedModel, list[nn.Parameter]]], list[nn.Parameter]]:
     """Offloaded models, each with those of `params` that are its own; and the ordinary ones. Each parameter once."""
-    owners: dict[int, tuple[OffloadedModel, list[nn.Parameter]]] = {}
-    ordinary = []
-    for param in {id(param): param for param in params}.values():
-        owner = owner_of(param)
-        if isinstance(owner, OffloadedModel):
-            owners.setdefault(id(owner), (owner, []))[1].append(param)
-        else:
-            ordinary.append(param)
-    return list(owners.values()), ordinary
+    found = by_owner(params)
+    ordinary = found.pop(None, [])
+    return [(owner, members) for owner, members in found.items() if isinstance(owner, OffloadedModel)], ordinary
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float, foreach: bool | None = None) -> None:

@@ -311,7 +311,6 @@ class OffloadedModel:
         """Update with the gradients that are held; False if there are none."""
         ledger = self.grads.ledger
         self.grads.reduce_waiting()
-        self.access.check_frozen(hypers)
         # An overflow concerns the whole model.
         taken = None if ledger.overflowed else hypers
         if not ledger.any_held(taken):

@@ -227,7 +227,7 @@ class ParamAccess:
         there is a step to be had at all."""
         self._session.check_usable()
         for param in params:
-            if not self.place(param).section.layout.trainable and param.requires_grad:
+            if not self._places[id(param)].section.layout.trainable and param.requires_grad:
                 self.check_requires_grad(param, True)
 
     def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -262,15 +262,19 @@ class ParamAccess:
             raise ZeroOffloadError(
                 f"the gradient of {self.describe(param)} cannot be assigned; only None, which drops it, or zeros"
             )
-        if param in self._grads.updated:
+        self.drop_grads([param])
+        if grad is not None and self.place(param).section.layout.trainable:
+            self._grads.zeroed.add(param)
+
+    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        if not self._grads.updated.isdisjoint(params):
             self._session.check_usable()
-            check_not_updated(self._grads, param, self.name_of(param))
+            for param in params:
+                check_not_updated(self._grads, param, self.name_of(param))
         with torch._C.DisableTorchFunctionSubclass():
-            param.grad = None
-        if self.place(param).section.layout.trainable:
-            self._grads.forget([param])
-            if grad is not None:
-                self._grads.zeroed.add(param)
+            for param in params:
+                param.grad = None
+        self._grads.forget(params)
 
     # Optimizer states
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.kernels.update import Segment, segment_array
+from zero_offload.kernels.update import STATES, Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
 from zero_offload.runtime.grads.ledger import GradLedger
 from zero_offload.runtime.grads.sections import SectionGrads
@@ -59,17 +59,18 @@ def _segments(
     param_steps: dict[str, int],
 ) -> dict[Rule, list[Segment]]:
     segments: dict[Rule, list[Segment]] = {}
-    for index, (piece, param) in enumerate(zip(section.layout.params, section.params, strict=True)):
-        hyper = step.hypers.get(param)
-        if hyper is None or index not in section.holding:
+    layout, states = section.layout, set(section.section.shard.states)
+    for index in sorted(section.holding):
+        piece, hyper = layout.params[index], step.hypers.get(section.params[index])
+        if hyper is None:
             continue
-        param_steps[piece.spec.name] += 1
-        begin, end = section.layout.in_shard(piece, step.shard_index)
+        name = piece.spec.name
+        param_steps[name] += 1
+        begin, end = layout.in_shard(piece, step.shard_index)
         factor = grads.factor(section, index)
-        if not section.section.shard.keeps(hyper.states):
+        if not states.issuperset(STATES[hyper.rule]):
             hyper = hyper.first()
-        elif piece.spec.name in step.begun:
+        elif name in step.begun:
             hyper = hyper.going_on()
-        segment = hyper.segment(begin, end, factor, param_steps[piece.spec.name])
-        segments.setdefault(hyper.rule, []).append(segment)
+        segments.setdefault(hyper.rule, []).append(hyper.segment(begin, end, factor, param_steps[name]))
     return segments

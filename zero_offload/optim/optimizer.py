@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -38,7 +38,7 @@ from zero_offload.optim.loading import (
 from zero_offload.optim.ordinary import squares_of
 from zero_offload.optim.state import Entry, States, assign, check_assigned, reset, settled, tensors_of
 from zero_offload.probe import kernel_threads
-from zero_offload.shards.registry import Owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -151,49 +151,48 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        hypers: dict[nn.Parameter, Hyper] = {}
-        ordinary: list[Any] = []
+        owners, others = self._by_owner()
         with ExitStack() as met:
-            for owner in dict.fromkeys(filter(None, map(owner_of, self._params()))):
+            for owner in owners:
                 met.enter_context(owner.together_in_step(f"{type(self).__name__}.step"))
-            groups, owners = self._check_step(hypers, ordinary)
-        if owners and len(hypers) < sum(len(group["params"]) for group in self.param_groups):
+            hypers = self.hypers()
+            ordinary = self._ordinary_with_grads(hypers)
+            groups = self._check_step(owners)
+        if owners and others:
             grads = [param.grad for param, _, _ in ordinary if param.grad is not None]
             # Ranks that train apart are wrong on all of them, without any other sign.
-            owners[0][0].check_ordinary(f"{type(self).__name__}.step", lambda: squares_of(grads))
+            next(iter(owners)).check_ordinary(f"{type(self).__name__}.step", lambda: squares_of(grads))
         for of_ordinary in ordinary:
             self._update_ordinary(*of_ordinary)
         self._hand_over(hypers)
-        for owner, params in owners:
+        for owner, params in owners.items():
             owner.update({param: hypers[param] for param in params}, groups)
         return loss
 
-    def _check_step(
-        self, hypers: dict[nn.Parameter, Hyper], ordinary: list[Any]
-    ) -> tuple[list[dict[str, Any]], list[tuple[Owner, list[nn.Parameter]]]]:
-        """What a step takes, `hypers` of offloaded parameters and the `ordinary` ones; raise for what it cannot."""
+    def _ordinary_with_grads(self, offloaded: Container[nn.Parameter]) -> list[tuple[nn.Parameter, Hyper, Any]]:
+        """The ordinary parameters that a step updates, each with its hyperparameters and its group."""
+        found = []
         for group in self.param_groups:
             hyper = self._hyper(group)
             for param in group["params"]:
-                if owner_of(param) is not None:
-                    hypers[param] = hyper
-                elif is_dropped(param):
-                    raise dropped_error(param)
-                elif param.grad is not None:
+                if param not in offloaded and param.grad is not None:
                     self._check_ordinary(param, hyper)
-                    ordinary.append((param, hyper, group))
-        if hypers and torch._C._current_graph_task_id() != -1:
+                    found.append((param, hyper, group))
+        check_adopted(f"{type(self).__name__}.step", (param for param, _, _ in found))
+        return found
+
+    def _check_step(self, owners: Mapping[Owner, Sequence[nn.Parameter]]) -> list[dict[str, Any]]:
+        """Raise for a step that offloaded models cannot make; returns the param groups for their generations."""
+        if owners and torch._C._current_graph_task_id() != -1:
             raise ZeroOffloadError(
                 "a step inside of backward finds no gradients of offloaded parameters yet; call step after backward: "
                 "gradients are taken off memory as they come, which is what stepping in hooks is for"
             )
-        owners = list(_by_owner(hypers).values())
-        groups = group_records(self) if any(owner.makes_generations for owner, _ in owners) else []
-        check_adopted(f"{type(self).__name__}.step", (param for param, _, _ in ordinary))
-        for owner, params in owners:
+        groups = group_records(self) if any(owner.makes_generations for owner in owners) else []
+        for owner, params in owners.items():
             owner.check_step()
             owner.access.check_frozen(params)
-        return groups, owners
+        return groups
 
     def hyper_of(self, param: nn.Parameter) -> Hyper | None:
         """By value; None of a parameter that is another optimizer's."""
@@ -205,17 +204,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         found: dict[nn.Parameter, Hyper] = {}
         for group in self.param_groups:
             hyper = self._hyper(group)
-            for param in group["params"]:
-                if owner_of(param) is not None:
-                    found[param] = hyper
-                elif is_dropped(param):
+            for owner, params in by_owner(group["params"]).items():
+                if owner is not None:
+                    found |= dict.fromkeys(params, hyper)
+                    continue
+                for param in filter(is_dropped, params):
                     raise dropped_error(param)
         return found
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch.amp.GradScaler asks before it steps: it would see no gradient of an offloaded parameter."""
-        if any(owner_of(param) is not None for param in self._params()):
+        if self._by_owner()[0]:
             raise ConfigError(
                 "torch.amp.GradScaler cannot see the gradients of offloaded parameters; use zo.GradScaler, which takes "
                 "the same calls"
@@ -228,18 +228,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         Without `set_to_none` those of ordinary parameters become zeros; those of offloaded ones go all the same, so
         that one which gets none afterwards is left out of the next step.
         """
-        ordinary = []
-        for param in self._params():
-            owner = owner_of(param)
-            if owner is not None:
-                owner.access.write_grad(param, None)
-            elif param.grad is not None:
-                ordinary.append(param)
+        owners, ordinary = self._by_owner()
+        for owner, params in owners.items():
+            owner.access.drop_grads(params)
         for param in ordinary:
             if set_to_none:
                 param.grad = None
-            else:
-                assert param.grad is not None
+            elif param.grad is not None:
                 param.grad.detach_().zero_()
 
     def state_dict(self) -> dict[str, Any]:
@@ -251,7 +246,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         hypers = self.hypers()
         self._hand_over(hypers)
-        for owner, params in _by_owner(self._states.away()).values():
+        for owner, params in by_owner(self._states.away()).items():
+            assert owner is not None
             owner.states.check_readable(params, "optimizer.state_dict()")
 
         def read_later(_: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
@@ -330,6 +326,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             write_offloaded(param, hypers[param], self._states[param])
             dict.__delitem__(self._states, param)
 
+    def _by_owner(self) -> tuple[dict[Owner, list[nn.Parameter]], list[nn.Parameter]]:
+        """The offloaded models, each with its parameters in this optimizer; and the ordinary parameters."""
+        found = by_owner(self._params())
+        ordinary = found.pop(None, [])
+        return {owner: params for owner, params in found.items() if owner is not None}, ordinary
+
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
 
@@ -395,7 +397,8 @@ def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
     taken = [
         (owner.states, owner, params, optimizer._hyper(group).states)
         for group in groups
-        for owner, params in _by_owner(group["params"]).values()
+        for owner, params in by_owner(group["params"]).items()
+        if owner is not None
     ]
     for states, owner, params, names in taken:
         states.add(params, names)
@@ -451,16 +454,6 @@ def not_decays(group: Mapping[str, Any]) -> Iterator[str]:
     for i, beta in enumerate(group["betas"]):
         if not 0 <= beta < 1:
             yield f"betas[{i}]={beta} is outside [0, 1)"
-
-
-def _by_owner(params: Iterable[nn.Parameter]) -> dict[int, tuple[Owner, list[nn.Parameter]]]:
-    """Offloaded parameters, by the model they belong to."""
-    found: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
-    for param in params:
-        owner = owner_of(param)
-        if owner is not None:
-            found.setdefault(id(owner), (owner, []))[1].append(param)
-    return found
 
 
 def _has_kernel(param: nn.Parameter) -> bool:

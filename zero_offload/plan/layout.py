@@ -39,7 +39,7 @@ class ParamSlice:
     spec: ParamSpec
     begin: int
 
-    @property
+    @cached_property
     def end(self) -> int:
         return self.begin + self.spec.numel
 

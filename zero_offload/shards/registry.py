@@ -61,6 +61,9 @@ class ParamAccess(Protocol):
     def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
         """What `param.grad = grad` does."""
 
+    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        """What `param.grad = None` does, for several."""
+
     def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
         """Raise unless the layout allows `requires_grad` to be `value`."""
 
@@ -221,6 +224,16 @@ def owner_of(param: nn.Parameter) -> Owner | None:
     return _owner(_owners.get(param))
 
 
+def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
+    """Parameters by the runtime that offloads them, under None the ordinary ones. Each once, in the order given."""
+    grouped: dict[Owner | None, list[nn.Parameter]] = {}
+    for param in dict.fromkeys(params):
+        found = _owners.get(param)
+        owner = found() if isinstance(found, weakref.ref) else None
+        grouped.setdefault(owner, []).append(param)
+    return grouped
+
+
 def _owner(found: object) -> Owner | None:
     owner: Owner | None = found() if isinstance(found, weakref.ref) else None
     return owner
@@ -228,7 +241,7 @@ def _owner(found: object) -> Owner | None:
 
 def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
     """Raise ConfigError if some of these are trained parameters that an offloaded model has got since `zo.offload`."""
-    ordinary = {id(param) for param in params if owner_of(param) is None and param.requires_grad}
+    ordinary = {id(param) for param in by_owner(params).get(None, ()) if param.requires_grad}
     if not ordinary:
         return
     owners = {id(each): each for each in (_owner(found) for found in _owners.values()) if each is not None}

@@ -19,7 +19,7 @@ from torch import nn
 
 from zero_offload.kernels.fingerprint import fingerprints
 from zero_offload.memory.resizable import Buffer
-from zero_offload.plan.layout import ParamSlice, SectionLayout, UnitLayout
+from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.read_only import storage_of
@@ -35,6 +35,7 @@ class Section:
     def __init__(self, shard: Shard, flat: torch.Tensor, buffer: Buffer | None) -> None:
         """`buffer` holds the pages of `flat`; None when they never leave."""
         self.shard = shard
+        self.layout = shard.layout
         self.flat = flat
         self.buffer = buffer
         self._storage = flat.untyped_storage()._cdata
@@ -65,10 +66,6 @@ class Section:
 
     def _num_tensors(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage))
-
-    @property
-    def layout(self) -> SectionLayout:
-        return self.shard.layout
 
 
 class Unit:
