@@ -268,7 +268,7 @@ class AcceleratorDevice:
         self._pin_bytes = self._pinned_bytes = 0
         self._spans = Spans()
         self._timed: deque[_Copy] = deque(maxlen=SPANS_MAX)
-        self.numa_node = _numa_node(self._module.get_device_properties(self.torch_device))
+        self.numa_node = numa_node(self._module.get_device_properties(self.torch_device))
 
     @property
     def name(self) -> str:
@@ -428,7 +428,7 @@ def _ns_between(begin: Any, end: Any) -> int:
     return int(begin.elapsed_time(end) * 1e6)
 
 
-def _numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+def numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
     """Of the node that the GPU's slot is wired to; None where the system does not say."""
     try:
         address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -84,13 +84,13 @@ def count_cores(proc_cgroup: Path = _PROC_CGROUP, cgroup_root: Path = _CGROUP_RO
 
 
 @functools.cache
-def _cores_at_start() -> int:
+def cores_at_start() -> int:
     return count_cores()
 
 
 def kernel_threads() -> int:
     """Threads of a kernel's call: torch's setting, but no more than a container's quota, which torch does not know."""
-    return min(torch.get_num_threads(), _cores_at_start())
+    return min(torch.get_num_threads(), cores_at_start())
 
 
 def nvme_free_bytes(directories: Sequence[Path]) -> int:

@@ -388,7 +388,7 @@ def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest
     """By way of fp32 where a CPU has no instructions for bf16."""
     widened = []
     original = products._WideLinear.forward
-    monkeypatch.setattr(products, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(products, "has_products", lambda dtype: False)
     monkeypatch.setattr(
         products._WideLinear, "forward", staticmethod(lambda *values: (widened.append(1), original(*values))[1])
     )

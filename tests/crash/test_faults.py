@@ -212,7 +212,7 @@ def _hold_back(model: nn.Module, monkeypatch: pytest.MonkeyPatch, looks: int) ->
             if len(seen) == looks:
                 engine.inject_fault(Fault.NONE)
 
-    monkeypatch.setattr(native_engine, "_WAIT_SLICE_S", 0.02)
+    monkeypatch.setattr(native_engine, "WAIT_SLICE_S", 0.02)
     monkeypatch.setattr(native, "io_wait", look)
     engine.inject_fault(Fault.STALL)
     return seen
@@ -246,7 +246,7 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
     drain(model)
     monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
     stuck = engine_of(model)
-    handle = stuck._handle
+    handle = stuck.handle
     stuck.inject_fault(Fault.STALL)
     error = _train_until_it_fails(model, optimizer, 3)
     assert type(error) is zo.StorageError and error.exit_code == 4

@@ -540,6 +540,18 @@ def test_a_step_inside_of_backward_raises(fp32_config: zo.OffloadConfig) -> None
         model(tokens_of(0)).backward()
 
 
+def test_a_backward_through_weights_that_a_step_has_changed_raises(fp32_config: zo.OffloadConfig) -> None:
+    """As in plain torch: its forward has used the old ones."""
+    model = zo.offload(build(TinyLM), fp32_config)
+    optimizer = zo.AdamW(model.parameters())
+    first, second = model(tokens_of(0)), model(tokens_of(1))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    zo.close(model)
+
+
 def test_two_parameters_in_one_memory_are_refused(fp32_config: zo.OffloadConfig) -> None:
     model = build(Model)
     model.blocks[1].up.weight.data = model.blocks[0].up.weight.data

@@ -14,7 +14,7 @@ import torch
 
 from zero_offload import device
 from zero_offload.accelerators import ACCELERATORS, Accelerator
-from zero_offload.device import AcceleratorDevice, _numa_node
+from zero_offload.device import AcceleratorDevice, numa_node
 from zero_offload.memory.arena import Arena
 from zero_offload.problems import warn_user
 from zero_offload.telemetry.spans import Lane, Spans
@@ -29,11 +29,11 @@ def test_the_node_of_a_gpu(content: str | None, node: int | None, tmp_path: Path
     place.mkdir()
     if content is not None:
         (place / "numa_node").write_text(content)
-    assert _numa_node(SLOT, tmp_path) == node
+    assert numa_node(SLOT, tmp_path) == node
 
 
 def test_a_torch_that_does_not_tell_the_slot(tmp_path: Path) -> None:
-    assert _numa_node(SimpleNamespace(), tmp_path) is None
+    assert numa_node(SimpleNamespace(), tmp_path) is None
 
 
 class _Gpus(threading.local):
@@ -64,6 +64,7 @@ class _Gpus(threading.local):
 
     def set_stream(self, stream: _Stream) -> None:
         self.on = stream
+        self.streams.append(stream)
         self.note("set stream")
 
     def make_stream(self, of: torch.device) -> _Stream:
@@ -75,7 +76,9 @@ class _Gpus(threading.local):
             return True
 
         # torch goes to the stream's device by itself.
-        return SimpleNamespace(record=lambda stream: None, synchronize=lambda: self.note("synchronize"), query=query)
+        made = SimpleNamespace(record=lambda stream: None, synchronize=lambda: self.note("synchronize"), query=query)
+        self.events.append(made)
+        return made
 
     def register(self, address: int, nbytes: int) -> int:
         self.note("register")
@@ -121,7 +124,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> _Gpus:
     """Stand in for the machine's; the current one is number 3."""
     made: Any = _Gpus()
     made.at = 3
-    monkeypatch.setattr(_Gpus, "noted", [])
+    for name in ("noted", "streams", "events"):
+        monkeypatch.setattr(_Gpus, name, [])
     entry = Accelerator("nccl", "GPUS", made, False, made.make_stream, made.current_stream, made.make_event)
     monkeypatch.setitem(ACCELERATORS, "cuda", entry)
     monkeypatch.setattr(torch, "get_device_module", lambda _: made)
@@ -248,21 +252,32 @@ def test_threads_beside_the_one_that_computes_touch_no_other_gpu(gpus: _Gpus) ->
     assert gpus.noted == [(call, 3) for call in calls]
 
 
+def _lanes_of(gpu: AcceleratorDevice, gpus: _Gpus) -> list[_Stream]:
+    """The streams of uploads and of downloads."""
+    on_gpu, found = torch.zeros(4).as_subclass(_OnDevice), []
+    for copy in (lambda: gpu.upload(torch.zeros(4), torch.ones(4)), lambda: gpu.download(torch.zeros(4), on_gpu)):
+        gpus.streams.clear()
+        copy()
+        found.append(gpus.streams[0])
+    return found
+
+
 def test_what_follows_copies_runs_beside_compute(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for the copies and for compute launched before; compute waits for nothing."""
     waits: list[tuple[Any, Any]] = []
     monkeypatch.setattr(_Stream, "wait_event", lambda stream, event: waits.append((stream, event)))
     gpu = AcceleratorDevice("cuda")
+    lanes = _lanes_of(gpu, gpus)
     uploaded = gpu.upload(torch.zeros(4), torch.ones(4)).ready
-    before = gpus.on
+    before, end_of_copy = gpus.on, gpus.events[-1]
     waits.clear()
     with gpu.following([uploaded]):
         inside = gpus.on
     assert gpus.on is before
     (stream_of_mark, _), (stream_of_copy, event) = waits
     assert stream_of_mark is stream_of_copy is inside
-    assert event is uploaded._event  # type: ignore[attr-defined]
-    assert inside not in (gpu._uploads, gpu._downloads)
+    assert event is end_of_copy
+    assert inside not in lanes
 
 
 def test_memory_goes_where_the_driver_is_gone(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,19 +287,22 @@ def test_memory_goes_where_the_driver_is_gone(gpus: _Gpus, monkeypatch: pytest.M
     def refuse(wanted: int) -> Any:
         raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
 
-    monkeypatch.setattr(torch.accelerator, "device_index", refuse)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "device_index", refuse)
+        gpu.unpin(1 << 20)
     gpu.unpin(1 << 20)
-    assert not gpu._pinned
+    assert "unregister" not in [call for call, _ in gpus.noted], "it is forgotten"
 
 
 def test_an_alias_is_kept_for_copies_on_both_lanes(gpus: _Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator does not know it: what it stands for is what both lanes may still copy when it is given back."""
     streams: list[Any] = []
-    monkeypatch.setattr(_OnDevice, "record_stream", lambda _, stream: streams.append(stream))
     gpu = AcceleratorDevice("cuda")
+    lanes = _lanes_of(gpu, gpus)
+    monkeypatch.setattr(_OnDevice, "record_stream", lambda _, stream: streams.append(stream))
     tensor = torch.zeros(4).as_subclass(_OnDevice)
     alias = gpu.alias(tensor)
-    assert streams == [gpu._uploads, gpu._downloads]
+    assert streams == lanes
     assert alias.data_ptr() == tensor.data_ptr()
     assert alias.untyped_storage()._cdata != tensor.untyped_storage()._cdata
 
@@ -294,6 +312,7 @@ class _Clock:
 
     def __init__(self) -> None:
         self.ms = 0.0
+        self.events: list[Any] = []
 
     def copy(self) -> None:
         self.ms += 3
@@ -302,6 +321,7 @@ class _Clock:
         made = SimpleNamespace(timed=timed, ms=0.0, query=lambda: made.ms <= self.ms, synchronize=lambda: None)
         made.record = lambda stream: setattr(made, "ms", self.ms)
         made.elapsed_time = lambda other: other.ms - made.ms if made.timed and other.timed else 1 / 0
+        self.events.append(made)
         return made
 
 
@@ -318,8 +338,8 @@ def test_copies_are_timed_on_the_gpu_while_somebody_records(gpus: _Gpus, monkeyp
     spans.begin_ns = 0
     gpu.upload(tensor, tensor)
     gpu.download(tensor, tensor)
-    unfinished = gpu.upload(tensor, tensor)
-    monkeypatch.setattr(unfinished.ready._event, "query", lambda: False)
+    gpu.upload(tensor, tensor)
+    clock.events[-1].query = lambda: False  # the last copy's end
     clock.ms += 1
     gpu.tell_copies()
     spans.end()

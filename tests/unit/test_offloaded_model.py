@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from tests.helpers.disk import runtime
 from zero_offload import probe
+from zero_offload.optim.pipeline import UpdatePipeline
 from zero_offload.updates import update_threads
 
 
@@ -22,14 +22,15 @@ def test_threads_of_an_update(available: int, overlaps: bool, is_host: bool, exp
 
 def test_an_update_takes_no_more_threads_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A container's quota is less than what torch counts."""
-    monkeypatch.setattr(probe, "_cores_at_start", lambda: 1)
+    monkeypatch.setattr(probe, "cores_at_start", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     model = nn.Linear(8, 8)
     zo.offload(model, zo.OffloadConfig())
     optimizer = zo.SGD(model.parameters())
     found: list[int] = []
-    pipeline = runtime(model)._updates._pipeline
-    monkeypatch.setattr(pipeline, "run", lambda sections, updates, num_threads: found.append(num_threads))
+    monkeypatch.setattr(
+        UpdatePipeline, "run", lambda pipeline, sections, updates, num_threads: found.append(num_threads)
+    )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     assert found == [1]

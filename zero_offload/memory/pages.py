@@ -23,7 +23,7 @@ from zero_offload.types import format_bytes
 _PROT_NONE, _PROT_READ_WRITE = 0, 3
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x02 | 0x20 | 0x4000
 _MAP_PRIVATE_ANONYMOUS_HUGETLB = 0x02 | 0x20 | 0x40000 | 21 << 26  # of 2 MiB
-_MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
+MREMAP_MAYMOVE_FIXED_DONTUNMAP = 1 | 2 | 4
 _MADV_DONTNEED, _MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE = 4, 10, 14, 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -50,7 +50,7 @@ _libc.mremap.argtypes = [
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
-_TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+TRANSPARENT_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}.get(platform.machine())
 _MPOL_PREFERRED, _MPOL_INTERLEAVE = 1, 3
 _NODES = Path("/sys/devices/system/node")
@@ -192,13 +192,13 @@ def moves_pages() -> bool:
 
 
 def _moves(source: int, nbytes: int, target: int) -> bool:
-    moved = _libc.mremap(source, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED_DONTUNMAP, target)
+    moved = _libc.mremap(source, nbytes, nbytes, MREMAP_MAYMOVE_FIXED_DONTUNMAP, target)
     return bool(moved != _FAILED)
 
 
 def _has_transparent_huge_pages() -> bool:
     try:
-        return "[never]" not in _TRANSPARENT_HUGE_PAGES.read_text()
+        return "[never]" not in TRANSPARENT_HUGE_PAGES.read_text()
     except OSError:
         return False
 

@@ -88,7 +88,7 @@ def chunked_cross_entropy(
     )
     if problems := list(_problems(hidden, weight, targets, bias, reduction, options)):
         raise ConfigError("chunked_cross_entropy: " + "; ".join(problems))
-    hidden, weight, bias = _autocast(hidden, weight, bias)
+    hidden, weight, bias = autocast_inputs(hidden, weight, bias)
     flat = targets.reshape(-1)
     tokens = hidden.reshape(-1, hidden.shape[-1])
     losses: Tensor = _TokenLosses.apply(tokens, weight, bias, flat, options)  # type: ignore[no-untyped-call]
@@ -196,7 +196,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def autocast_inputs(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The casts that F.linear would make; here, since autocast does not reach into a Function's backward."""
     device = hidden.device.type
     if not torch.is_autocast_enabled(device):

@@ -34,11 +34,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _is_slow(x: Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not _has_products(x.dtype)
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not has_products(x.dtype)
 
 
 @cache
-def _has_products(dtype: torch.dtype) -> bool:
+def has_products(dtype: torch.dtype) -> bool:
     """Whether torch multiplies matrices of this dtype by more than a loop on this CPU."""
     ops = torch.ops.mkldnn
     return bool(ops._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported())

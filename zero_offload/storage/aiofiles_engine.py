@@ -144,7 +144,8 @@ class AiofilesEngine:
         self._drives: dict[int, int] = {}
         self._open: dict[int, _Batch] = {}
         self._numbers = itertools.count(1)
-        self._moved_bytes = 0
+        self.moved_bytes = 0
+        """Read and written since it was opened."""
         self._owner_pid = os.getpid()
         self._closed = False
         self.is_stuck = False
@@ -184,7 +185,7 @@ class AiofilesEngine:
     def wait(self, ticket: Ticket) -> Moved:
         batch, watch = self._batch(ticket), StallWatch()
         while not batch.ends_in(LOOK_S):
-            if self.is_stuck or watch.is_over(self._moved_bytes):
+            if self.is_stuck or watch.is_over(self.moved_bytes):
                 self.is_stuck = True
                 raise_stuck(ticket, batch.done_bytes, self._paths)
         moved = Moved(batch.begin_ns, batch.end_ns)
@@ -218,7 +219,7 @@ class AiofilesEngine:
             if left is None:
                 return
             if not left.ends_in(LOOK_S):
-                self.is_stuck = watch.is_over(self._moved_bytes)
+                self.is_stuck = watch.is_over(self.moved_bytes)
 
     def _check_open(self) -> None:
         check_owner(self._owner_pid)
@@ -334,5 +335,5 @@ class AiofilesEngine:
             if moved == 0:
                 return BlockFailure(verb, job.row, Cause.TRUNCATED)
             done += moved
-            self._moved_bytes += moved
+            self.moved_bytes += moved
         return BlockFailure(verb, job.row, Cause.SYSTEM, code=errno.ETIMEDOUT)

@@ -43,13 +43,13 @@ class Caching(Enum):
     BUFFERED = "buffered"
 
 
-_OPEN_FILES: weakref.WeakSet[DataFile] = weakref.WeakSet()
+OPEN_FILES: weakref.WeakSet[DataFile] = weakref.WeakSet()
 _STUCK_LOCKS: list[int] = []
 
 
 def _close_files_in_child() -> None:
     """A forked worker that outlives its run must not keep the space of deleted files, nor the lock of a stuck drive."""
-    for file in list(_OPEN_FILES):
+    for file in list(OPEN_FILES):
         file.close()
     while _STUCK_LOCKS:
         os.close(_STUCK_LOCKS.pop())
@@ -68,7 +68,7 @@ class DataFile:
     system: FileSystem
 
     def __post_init__(self) -> None:
-        _OPEN_FILES.add(self)
+        OPEN_FILES.add(self)
 
     def grow(self, nbytes: int) -> None:
         """Reserve blocks up to `nbytes`; without the space, CapacityError and the old size."""

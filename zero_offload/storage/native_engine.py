@@ -29,7 +29,7 @@ from zero_offload.storage.stall import StallWatch
 from zero_offload.types import EngineKind
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
-_WAIT_SLICE_S = 0.25
+WAIT_SLICE_S = 0.25
 _CLOSE_SLICE_S = 0.01
 
 _KINDS = {EngineKind.IO_URING: abi.IoKind.URING, EngineKind.THREADS: abi.IoKind.THREADS}
@@ -40,7 +40,7 @@ _CAUSES = {
 }
 
 
-_STUCK: list[NativeEngine] = []
+STUCK: list[NativeEngine] = []
 """Engines whose drives answer no more. They are never freed."""
 
 
@@ -53,9 +53,10 @@ class NativeEngine:
         config = native.IoConfig(
             _KINDS[settings.kind], num_drives, settings.num_threads, settings.depth, settings.request_bytes
         )
-        self._handle = self._inherited = native.io_open(config)
+        self.handle = self._inherited = native.io_open(config)
+        """The native engine's; 0 once closed."""
         self._owner_pid = os.getpid()
-        self._free = weakref.finalize(self, _free, self._handle, self._owner_pid)
+        self._free = weakref.finalize(self, _free, self.handle, self._owner_pid)
         self._paths: dict[int, str] = {}
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
         self._in_flight: dict[int, tuple[Ticket, IoResultStruct]] = {}
@@ -83,8 +84,8 @@ class NativeEngine:
     def wait(self, ticket: Ticket) -> Moved:
         handle, result, watch = self._open_handle(), self._result(ticket), StallWatch()
         while result.status == abi.IoStatus.TIMEOUT:
-            native.io_wait(handle, ticket.number, _WAIT_SLICE_S, result)
-            if result.status == abi.IoStatus.TIMEOUT and (self.is_stuck or watch.is_over(_total_bytes(handle))):
+            native.io_wait(handle, ticket.number, WAIT_SLICE_S, result)
+            if result.status == abi.IoStatus.TIMEOUT and (self.is_stuck or watch.is_over(moved_bytes(handle))):
                 self._give_up(handle)
                 raise_stuck(ticket, result.bytes_done, self._paths)
         moved = Moved(result.begin_ns, result.end_ns)
@@ -116,12 +117,12 @@ class NativeEngine:
         native.io_fault(self._open_handle(), fault, nth)
 
     def close(self) -> None:
-        if self._handle and os.getpid() == self._owner_pid:
-            handle, self._handle = self._handle, 0
+        if self.handle and os.getpid() == self._owner_pid:
+            handle, self.handle = self.handle, 0
             watch = StallWatch()
             while not self.is_stuck and _is_busy(handle):
                 time.sleep(_CLOSE_SLICE_S)
-                if watch.is_over(_total_bytes(handle)):
+                if watch.is_over(moved_bytes(handle)):
                     self._give_up(handle)
             if self.is_stuck:
                 return  # its threads wait for a drive that does not answer; so would we
@@ -132,16 +133,16 @@ class NativeEngine:
     def _give_up(self, handle: int) -> None:
         """What is under way may end at any time, or never: tables and threads stay as long as the process."""
         self.is_stuck = True
-        if self not in _STUCK:
-            _STUCK.append(self)
+        if self not in STUCK:
+            STUCK.append(self)
         self._free.detach()
         native.io_give_up(handle)
 
     def _open_handle(self) -> int:
         check_owner(self._owner_pid)
-        if not self._handle:
+        if not self.handle:
             raise closed_error()
-        return self._handle
+        return self.handle
 
     def _submit(self, op: abi.IoOp, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
         check_table(blocks)
@@ -151,7 +152,7 @@ class NativeEngine:
         except BaseException:
             # A signal's handler raised as the call returned: what was launched, which nobody can wait for, ends first.
             while number.value and result.status == abi.IoStatus.TIMEOUT:
-                native.io_wait(handle, number.value, _WAIT_SLICE_S, result)
+                native.io_wait(handle, number.value, WAIT_SLICE_S, result)
             raise
         ticket = Ticket(number.value, blocks)
         self._in_flight[ticket.number] = ticket, result
@@ -164,7 +165,7 @@ class NativeEngine:
         return held[1]
 
 
-def _total_bytes(handle: int) -> int:
+def moved_bytes(handle: int) -> int:
     """What it has moved since it was opened."""
     stats = native.io_stats(handle)
     return int(stats.bytes_read + stats.bytes_written)

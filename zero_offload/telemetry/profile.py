@@ -131,11 +131,11 @@ def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     return [
         (number * _TRACKS_PER_LANE + track, span)
         for number, lane in enumerate(Lane, 1)
-        for track, span in _on_tracks([span for span in spans if span.lane is lane])
+        for track, span in on_tracks([span for span in spans if span.lane is lane])
     ]
 
 
-def _on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+def on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
     """Viewers want spans of a track beside or inside each other. Transfers overlap, and so do forwards that take turns:
     they get several. A transfer inside of another one is no part of it.
     """

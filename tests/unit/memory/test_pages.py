@@ -79,7 +79,7 @@ def test_pages_that_cannot_move_are_given_back(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_system_that_moves_no_pages_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages.moves_pages()
-    monkeypatch.setattr(pages, "_MREMAP_MAYMOVE_FIXED_DONTUNMAP", 1 | 2 | 4 | 64)  # a flag that no kernel knows
+    monkeypatch.setattr(pages, "MREMAP_MAYMOVE_FIXED_DONTUNMAP", 1 | 2 | 4 | 64)  # a flag that no kernel knows
     assert not pages.moves_pages.__wrapped__()
 
 
@@ -138,7 +138,7 @@ def test_reserved_huge_pages_serve_where_there_are_no_transparent_ones(
 ) -> None:
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
-    monkeypatch.setattr(pages, "_TRANSPARENT_HUGE_PAGES", setting)
+    monkeypatch.setattr(pages, "TRANSPARENT_HUGE_PAGES", setting)
     with reserved_huge_pages(2) as count:
         before = free_huge_pages()
         address = pages.allocate(2 * FRAME)
@@ -156,7 +156,7 @@ def test_reserved_huge_pages_serve_where_there_are_no_transparent_ones(
 
 
 def test_frames_are_on_pages_that_move(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(pages, "_TRANSPARENT_HUGE_PAGES", tmp_path / "no such file")
+    monkeypatch.setattr(pages, "TRANSPARENT_HUGE_PAGES", tmp_path / "no such file")
     with reserved_huge_pages(2):
         arena = Arena(2)
         buffer = MovableBuffer(arena, 2 * FRAME)

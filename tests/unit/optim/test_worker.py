@@ -14,6 +14,7 @@ import weakref
 
 import pytest
 
+from zero_offload.optim import worker as worker_module
 from zero_offload.optim.worker import Worker
 from zero_offload.shards.unit_update import UnitUpdate
 from zero_offload.telemetry.events import Counters
@@ -111,8 +112,8 @@ def test_shutdown_waits_for_what_was_submitted() -> None:
 def test_shutdown_waits_through_every_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else files would be closed, and their lock given back, under what still writes to them."""
     worker, gate, waits = Worker(FirstError()), threading.Event(), threading.Event()
-    wait_for_end = worker._end.wait
-    monkeypatch.setattr(worker._end, "wait", lambda: (waits.set(), wait_for_end()))
+    wait_through = worker_module.through_interrupts
+    monkeypatch.setattr(worker_module, "through_interrupts", lambda wait: (waits.set(), wait_through(wait)))
     done: list[int] = []
 
     def wait() -> None:
@@ -138,8 +139,9 @@ def test_a_dropped_worker_ends_its_thread_and_keeps_nothing() -> None:
     class Kept:
         pass
 
+    before = set(threading.enumerate())
     worker, kept = Worker(FirstError()), Kept()
-    thread, reference = worker._thread, weakref.ref(kept)
+    reference, (thread,) = weakref.ref(kept), set(threading.enumerate()) - before
     worker.submit(functools.partial(isinstance, kept, Kept))  # type: ignore[arg-type]
     worker.drain()
     del kept, worker
@@ -152,6 +154,9 @@ SCRIPT = """
 import threading, time
 from zero_offload.optim.worker import Worker
 from zero_offload.threads import FirstError
+
+def thread_named(name):
+    return next(thread for thread in threading.enumerate() if thread.name == name)
 """
 
 ENDINGS = {
@@ -176,14 +181,14 @@ ENDINGS = {
         worker = Worker(FirstError())
         for _ in range(3):
             time.sleep(0.05)
-            signal.pthread_kill(worker._thread.ident, signal.SIGUSR1)
+            signal.pthread_kill(thread_named("zero_offload-update").ident, signal.SIGUSR1)
             sum(range(20_000_000))  # in C, which lets nobody else run
         print("done")
     """,
     "submitting to one whose thread has ended": """
         worker, other = Worker(FirstError()), Worker(FirstError(), "other")
         def hand_on():
-            other._thread.join()
+            thread_named("other").join()
             other.submit(lambda: print("done"))
         worker.submit(hand_on)
     """,

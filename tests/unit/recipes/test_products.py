@@ -12,7 +12,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 @pytest.fixture(params=[False, True], ids=["without instructions", "with"])
 def has_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(products, "_has_products", lambda dtype: request.param)
+    monkeypatch.setattr(products, "has_products", lambda dtype: request.param)
     return bool(request.param)
 
 
@@ -36,14 +36,14 @@ def test_linear_and_its_gradients_are_rounded_once(dtype: torch.dtype, has_produ
 
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_a_frozen_side_has_no_gradient(needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(products, "has_products", lambda dtype: False)
     sides = [torch.randn(4, 4, dtype=torch.bfloat16, requires_grad=need) for need in needs]
     products.linear(*sides).sum().backward()
     assert tuple(side.grad is not None for side in sides) == needs
 
 
 def test_what_is_widened_is_not_kept_for_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_has_products", lambda dtype: False)
+    monkeypatch.setattr(products, "has_products", lambda dtype: False)
     x, weight = (torch.randn(8, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     kept: list[torch.Tensor] = []
     with saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):

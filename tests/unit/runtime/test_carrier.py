@@ -4,8 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from zero_offload.runtime.units.carrier import HostCarrier
+from zero_offload.storage.engine import Urgency
 
 
 class Transfer:
@@ -23,10 +25,14 @@ class Transfer:
 @pytest.mark.parametrize("end", ["finish", "abandon"])
 def test_what_ctrl_c_breaks_off_is_waited_for_again(end: str) -> None:
     """Otherwise the unit would be taken for present while reads are under way, or its pages be given to another."""
-    store: Any = None
+    transfers = [Transfer(), Transfer()]
+    store: Any = SimpleNamespace(launch_fetch=lambda shard, address, urgency: transfers)
+    section: Any = SimpleNamespace(
+        flat=torch.zeros(1), shard=SimpleNamespace(fresh_replica=None), layout=SimpleNamespace(shard_nbytes=4)
+    )
     unit: Any = SimpleNamespace(index=3)
-    carrier, transfers = HostCarrier(store, 0), [Transfer(), Transfer()]
-    carrier._transfers[3] = list(transfers)  # type: ignore[arg-type]
+    carrier = HostCarrier(store, 0)
+    carrier.launch(unit, [section], Urgency.NORMAL)
     for _ in transfers:
         with pytest.raises(KeyboardInterrupt):
             getattr(carrier, end)(unit)

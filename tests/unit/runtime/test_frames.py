@@ -9,7 +9,6 @@ from types import FrameType
 
 import pytest
 
-from zero_offload.runtime.saved import frames
 from zero_offload.runtime.saved.frames import runs
 
 
@@ -41,7 +40,7 @@ def test_no_collection_begins_while_python_lists_its_threads(collects: bool, mon
         seen.append(gc.isenabled())
         return listed()
 
-    monkeypatch.setattr(frames.sys, "_current_frames", current_frames)
+    monkeypatch.setattr(sys, "_current_frames", current_frames)
     before = gc.isenabled()
     (gc.enable if collects else gc.disable)()
     try:

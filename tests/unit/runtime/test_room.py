@@ -41,14 +41,21 @@ class _Others:
 class Machine:
     """An allocator with figures that a test sets, and a room on it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, others: _Others | None = None, *, grows: bool = True) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        others: _Others | None = None,
+        *,
+        grows: bool = True,
+        num_units: int = UNITS,
+    ) -> None:
         self.memory = DeviceMemory(TOTAL, TOTAL, 0, 0, 0, 0, 0)
         self.num_forgotten = 0
         monkeypatch.setattr(room_module, "read_memory", lambda device: self.memory)
         monkeypatch.setattr(room_module, "forget_peak", self._forget_peak)
         monkeypatch.setattr(room_module, "refuse_capture", lambda device: None)
         self.budget = FrameBudget(LEAST, 1 << 40, LEAST)
-        units: Any = [_Unit()] * UNITS
+        units: Any = [_Unit()] * num_units
         agreement: Any = others
         self.room = DeviceRoom(torch.device("cuda", 0), self.budget, units, agreement, 1, grows=grows)
 
@@ -195,10 +202,9 @@ def test_an_out_of_memory_in_the_first_step_is_measured_again(machine: Machine) 
     assert machine.step(0) == LEAST + 9
 
 
-def test_a_refused_prefetch_makes_the_margin_whole(machine: Machine) -> None:
+def test_a_refused_prefetch_makes_the_margin_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     frames = -(-MARGIN // FRAME)
-    units: Any = [_Unit()] * frames
-    machine.room._units = units
+    machine = Machine(monkeypatch, num_units=frames)
     machine.step(2 * frames * FRAME)
     machine.step(0)
     machine.budget.take(frames + 9)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,22 +92,27 @@ def test_no_more_updates_than_the_ring_has_room_for() -> None:
 
 @pytest.fixture(params=[Tier.CPU, Tier.NVME])
 def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[GradShard]:
+    """Of a store with a ring."""
+
     def attach(buffer: MovableBuffer) -> None:
         assert buffer.attach()
 
     with open_store(nn.Linear(64, 64), ("cpu", request.param, "cpu"), nvme, dtype=torch.bfloat16) as store:
         layout = store.shards[0].layout
-        store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel)
-        store.grad_ring.open()
-        yield GradShard(store, layout, request.param, attach)
+        ring = store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel)
+        ring.open()
+        made = GradShard(store, layout, request.param, attach)
+        RINGS[made] = ring
+        yield made
+
+
+RINGS: weakref.WeakKeyDictionary[GradShard, GradRing] = weakref.WeakKeyDictionary()
 
 
 def leased(shard: GradShard) -> bool:
-    ring = shard._store.grad_ring
-    assert ring is not None
-    whole = ring.lease(4 * shard.layout.shard_numel)
+    whole = RINGS[shard].lease(4 * shard.layout.shard_numel)
     if whole is not None:
-        ring.release(whole)
+        RINGS[shard].release(whole)
     return whole is None
 
 
@@ -140,8 +146,7 @@ def test_widening_leases_anew(shard: GradShard) -> None:
 
 
 def test_what_is_held_elsewhere_is_added_to_there(shard: GradShard) -> None:
-    ring = shard._store.grad_ring
-    assert ring is not None
+    ring = RINGS[shard]
     ring.close()
     shard.open().fill_(7)
     shard.held = True

@@ -20,6 +20,7 @@ from zero_offload.shards.disk import DiskArrays
 from zero_offload.shards.shard import Component
 from zero_offload.shards.snapshot import ChunkCopy, Snapshot
 from zero_offload.shards.store import OpenChunks, ShardStore
+from zero_offload.threads import Monitor
 
 MEMORY, DISK = ("cpu", "cpu", "cpu"), ("cpu", "cpu", "nvme")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -74,11 +75,11 @@ def waiting(store: ShardStore, job: Callable[[], None]) -> Iterator[list[BaseExc
     Yields a list that then has its error, or None.
     """
     waits, outcome = threading.Event(), list[BaseException | None]()
-    wait_for = store.snapshots._changed.wait_for
+    wait_for = Monitor.wait_for
 
-    def tell(*args: Any) -> Any:
+    def tell(monitor: Monitor, is_so: Callable[[], bool]) -> None:
         waits.set()
-        return wait_for(*args)
+        wait_for(monitor, is_so)
 
     def run() -> None:
         try:
@@ -87,10 +88,11 @@ def waiting(store: ShardStore, job: Callable[[], None]) -> Iterator[list[BaseExc
         except BaseException as error:
             outcome.append(error)
 
-    store.snapshots._changed.wait_for = tell  # type: ignore[method-assign]
     thread = threading.Thread(target=run)
-    thread.start()
-    assert waits.wait(30) and not outcome
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Monitor, "wait_for", tell)
+        thread.start()
+        assert waits.wait(30) and not outcome
     yield outcome
     thread.join(30)
     assert len(outcome) == 1

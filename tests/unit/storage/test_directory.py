@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zero_offload.errors import CapacityError, ConfigError, LockError, StorageError
-from zero_offload.storage.directory import _OPEN_FILES, Caching, RunDirectory, sync_path
+from zero_offload.storage.directory import OPEN_FILES, Caching, RunDirectory, sync_path
 from zero_offload.storage.system import FileSystem
 from zero_offload.types import MIB
 
@@ -189,12 +189,19 @@ def test_a_file_that_could_not_be_made_has_no_descriptor(tmp_path: Path) -> None
     """A traceback may keep it, and its number soon stands for another file, which a forked child would close."""
     with RunDirectory.open(tmp_path) as directory, pytest.raises(CapacityError) as caught:
         directory.create_file("data", 1 << 60)
-    assert caught.traceback and not [each for each in _OPEN_FILES if each.path.parent == tmp_path and each.fd >= 0]
+    assert caught.traceback and not [each for each in OPEN_FILES if each.path.parent == tmp_path and each.fd >= 0]
+
+
+def _leads_to(fd: str, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    return False
 
 
 def test_close_releases_even_a_leaked_descriptor(tmp_path: Path) -> None:
     directory = RunDirectory.open(tmp_path)
-    leaked = os.dup(directory._lock_fd)
+    (lock_fd,) = [int(fd) for fd in os.listdir("/proc/self/fd") if _leads_to(fd, tmp_path / "LOCK")]
+    leaked = os.dup(lock_fd)
     directory.close()
     RunDirectory.open(tmp_path).close()
     os.close(leaked)

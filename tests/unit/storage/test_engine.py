@@ -146,9 +146,9 @@ def test_what_has_moved_is_counted(engine: FileEngine, file: File) -> None:
 
 def _moved_bytes(engine: FileEngine) -> int:
     if isinstance(engine, AiofilesEngine):
-        return engine._moved_bytes
+        return engine.moved_bytes
     assert isinstance(engine, NativeEngine)
-    return native_engine._total_bytes(engine._handle)
+    return native_engine.moved_bytes(engine.handle)
 
 
 def test_a_wait_that_comes_late_says_when_the_bytes_moved(engine: FileEngine, file: File) -> None:
@@ -312,7 +312,7 @@ def test_a_failure_starts_no_further_block(alone: NativeEngine, tmp_path: Path) 
             engine.wait(engine.write(file.table(50, 4096), source.address))
         # io_uring may have launched a few before it knew.
         assert os.fstat(file.fd).st_size <= (2 if engine.settings.kind is EngineKind.THREADS else 6) * 4096
-        assert native.io_stats(engine._handle).jobs_queued == 0
+        assert native.io_stats(engine.handle).jobs_queued == 0
         engine.wait(engine.write(file.table(50, 4096), source.address))
 
 
@@ -442,7 +442,7 @@ def test_a_drive_that_answers_no_more_ends_the_wait(
     with pytest.raises(StorageError, match=GIVEN_UP):
         engine.wait(ticket)
     assert engine.is_stuck and not engine.done(ticket)
-    handle = engine._handle
+    handle = engine.handle
     engine.close()  # does not wait for it
     memory.bytes[:] = 0
     _take_back(engine, handle)
@@ -468,7 +468,7 @@ def test_a_drive_that_answers_after_it_was_given_up(
             engine.wait(each)
         with pytest.raises(ConfigError, match="not open"):
             engine.wait(each)
-    handle = engine._handle
+    handle = engine.handle
     engine.close()
     _take_back(engine, handle)
 
@@ -482,7 +482,7 @@ def test_a_drive_that_answers_no_more_ends_the_close(
     memory = Memory(4 * BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
     engine.write(file.table(4), memory.address)
-    handle = engine._handle
+    handle = engine.handle
     engine.close()
     assert engine.is_stuck
     _take_back(engine, handle)
@@ -497,7 +497,7 @@ def _take_back(engine: NativeEngine, handle: int) -> None:
     """Free an engine that was given up, as the end of the process does."""
     native.io_fault(handle, Fault.NONE, 1)
     native.io_stop(handle)
-    native_engine._STUCK.remove(engine)
+    native_engine.STUCK.remove(engine)
     native.io_close(handle)
     engine.is_stuck = False
 
@@ -599,7 +599,7 @@ def test_a_wait_that_is_interrupted_can_be_repeated(
     memory = Memory(BLOCK)
     ticket = engine.write(file.table(1), memory.address)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(native_engine, "_WAIT_SLICE_S", 60.0)
+        patch.setattr(native_engine, "WAIT_SLICE_S", 60.0)
         patch.setattr(native, "io_wait", interrupted)
         engine.wait(ticket)
     assert engine.done(ticket)
@@ -693,7 +693,7 @@ def test_a_slow_drive_does_not_hold_up_another(
         two.name_file(fast.fileno(), "fast", 1)
         two.inject_fault(Fault.STALL)
         held = two.write(File(tmp_path / "slow", slow.fileno()).table(20), memory.address)
-        while native.io_stats(two._handle).jobs_queued == 20:  # the fault is for the first block that any drive takes
+        while native.io_stats(two.handle).jobs_queued == 20:  # the fault is for the first block that any drive takes
             threading.Event().wait(0.001)
         for _ in range(3):
             two.wait(two.write(File(tmp_path / "fast", fast.fileno()).table(20), memory.address))

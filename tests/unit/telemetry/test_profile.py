@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.helpers.disk import runtime
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool
-from zero_offload.optim.pipeline import UpdatePipeline
+from zero_offload.shards.store import OpenChunks, ShardStore
 from zero_offload.telemetry import profile as profile_file
 from zero_offload.telemetry import spans as spans_module
 from zero_offload.telemetry.profile import Profile
@@ -174,18 +174,18 @@ def test_an_update_beside_forward_is_seen_there(nvme: Path, monkeypatch: pytest.
     model, optimizer = offloaded(nvme)
     train(model, optimizer, 2)
     runtime(model).drain()
-    meeting, compute = threading.Barrier(2, timeout=30), UpdatePipeline._compute
+    meeting, close_chunks = threading.Barrier(2, timeout=30), ShardStore.close_chunks
     gates = [meeting]
 
-    def held(self: UpdatePipeline, task: Any, delivery: Any) -> None:
-        if task.section.name == "blocks.1" and gates:
+    def held(store: ShardStore, opened: OpenChunks) -> Any:
+        if "blocks.1.up.weight" in [piece.spec.name for piece in opened.shard.layout.params] and gates:
             gates.pop().wait()
-        compute(self, task, delivery)
+        return close_chunks(store, opened)
 
     def meet(*_: Any) -> None:
         meeting.wait()
 
-    monkeypatch.setattr(UpdatePipeline, "_compute", held)
+    monkeypatch.setattr(ShardStore, "close_chunks", held)
     with zo.profile(model) as recorded:
         train(model, optimizer, 1)
         handle = model.blocks[0].up.register_forward_hook(meet)
@@ -294,7 +294,7 @@ def test_a_trace_that_cannot_be_written_is_refused_before_anything_runs(name: st
 
 def test_transfers_that_overlap_get_tracks() -> None:
     spans = [Span(Lane.READ, name, begin, end) for name, begin, end in (("a", 0, 5), ("b", 1, 3), ("c", 3, 9))]
-    assert [(track, span.name) for track, span in profile_file._on_tracks(spans)] == [(0, "a"), (1, "b"), (1, "c")]
+    assert [(track, span.name) for track, span in profile_file.on_tracks(spans)] == [(0, "a"), (1, "b"), (1, "c")]
 
 
 def _recorded_on_a_rank(rank: int, world_size: int, folder: Path) -> tuple[set[str], dict[str, float]]:
@@ -324,10 +324,10 @@ def test_forwards_that_take_turns_have_tracks_of_their_own() -> None:
     """Two spans of a track that overlap in part make a viewer drop the second."""
     ends = {"whole": (0, 100), "a": (10, 40), "b": (20, 60), "inside b": (30, 50), "late": (60, 70)}
     spans = [Span(Lane.FORWARD, name, *at) for name, at in ends.items()]
-    placed = {span.name: track for track, span in profile_file._on_tracks(spans)}
+    placed = {span.name: track for track, span in profile_file.on_tracks(spans)}
     assert placed == {"whole": 0, "a": 0, "b": 1, "inside b": 1, "late": 0}
     transfers = [span._replace(lane=Lane.READ) for span in spans]
-    placed = {span.name: track for track, span in profile_file._on_tracks(transfers)}
+    placed = {span.name: track for track, span in profile_file.on_tracks(transfers)}
     assert placed == {"whole": 0, "a": 1, "b": 2, "inside b": 3, "late": 1}
 
 
