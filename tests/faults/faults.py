@@ -1,0 +1,328 @@
+"""Faults that training code is likely to have, each with the test that catches it.
+
+A fault is named by what would be wrong for a user, and is a change of a line or two. When a text is not in the source
+any more, point it at the line that does the same thing now; the behaviour and its test stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`edits`: (file of the package, its text, the wrong one). `test`: what must fail then, arguments of pytest."""
+
+    behaviour: str
+    edits: tuple[tuple[str, str, str], ...]
+    test: str
+
+
+def fault(behaviour: str, file: str, text: str, wrong: str, test: str) -> Fault:
+    return Fault(behaviour, ((file, text, wrong),), test)
+
+
+PLACEMENTS = "tests/parity/test_placements.py::test_every_pair_of_settings_trains_to_the_bits_of_plain_tensors"
+RANKS = "tests/parity/test_ranks.py::test_two_ranks_follow_one_with_the_whole_batch"
+STAGES = "tests/parity/test_stages.py::"
+SCALING = "tests/models/test_loss_scaling.py::"
+TIES = "tests/models/test_ties_frozen_buffers.py"
+KEPT = "tests/formats/test_kept_files.py::"
+CRASHES = "tests/crash/test_crashfs.py::test_a_crash_leaves_one_committed_step"
+
+FAULTS = [
+    # Parameters
+    fault(
+        "a forward uses a unit without waiting for its update",
+        "runtime/residency.py",
+        "        self.board.wait(unit.index)\n        if unit.state is UnitState.AWAY:\n            self._reserve",
+        "        if unit.state is UnitState.AWAY:\n            self._reserve",
+        PLACEMENTS,
+    ),
+    fault(
+        "a unit that stays keeps its weights from before the update",
+        "runtime/residency.py",
+        "tuple(s for s in unit.sections if s.layout.trainable or s in absent)",
+        "tuple(s for s in unit.sections if s in absent)",
+        RANKS,
+    ),
+    fault(
+        "a unit in use is evicted",
+        "runtime/victims.py",
+        "u.state is UnitState.PRESENT and not u.in_use and u.may_be_evicted",
+        "u.state is UnitState.PRESENT and u.may_be_evicted",
+        PLACEMENTS,
+    ),
+    fault(
+        "a forward does not wait for the read of a unit",
+        "runtime/units/carrier.py",
+        "        for transfer in self._transfers.get(unit.index, ()):\n            transfer.wait()\n",
+        "",
+        "tests/crash/test_damage.py",
+    ),
+    fault(
+        "a backward runs through weights that were updated since its forward",
+        "updates.py",
+        "        torch.autograd.graph.increment_version(",
+        "        list(",
+        "tests/models/test_oddities.py::test_a_backward_through_weights_that_a_step_has_changed_raises",
+    ),
+    fault(
+        "a rank reads its parameters to the place of another's",
+        "runtime/units/carrier.py",
+        "section.flat.data_ptr() + self._shard_index * section.layout.shard_nbytes",
+        "section.flat.data_ptr() + (1 - self._shard_index) * section.layout.shard_nbytes",
+        RANKS,
+    ),
+    fault(
+        "a replica of parameters is not gathered anew after an update",
+        "runtime/residency.py",
+        "            section.shard.replica.fresh = False",
+        "            pass",
+        STAGES + "test_replicas_serve_eval_and_later_forwards",
+    ),
+    # Gradients
+    fault(
+        "a second micro-batch replaces the gradient of the first",
+        "runtime/grads/reducer.py",
+        "self.keeper.keep(grads, index, grad, adds=index in grads.holding)",
+        "self.keeper.keep(grads, index, grad, adds=False)",
+        PLACEMENTS,
+    ),
+    fault(
+        "gradients of several backwards are added in 16 bits",
+        "runtime/grads/partials.py",
+        "wide = self.widen(grads) if again or grad.dtype != partial.dtype else partial",
+        "wide = partial",
+        "tests/parity/test_accumulate.py::test_ranks_train_as_in_the_loop_that_reduces_once",
+    ),
+    fault(
+        "the first gradients are lost where a section is widened to fp32",
+        "shards/grad_shard.py",
+        "            wide.copy_(narrow)",
+        "            wide.zero_()",
+        PLACEMENTS,
+    ),
+    fault(
+        "a reduction's results go to other sections of its bucket",
+        "runtime/grads/reductions.py",
+        "zip(sections, shards, strict=True)",
+        "zip(sections, reversed(shards), strict=True)",
+        RANKS,
+    ),
+    fault(
+        "gradients of ranks are added up, where their mean is asked for",
+        "runtime/ranks/collectives.py",
+        "shard.float().div_(self._divisor)",
+        "shard.float()",
+        RANKS,
+    ),
+    fault(
+        "what no parameter has a gradient of is sent uncleared to other ranks",
+        "runtime/grads/partials.py",
+        "                partial[end : piece.begin].zero_()\n",
+        "",
+        "tests/parity/test_wide_sections.py",
+    ),
+    fault(
+        "the norm leaves out gradients that no backward has reduced",
+        "runtime/grads/reducer.py",
+        "        self.reduce_waiting()\n        return self.ledger.squares(params)[0]",
+        "        return self.ledger.squares(params)[0]",
+        STAGES + "test_what_no_backward_reduced_the_norm_does",
+    ),
+    fault(
+        "the norm leaves out a section that is complete late",
+        "runtime/grads/ledger.py",
+        "            total += squares / grads.layout.num_copies",
+        "            total += squares / grads.layout.num_copies if len(indices) == len(grads.params) else 0.0",
+        TIES,
+    ),
+    fault(
+        "gradients are not clipped",
+        "runtime/grads/ledger.py",
+        "return grads.factors.get(index, 1.0) / self.loss_scale",
+        "return 1.0 / self.loss_scale",
+        PLACEMENTS,
+    ),
+    fault(
+        "the loss scale is not divided out",
+        "runtime/grads/ledger.py",
+        "return grads.factors.get(index, 1.0) / self.loss_scale",
+        "return grads.factors.get(index, 1.0)",
+        SCALING + "test_a_power_of_two_changes_no_bit",
+    ),
+    fault(
+        "a gradient that is not finite is not seen",
+        "runtime/grads/ledger.py",
+        "            bad += sum(not grads.sums[index].finite for index in indices)",
+        "            bad += 0",
+        "tests/models/test_exceptions.py::test_a_gradient_that_is_not_finite_skips_the_step",
+    ),
+    # Updates
+    fault(
+        "an update does not wait for the states that it reads",
+        "optim/pipeline.py",
+        "        chunks.wait()\n",
+        "",
+        PLACEMENTS,
+    ),
+    fault(
+        "an update takes the gradients of another chunk",
+        "optim/pipeline.py",
+        "grad=grad + ahead * section.grads.dtype.itemsize",
+        "grad=grad",
+        PLACEMENTS,
+    ),
+    fault(
+        "the last, shorter chunk of a shard is left out",
+        "optim/pipeline.py",
+        "            count = len(section.shard.layout.chunks())\n",
+        "            count = max(1, section.shard.layout.shard_numel >> 20)\n",
+        PLACEMENTS,
+    ),
+    fault(
+        "the moments' bias is corrected for a step too many",
+        "step.py",
+        "hyper.segment(begin, end, factor, param_steps[piece.spec.name])",
+        "hyper.segment(begin, end, factor, param_steps[piece.spec.name] + 1)",
+        PLACEMENTS,
+    ),
+    fault(
+        "all param groups decay by the weight decay of the first",
+        "optim/adam.py",
+        'number(group, "lr"), number(group, "eps"), number(group, "weight_decay")',
+        'number(group, "lr"), number(group, "eps"), number(self.param_groups[0], "weight_decay")',
+        PLACEMENTS,
+    ),
+    fault(
+        "a rank updates by the gradients' place in the first shard",
+        "step.py",
+        "section.layout.in_shard(piece, step.shard_index)",
+        "section.layout.in_shard(piece, 0)",
+        RANKS,
+    ),
+    fault(
+        "a parameter without a gradient is updated",
+        "step.py",
+        "        if hyper is None or index not in section.holding:",
+        "        if hyper is None:",
+        TIES + "::test_unused_parameters_are_left_alone",
+    ),
+    fault(
+        "a parameter that a step leaves alone is not delivered with its unit",
+        "optim/pipeline.py",
+        "        if delivery is not None and not section.complete:",
+        "        if False:",
+        TIES,
+    ),
+    fault(
+        "frozen parameters are trained",
+        "plan/model_spec.py",
+        "trainable=tensors[key].requires_grad,",
+        "trainable=True,",
+        TIES,
+    ),
+    fault(
+        "a tied parameter is two",
+        "plan/model_spec.py",
+        "        names.setdefault(id(param), []).append(name)\n        tensors[id(param)] = param\n",
+        "        names.setdefault(len(names), []).append(name)\n        tensors[len(names) - 1] = param\n",
+        TIES + "::test_a_tied_head",
+    ),
+    fault(
+        "what is rounded at random depends on the rank",
+        "step.py",
+        "origin=step.shard_index * section.layout.shard_numel",
+        "origin=0",
+        "tests/parity/test_state_formats.py::test_stages_and_cuts_change_no_bit",
+    ),
+    # Files
+    fault(
+        "a block with a wrong checksum is trained on",
+        "storage/native_engine.py",
+        "        if result.status != abi.IoStatus.DONE:",
+        "        if result.status not in (abi.IoStatus.DONE, abi.IoStatus.CHECKSUM):",
+        "tests/crash/test_damage.py",
+    ),
+    fault(
+        "all blocks have the same seed, so that one in another's place passes",
+        "storage/extents.py",
+        "_mix(self._seed, zlib.crc32(name.encode()), i)",
+        "_mix(self._seed, 0, 0)",
+        "tests/crash/test_damage.py",
+    ),
+    fault(
+        "an update writes over the slots of the last commit",
+        "shards/shard.py",
+        "        return (self.current + 1) % len(self.slots) if busy else self.current",
+        "        return self.current",
+        CRASHES,
+    ),
+    fault(
+        "an update is read from the slots of the step before",
+        "shards/store.py",
+        "            shard.current = shard.writable_slot()\n        shard.dirty = True",
+        "            pass\n        shard.dirty = True",
+        PLACEMENTS,
+    ),
+    Fault(
+        "a manifest is written before the data is flushed",
+        (
+            (
+                "checkpoint/generation.py",
+                "            if self._durability is Durability.COMMIT:\n                self._swap.sync()\n"
+                "            name = rank_manifest_name(self._ranks.rank, number)\n",
+                "            name = rank_manifest_name(self._ranks.rank, number)\n",
+            ),
+            (
+                "checkpoint/generation.py",
+                "        self._number = number\n        self.agreed_wish",
+                "        self._swap.sync()\n        self._number = number\n        self.agreed_wish",
+            ),
+        ),
+        CRASHES,
+    ),
+    fault(
+        "slots of a commit are free before it is complete",
+        "shards/snapshot.py",
+        "        self._wait_until(lambda: not self._active)\n\n    @property",
+        "        pass\n\n    @property",
+        "tests/unit/shards/test_snapshot.py",
+    ),
+    fault(
+        "an update changes memory that a commit has still to write",
+        "shards/store.py",
+        "        for copied in self.copied:\n            copied()\n",
+        "",
+        "tests/unit/shards/test_snapshot.py tests/parity/test_commits.py",
+    ),
+    fault(
+        "random number generators are not restored",
+        "saving.py",
+        "        if rng is not None:",
+        "        if False:",
+        KEPT + "test_one_rank_goes_on_with_the_same_bits",
+    ),
+    fault(
+        "buffers are not restored",
+        "saving.py",
+        "        restore_buffers(model, _buffers(found), where)",
+        "        pass",
+        KEPT + "test_one_rank_goes_on_with_the_same_bits",
+    ),
+    fault(
+        "the loss scale is not restored",
+        "saving.py",
+        "        scaler.load_state_dict(state)",
+        "        pass",
+        KEPT + "test_one_rank_goes_on_with_the_same_bits",
+    ),
+    fault(
+        "hyperparameters are not restored",
+        "saving.py",
+        "        restore_groups(optimizer, _groups(found), where)",
+        "        check_groups(optimizer, _groups(found), where)",
+        KEPT + "test_one_rank_goes_on_with_the_same_bits",
+    ),
+]
