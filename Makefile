@@ -15,7 +15,7 @@ NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
-.PHONY: train test test-all check native asan tsan neon bench clean
+.PHONY: train test test-all faults check native asan tsan neon bench clean
 
 train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
@@ -25,6 +25,10 @@ test: $(READY) $(NATIVE)
 
 test-all: $(READY) $(NATIVE) asan tsan
 	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m "" $(ARGS)
+
+# Faults of tests/faults, one after the other: each must be caught by its test.
+faults: $(READY) $(NATIVE)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

@@ -20,10 +20,30 @@ from pathlib import Path
 from tests.faults.faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).with_name("README.md")
 PACKAGE = "zero_offload"
 LIMIT_S = 900
 PYTEST_ERRORS = range(2, 6)
 """Exit codes of pytest that say nothing about the tests: usage, collection, no test found."""
+
+
+def page() -> str:
+    """What README.md says."""
+    head = """# Faults
+
+What goes wrong most easily in offloaded training, and the test that catches it. `make faults` applies each one to a
+copy of the package and runs its test, which must fail; `make faults ARGS="clipped norm"` takes those with these words.
+The list with its changes is `faults.py`, of which `--page` makes this page.
+Faults of streams on a device are in `tests/fake_gpu/test_mutations.py`, faults of drives in `docs/FAULTS.md`.
+
+| what is wrong | caught by |
+|---|---|
+"""
+    return head + "".join(f"| {each.behaviour} | {_named(each.test)} |\n" for each in FAULTS)
+
+
+def _named(tests: str) -> str:
+    return ", ".join(f"`{test}`" for test in tests.split())
 
 
 def missing_texts(fault: Fault) -> list[str]:
@@ -86,8 +106,12 @@ def described(code: int, output: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("words", nargs="*", help="only faults whose behaviour has one of these")
+    parser.add_argument("--page", action="store_true", help="write README.md and run nothing")
     parser.add_argument("--faults-only", action="store_true", help="do not run the tests without a fault first")
     chosen = parser.parse_args(arguments)
+    if chosen.page:
+        PAGE.write_text(page())
+        return 0
     faults = [each for each in FAULTS if not chosen.words or any(word in each.behaviour for word in chosen.words)]
     problems = [f"{each.behaviour}: {text}" for each in faults for text in missing_texts(each)]
     if problems:

@@ -35,8 +35,8 @@ FAULTS = [
     fault(
         "a forward uses a unit without waiting for its update",
         "runtime/residency.py",
-        "        self.board.wait(unit.index)\n        if unit.state is UnitState.AWAY:\n            self._reserve",
-        "        if unit.state is UnitState.AWAY:\n            self._reserve",
+        "        unit.wait_for_update()\n        if unit.state is UnitState.AWAY:\n",
+        "        if unit.state is UnitState.AWAY:\n",
         PLACEMENTS,
     ),
     fault(
@@ -277,8 +277,8 @@ FAULTS = [
             ),
             (
                 "checkpoint/generation.py",
-                "        self._number = number\n        self.agreed_wish",
-                "        self._swap.sync()\n        self._number = number\n        self.agreed_wish",
+                "        self._number = number\n        self._store.mark_committed",
+                "        self._swap.sync()\n        self._number = number\n        self._store.mark_committed",
             ),
         ),
         CRASHES,
@@ -286,8 +286,8 @@ FAULTS = [
     fault(
         "slots of a commit are free before it is complete",
         "shards/snapshot.py",
-        "        self._wait_until(lambda: not self._active)\n\n    @property",
-        "        pass\n\n    @property",
+        "        self._wait_until(lambda: not self._active)\n\n    def _launch",
+        "        pass\n\n    def _launch",
         "tests/unit/shards/test_snapshot.py",
     ),
     fault(

@@ -43,6 +43,9 @@ class _Gpus(threading.local):
     at = 0
     """As a thread begins."""
     noted: list[tuple[str, int]] = []  # noqa: RUF012 of all threads
+    streams: list[_Stream] = []  # noqa: RUF012
+    """Those that were made the current one."""
+    events: list[Any] = []  # noqa: RUF012
     on: Any = None
     advice = "Ask for more."
     limit_bytes = 1 << 60
