@@ -61,11 +61,6 @@ int zo_word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us) {
     });
 }
 
-int zo_peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes) {
-    ZO_CHECK(nbytes == 0 ? ZO_OK : check_pointer("zo_peer_read", "dst", dst));
-    return zo::peer_read(pid, address, dst, nbytes);
-}
-
 int zo_io_open(const zo_io_config *config, zo_io **out) {
     constexpr const char *call = "zo_io_open";
     return guarded(call, [&]() -> int {

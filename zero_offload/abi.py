@@ -6,7 +6,7 @@ import ctypes as C
 from enum import IntEnum
 from typing import Any
 
-VERSION = 10
+VERSION = 11
 
 
 class Isa(IntEnum):
@@ -251,7 +251,6 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "zo_crc32c": (_U32, [_U32, _P, _U64]),
     "zo_word_post": (_INT, [_P, _I64]),
     "zo_word_wait": (_INT, [_P, _I64, _I64]),
-    "zo_peer_read": (_INT, [C.c_int32, _U64, _P, _U64]),
     "zo_io_open": (_INT, [C.POINTER(IoConfigStruct), C.POINTER(_P)]),
     "zo_io_stop": (_INT, [_P]),
     "zo_io_close": (_INT, [_P]),

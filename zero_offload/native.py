@@ -237,12 +237,6 @@ def word_wait(word: int, at_least: int, timeout_s: float) -> bool:
     return _check(lib().zo_word_wait(word, at_least, int(timeout_s * 1e6))) == 1
 
 
-def peer_read(pid: int, address: int, dst: int, nbytes: int) -> None:
-    """Raises RuntimeError, as a collective does, where the system forbids it or the process has ended."""
-    if lib().zo_peer_read(pid, address, dst, nbytes) < 0:
-        raise RuntimeError(lib().zo_last_error().decode(errors="replace"))
-
-
 def io_open(config: IoConfig) -> int:
     """Start an engine; the result is its handle for the other `io_` calls."""
     handle = C.c_void_p()

@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 #define ZO_API __attribute__((visibility("default")))
-#define ZO_ABI_VERSION 10
+#define ZO_ABI_VERSION 11
 
 enum zo_status {
     ZO_OK = 0,
@@ -218,9 +218,6 @@ ZO_API uint32_t zo_crc32c(uint32_t seed, const void *data, uint64_t nbytes);
  * was posted. The wait returns 1 when the word is at_least or more, 0 when timeout_us have passed. */
 ZO_API int zo_word_post(int64_t *word, int64_t value);
 ZO_API int zo_word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us);
-
-/* Copy from another process's memory. ZO_SYSTEM where the system forbids it, or the process has ended. */
-ZO_API int zo_peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes);
 
 /* ---- file I/O ---------------------------------------------------------------------------------------------
  */

@@ -1,16 +1,10 @@
 #include "ranks/neighbour.h"
 
 #include <sched.h>
-#include <sys/uio.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <thread>
-
-#include "util/status.h"
-#include "zero_offload.h"
 
 namespace zo {
 
@@ -24,8 +18,6 @@ using std::chrono::microseconds;
 constexpr int kSpins = 2000;
 constexpr microseconds kYieldFor{500};
 constexpr microseconds kFirstSleep{20}, kLongestSleep{500};
-// One call may not read more than 2 GiB.
-constexpr uint64_t kBytesPerCall = 1 << 30;
 
 bool reached(const int64_t *word, int64_t at_least) {
     return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= at_least;
@@ -62,24 +54,6 @@ int word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us) {
         }
     }
     return 1;
-}
-
-int peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes) {
-    uint64_t done = 0;
-    while (done < nbytes) {
-        const uint64_t wanted = std::min(nbytes - done, kBytesPerCall);
-        const iovec local{static_cast<char *>(dst) + done, wanted};
-        const iovec remote{reinterpret_cast<void *>(address + done), wanted};
-        const ssize_t got = process_vm_readv(pid, &local, 1, &remote, 1, 0);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) {
-            return fail(ZO_SYSTEM, "zo_peer_read: process %d, %llu of %llu bytes read: %s", pid,
-                        (unsigned long long)done, (unsigned long long)nbytes,
-                        got < 0 ? strerror(errno) : "nothing came");
-        }
-        done += uint64_t(got);
-    }
-    return ZO_OK;
 }
 
 }  // namespace zo

@@ -1,4 +1,4 @@
-// Other processes of this machine: words in memory that they map too, and memory of theirs read where it is.
+// Other processes of this machine: words in memory that they map too.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,5 @@ void word_post(int64_t *word, int64_t value);
 
 // Returns 1 once the word is at least `at_least`, 0 when the time is up.
 int word_wait(const int64_t *word, int64_t at_least, int64_t timeout_us);
-
-// Returns a zo_status.
-int peer_read(int32_t pid, uint64_t address, void *dst, uint64_t nbytes);
 
 }  // namespace zo

@@ -42,7 +42,7 @@ class Agreement:
         """In torch's order."""
         self._num_ranks = len(self._members)
         self._group = group.agreement_group
-        self._channel = None if self._group is None else group.channel(group.everyone)
+        self._channel = group.channel
         self._watch = group.watch
         self.branches = branches
         self._error: ZeroOffloadError | None = None

@@ -9,7 +9,7 @@ them only `CommitGroup` communicates, on a process group of its own because comm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -23,8 +23,8 @@ from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
 from zero_offload.runtime.ranks.watch import Notice, time_limit
 from zero_offload.telemetry.events import Counters
-from zero_offload.telemetry.spans import Cause, now
 from zero_offload.telemetry.spans import Lane as TraceLane
+from zero_offload.telemetry.spans import now
 from zero_offload.types import Branches, GradReduction
 
 T = TypeVar("T")
@@ -38,10 +38,9 @@ _LAUNCHES = {TraceLane.GATHER: TraceLane.FETCH, TraceLane.REDUCE: TraceLane.GRAD
 
 
 class _Track(NamedTuple):
-    """Where a transfer is drawn, and whose wait it may be."""
+    """Where a transfer is drawn."""
 
     lane: TraceLane
-    cause: Cause
     name: str
     nbytes: int
 
@@ -92,7 +91,7 @@ class Collectives:
         if self._gathers is None:
             return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        track = _Track(TraceLane.GATHER, Cause.PARAMS, unit, flat.nbytes)
+        track = _Track(TraceLane.GATHER, unit, flat.nbytes)
         return self._recorded(
             lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}", track
         )
@@ -115,7 +114,7 @@ class Collectives:
             lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
             what,
-            _Track(TraceLane.REDUCE, Cause.GRADS, unit, sent.nbytes),
+            _Track(TraceLane.REDUCE, unit, sent.nbytes),
         )
 
         def finish() -> list[torch.Tensor]:
@@ -143,25 +142,18 @@ class Collectives:
     def _recorded(
         self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str, track: _Track
     ) -> Callable[[], T]:
-        """`_watched`, with its time: as a transfer, and as one that compute waits for where the launch is all of it."""
+        """`_watched`, with its time as a transfer."""
         spans = self.counters.spans
         begin = now() if spans.on else 0
         opened = spans.open(_LAUNCHES[track.lane], f"{track.lane.value} {track.name}")
 
-        def over() -> None:
-            if begin:
-                spans.put(track.lane, track.name, begin, now(), track.nbytes)
-
-        with self.counters.waiting(track.cause, track.name) if lane.at_once else nullcontext():
-            wait = self._watched(launch, lane, what)
+        wait = self._watched(launch, lane, what)
         spans.close(opened)
-        if lane.at_once:
-            over()
-            return wait
 
         def recorded() -> T:
             result = wait()
-            over()
+            if begin:
+                spans.put(track.lane, track.name, begin, now(), track.nbytes)
             return result
 
         return recorded

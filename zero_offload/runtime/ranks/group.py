@@ -23,7 +23,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
 from zero_offload.errors import ConfigError
 from zero_offload.plan.partition import Partition
-from zero_offload.runtime.ranks.neighbours import Channel, Neighbourhood
+from zero_offload.runtime.ranks.neighbours import Channel, open_channel
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit
 
 # torch 2.13 renames them, and warns.
@@ -219,19 +219,14 @@ class RankGroup:
         return _new_group(self.run_members, "gloo") if len(self.run_members) > 1 else None
 
     @cached_property
-    def _neighbourhood(self) -> Neighbourhood:
-        assert self.agreement_group is not None
-        return Neighbourhood(self.agreement_group, self.members)
+    def channel(self) -> Channel | None:
+        """Between all members, if one machine runs them and lets them share pages; None alone. Asked for by all."""
+        return None if self.agreement_group is None else open_channel(self.agreement_group, self.members)
 
     def leave(self) -> None:
         """This rank calls no collective of the control thread any more: those that wait for it there learn it."""
-        if len(self.members) > 1:
-            self._neighbourhood.leave()
-
-    def channel(self, group: Group, *, reads: bool = False) -> Channel | None:
-        """A channel of its own between the ranks of `group`, if they can reach each other's memory. Collective."""
-        ranks = self.members if group is None else tuple(dist.get_process_group_ranks(group))
-        return self._neighbourhood.channel(ranks, reads=reads)
+        if self.channel is not None:
+            self.channel.leave()
 
 
 def partition_of(config: OffloadConfig, mesh: DeviceMesh | None) -> Partition:

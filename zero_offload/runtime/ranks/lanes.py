@@ -1,10 +1,9 @@
 """Collectives in two halves: launched now, waited for by calling what the launch returned.
 
-Each lane has a channel or a process group of its own, so that what one carries never waits for another's. In host
-memory ranks exchange their parts directly and each adds up its own, in the order of ranks: half the bytes of gloo's
-reduce-scatter, which reduces everything everywhere, and bits that depend on no ring. Neighbours read each other's
-memory, others use sockets. On a GPU the backend's collectives run on the group's stream. Buffers belong to the lane
-from the launch to the end of the wait.
+Each lane has a process group of its own, so that what one carries never waits for another's. In host memory ranks
+exchange their parts and each adds up its own, in the order of ranks: half the bytes of gloo's reduce-scatter, which
+reduces everything everywhere, and bits that depend on no ring. On a GPU the backend's collectives run on the group's
+stream. Buffers belong to the lane from the launch to the end of the wait.
 """
 
 from __future__ import annotations
@@ -23,9 +22,6 @@ _TAGS = 1 << 30
 class Lane(Protocol):
     """A tensor's part i, of as many as there are ranks, is rank i's."""
 
-    at_once: bool
-    """Whether a launch returns when the bytes are here: compute stands still meanwhile."""
-
     def gather(self, flat: torch.Tensor) -> Callable[[], None]:
         """Fill `flat`, (numel,), of which this rank's part is in place."""
 
@@ -36,30 +32,47 @@ class Lane(Protocol):
         """The wait returns the sum over ranks of `flat`, in `dtype`; `flat` is overwritten."""
 
 
-class Exchange(Protocol):
-    """How ranks reach each other's host memory."""
-
-    num_ranks: int
-    index: int
-    """This rank's number."""
-    at_once: bool
-    """As in `Lane`."""
-
-    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Launch: sent[i] goes to rank i, whose part arrives in received[i]."""
-
-
-class Sockets:
-    """A process group's messages."""
-
-    at_once = False
+class HostLane:
+    """Host memory: every rank sends every other its part, over a process group's sockets."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self.num_ranks, self.index = dist.get_world_size(group), dist.get_rank(group)
         self._tag = 0
 
-    def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
+    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
+        parts = flat.tensor_split(self.num_ranks)
+        return self._exchange([parts[self.index]] * len(parts), parts)
+
+    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        parts = flat.tensor_split(self.num_ranks)
+        mine = parts[self.index]
+        terms = [mine if rank == self.index else torch.empty_like(mine) for rank in range(len(parts))]
+        arrive = self._exchange(parts, terms)
+
+        def wait() -> torch.Tensor:
+            arrive()
+            total = terms[0].float()
+            for term in terms[1:]:
+                total += term
+            return total.to(dtype)
+
+        return wait
+
+    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        reduce = self.reduce_scatter(flat, dtype)
+
+        def wait() -> torch.Tensor:
+            mine = reduce()
+            total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
+            total.tensor_split(self.num_ranks)[self.index].copy_(mine)
+            self.gather(total)()
+            return total
+
+        return wait
+
+    def _exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Launch: sent[i] goes to rank i, whose part arrives in received[i]."""
         self._tag = (self._tag + 1) % _TAGS
         others = [rank for rank in range(self.num_ranks) if rank != self.index]
         # Bytes, since not every backend sends every dtype.
@@ -80,49 +93,8 @@ class Sockets:
         return wait
 
 
-class DirectLane:
-    """Host memory: every rank gives every other its part."""
-
-    def __init__(self, ranks: Exchange) -> None:
-        self._ranks = ranks
-        self.at_once = ranks.at_once
-
-    def gather(self, flat: torch.Tensor) -> Callable[[], None]:
-        parts = flat.tensor_split(self._ranks.num_ranks)
-        return self._ranks.exchange([parts[self._ranks.index]] * len(parts), parts)
-
-    def reduce_scatter(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        parts = flat.tensor_split(self._ranks.num_ranks)
-        mine = parts[self._ranks.index]
-        terms = [mine if rank == self._ranks.index else torch.empty_like(mine) for rank in range(len(parts))]
-        arrive = self._ranks.exchange(parts, terms)
-
-        def wait() -> torch.Tensor:
-            arrive()
-            total = terms[0].float()
-            for term in terms[1:]:
-                total += term
-            return total.to(dtype)
-
-        return wait
-
-    def all_reduce(self, flat: torch.Tensor, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-        reduce = self.reduce_scatter(flat, dtype)
-
-        def wait() -> torch.Tensor:
-            mine = reduce()
-            total = flat if flat.dtype == dtype else torch.empty_like(flat, dtype=dtype)
-            total.tensor_split(self._ranks.num_ranks)[self._ranks.index].copy_(mine)
-            self.gather(total)()
-            return total
-
-        return wait
-
-
 class NativeLane:
     """The backend's own collectives: on a GPU they run on a stream of the group, and a wait is one of streams."""
-
-    at_once = False
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -157,6 +129,4 @@ def _wait(work: Any, result: torch.Tensor) -> torch.Tensor:
 
 def lane(group: RankGroup, ranks: Group, device: torch.device) -> Lane:
     """A lane of its own between `ranks`, some or all of `group`, for tensors on `device`."""
-    if device.type != "cpu":
-        return NativeLane(group.copy_of(ranks))
-    return DirectLane(group.channel(ranks, reads=True) or Sockets(group.copy_of(ranks)))
+    return (HostLane if device.type == "cpu" else NativeLane)(group.copy_of(ranks))
