@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.host import host_empty, host_tensor
-from zero_offload.kernels.checksum import crc32c_of_tensor
+from zero_offload.kernels.choice import kernels
 
 ROW = 4096
 """Words that are added up at once; what their sums are is added up in the same way."""
@@ -28,7 +28,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """(len(tensors),) int64, where the tensors are: contiguous, of any dtype, all on one device."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return device_fingerprints(tensors)
-    return host_tensor([crc32c_of_tensor(tensor) for tensor in tensors], torch.int64)
+    crc32c = kernels().crc32c
+    return host_tensor([crc32c(0, tensor.data_ptr(), tensor.nbytes) for tensor in tensors], torch.int64)
 
 
 def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:

@@ -12,8 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def _placement_types() -> Any:
@@ -22,13 +24,13 @@ def _placement_types() -> Any:
 
 def is_dtensor(tensor: object) -> bool:
     """Whether the tensor is this rank's view of one that several ranks hold."""
-    module = _placement_types()
+    module = None if type(tensor) in _PLAIN else _placement_types()
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of it: the tensor itself, or a DTensor's plain part, in the same memory."""
-    if not is_dtensor(tensor):
+    if type(tensor) in _PLAIN or not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -9,7 +9,7 @@ storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Resi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, Protocol
@@ -53,6 +53,10 @@ class Section:
         """Whether the tensor views the buffer."""
         storage = storage_of(tensor)
         return storage is not None and bool(storage._cdata == self._storage)
+
+    def own_views(self) -> Iterator[torch.Tensor]:
+        """All parameters' parts of the buffer, of their (local) shapes."""
+        return (self.flat[piece.begin : piece.end].view(piece.spec.shape) for piece in self.layout.params)
 
     def own_view(self, piece: ParamSlice) -> torch.Tensor:
         """A parameter's part of the buffer, of its (local) shape."""
@@ -196,7 +200,7 @@ class Unit:
 
     def _take_fingerprints(self) -> torch.Tensor:
         with torch._C._DisableFuncTorch():  # its tensors have no storage
-            return fingerprints([section.own_view(piece) for section, piece, _ in self.placed_params])
+            return fingerprints([view for section in self.sections for view in section.own_views()])
 
     def changed(self, holds_value: Callable[[Section], bool] = lambda section: False) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost.
