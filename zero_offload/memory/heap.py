@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import resource
 import weakref
 from collections import deque
@@ -24,13 +25,15 @@ ACTIVATION_TRIM_BYTES = 64 * MIB
 ROOM_MIN_BYTES = 64 * MIB
 """Less than that of new pages in a step is not worth a hole: some 10 ms."""
 BLOCK_BYTES = 16 * MIB
-"""What a hole is made of: glibc takes up to 32 MiB from its heap once it has seen one of that size come and go."""
+"""What a hole is made of."""
 _HEADER_BYTES = 16
-"""Of glibc, before each block; one with pages of its own has it at the start of a page."""
-_MAPPED_BIT = 2
-"""Of the header's second word."""
+"""Of glibc, before each block."""
 _STRAY_BLOCKS_MAX = 64
-"""Blocks that go into holes that are there already, or are mapped: after so many the heap is not glibc's."""
+"""Blocks that go into holes that are there already: after so many the heap is not glibc's."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_MMAP_THRESHOLD_BYTES = 32 * MIB
+"""Where glibc's own rule ends: larger blocks have pages of their own, and twice as much may be free at the heap's end.
+"""
 
 _libc = ctypes.CDLL(None)
 _libc.malloc.restype = ctypes.c_void_p
@@ -111,15 +114,17 @@ class HeapRoom:
 
 def _make_hole(nbytes: int) -> int | None:
     """Make a hole of `nbytes` in the heap; returns the block behind it, or None if this heap takes none."""
+    if not hasattr(_libc, "mallopt") or _is_told_what_to_map():
+        return None
+    # From a hole that is made now, blocks are taken as they are once the program has freed one of that size.
+    _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    _libc.mallopt(_M_TRIM_THRESHOLD, 2 * _MMAP_THRESHOLD_BYTES)
     blocks: list[int] = []
     run_bytes = 0
     for _ in range(-(-nbytes // BLOCK_BYTES) + 1 + _STRAY_BLOCKS_MAX):
         block = _libc.malloc(BLOCK_BYTES)
         if block is None:
             break
-        if _is_mapped(block):
-            _libc.free(block)  # glibc maps none of this size from here on
-            continue
         follows = bool(blocks) and block == blocks[-1] + BLOCK_BYTES + _HEADER_BYTES
         run_bytes = run_bytes + BLOCK_BYTES if follows else 0
         blocks.append(block)
@@ -131,9 +136,6 @@ def _make_hole(nbytes: int) -> int | None:
     return pin
 
 
-def _is_mapped(block: int) -> bool:
-    """Whether a block has pages of its own."""
-    if block % mmap.PAGESIZE != _HEADER_BYTES:
-        return False
-    word = ctypes.sizeof(ctypes.c_size_t)
-    return bool(ctypes.c_size_t.from_address(block - word).value & _MAPPED_BIT)
+def _is_told_what_to_map() -> bool:
+    """True if the program's user has set which blocks have pages of their own: that stays as it is."""
+    return "MALLOC_MMAP_THRESHOLD_" in os.environ or "malloc.mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")

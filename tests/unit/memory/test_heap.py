@@ -98,7 +98,12 @@ assert room.nbytes == 0
 
 
 @needs_glibc
-def test_a_heap_that_was_told_what_to_map_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    "environment",
+    [{"MALLOC_MMAP_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_a_heap_that_was_told_what_to_map_is_left_alone(environment: dict[str, str]) -> None:
     in_new_process(
         """
 room = heap.HeapRoom(1 << 40, lambda: 1 << 40)
@@ -107,13 +112,12 @@ for _ in range(4):
     given = step(60, 90)
 assert room.nbytes == 0 and given >= 150 * MIB
 """,
-        MALLOC_MMAP_THRESHOLD_="1000000",
+        **environment,
     )
 
 
 @needs_glibc
 def test_a_hole_is_made_wherever_the_heap_ends() -> None:
-    """Blocks of the heap that begin as mapped ones do are none."""
     in_new_process("""
 for i in range(300):
     kept = libc.malloc(1000 + 16 * i)
