@@ -12,8 +12,9 @@ import torch
 
 from zero_offload.abi import Rule, StateFormat
 from zero_offload.kernels.master import join_master, split_master
-from zero_offload.kernels.states import decode_states, num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED, STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.states import decode_states
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import SIGNED, STATES, Segment, num_scales, state_dtype
 
 NUMEL, NUM_STEPS = 1 << 20, 100
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8

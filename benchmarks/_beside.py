@@ -6,7 +6,7 @@ import threading
 import time
 from types import TracebackType
 
-from zero_offload.storage.checksum import crc32c
+from zero_offload.kernels.checksum import crc32c
 from zero_offload.types import MIB
 
 _PIECE_BYTES = MIB
@@ -42,7 +42,7 @@ class ChecksumsBeside:
         began = time.perf_counter()
         while not self._ends.is_set():
             cpu = time.thread_time()
-            crc32c(0, self._address + self._summed % self._nbytes, _PIECE_BYTES)
+            crc32c(self._address + self._summed % self._nbytes, _PIECE_BYTES)
             self._cpu_s += time.thread_time() - cpu
             self._summed += _PIECE_BYTES
             ahead_s = self._summed / self._bytes_per_s - (time.perf_counter() - began)

@@ -19,10 +19,12 @@ from typing import Any
 import psutil
 import torch
 
+from zero_offload import native
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.device import compute_device
-from zero_offload.kernels.choice import find, has_device_update
-from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
+from zero_offload.kernels.choice import has_device_update
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import Segment, segment_array
 from zero_offload.memory.arena import Arena
 from zero_offload.probe import count_cores, memory_limits
 from zero_offload.types import GIB, MIB
@@ -110,7 +112,7 @@ class Machine:
 
     def versions(self) -> dict[str, Any]:
         found = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
-        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "kernels": find().name}
+        found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "kernels": host_kernels()}
         for name in VERSIONS:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 found[name] = importlib.metadata.version(name)
@@ -162,10 +164,14 @@ def _cpu_model() -> str:
     return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
 
 
+def host_kernels() -> str:
+    return "native" if native.available() else "numba"
+
+
 def device_update(machine: Machine) -> dict[str, str]:
     """What updates states in the device's memory."""
     is_triton = has_device_update(torch.zeros(1, device=machine.device))
-    return {"by": "Triton" if is_triton else "torch's operations", "host": find().name}
+    return {"by": "Triton" if is_triton else "torch's operations", "host": host_kernels()}
 
 
 def pin_and_copy(machine: Machine) -> dict[str, float]:

@@ -35,7 +35,7 @@ import zero_offload as zo
 from zero_offload.memory.arena import Arena
 from zero_offload.recipes.gpt import GPT, GPTConfig, next_token_loss
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import MIB
 

@@ -33,7 +33,8 @@ from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.kernels.dtypes import kind_of
 from zero_offload.kernels.grads import accumulate_grad, sum_of_squares
 from zero_offload.kernels.master import convert
-from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update, segment_array
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import STATES, Segment, segment_array
 from zero_offload.memory.arena import Arena
 
 M = 10**6

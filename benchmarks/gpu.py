@@ -49,7 +49,7 @@ from _gpu_sections import SECTIONS
 from _gpu_training import Bench
 from _rows import Row, show
 
-from zero_offload.kernels.choice import find
+from zero_offload import native
 
 RESULTS = Path(__file__).parent / "results"
 REHEARSAL_LIMIT_S = 120
@@ -217,7 +217,7 @@ def _lacking() -> str | None:
     """What is not here without which there is nothing to measure, and what to do."""
     if not torch.accelerator.is_available():
         return "no GPU here; --rehearse runs every section at toy size without one"
-    if find().name != "native":
+    if not native.available():
         return "no native library here; python3 setup.py -q build_ext --inplace builds it"
     return None
 

@@ -40,9 +40,9 @@ from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
 
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket, open_engine
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket
+from zero_offload.storage.engines import PROBE_BYTES, THREADS, WORTH_BYTES, Scratch, open_engine, pick, shares
 from zero_offload.storage.swap_file import SwapFile
-from zero_offload.storage.tuning import CANDIDATES, PROBE_BYTES, WORTH_BYTES, Load, Scratch, choose, measure, tune
 from zero_offload.types import MIB
 
 FILE_BYTES = 512 * MIB
@@ -117,10 +117,10 @@ def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row]
     fd = os.open(directory / "engine.bin", os.O_RDWR | os.O_DIRECT)
     region = Arena(0).allocate(FILE_BYTES)
     ctypes.memset(region.address, 1, FILE_BYTES)
-    with RunDirectory.look(directory) as home, _fio.huge_pages(9 * 64 * MIB) as huge:
-        best = choose(measure(home, CANDIDATES, Scratch(region.address, 512 * MIB), 3, 30.0))
-        print(f"our engine: {best}\n  {best.reason}")
-        engine = open_engine(best)
+    with _fio.huge_pages(9 * 64 * MIB) as huge:
+        settings = pick("auto")
+        print(f"our engine: {settings}")
+        engine = open_engine(settings)
         ours = Ours(engine, fd, region)
         print(f"huge pages for fio: {'yes' if huge else 'no: not allowed here'}")
         pairs = [(op, size) for op in OPS for size in SIZES]
@@ -280,20 +280,15 @@ def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
         homes = [stack.enter_context(RunDirectory.open(disk / "run")) for disk in disks]
         region = Arena(0).allocate(nbytes)
         ctypes.memset(region.address, 1, nbytes)
-        tuned = tune(
-            "auto",
-            homes,
-            Load(WORTH_BYTES, 2 * WORTH_BYTES, tuple(home.free_bytes for home in homes)),
-            Scratch(region.address, PROBE_BYTES),
-        )
-        print(f"shares of the two directories: {', '.join(f'{weight:.3f}' for weight in tuned.weights)}")
+        weights = shares(pick("auto"), homes, 2 * WORTH_BYTES, Scratch(region.address, PROBE_BYTES))
+        print(f"shares of the two directories: {', '.join(f'{weight:.3f}' for weight in weights)}")
         rows = []
         # Alone each moves what it moves of the stripe: limits of control groups let a short burst pass.
-        shares = [round(weight * nbytes / _STRIPE_BLOCK) * _STRIPE_BLOCK for weight in tuned.weights]
-        alone = [_swap_seconds([home], None, region, share) for home, share in zip(homes, shares, strict=True)]
-        together = _swap_seconds(homes, tuned.weights, region, nbytes)
+        parts = [round(weight * nbytes / _STRIPE_BLOCK) * _STRIPE_BLOCK for weight in weights]
+        alone = [_swap_seconds([home], None, region, part) for home, part in zip(homes, parts, strict=True)]
+        together = _swap_seconds(homes, weights, region, nbytes)
         for i, name in enumerate(names):
-            sum_of_speeds = sum(share / seconds[i] for share, seconds in zip(shares, alone, strict=True))
+            sum_of_speeds = sum(part / seconds[i] for part, seconds in zip(parts, alone, strict=True))
             rows.append(row(name, together[i], "s", "sum of both alone", nbytes / sum_of_speeds, REACH_STRIPE))
         return rows
 
@@ -302,7 +297,7 @@ def _swap_seconds(
     homes: list[RunDirectory], weights: tuple[float, ...] | None, region: Region, nbytes: int
 ) -> tuple[float, float]:
     """Seconds to write and to read a swap file of 4 MiB blocks."""
-    engine = open_engine(CANDIDATES[0], len(homes))
+    engine = open_engine(THREADS, len(homes))
     swap = SwapFile(homes, "bench", engine, 1, weights)
     extent = swap.allocate("all", [_STRIPE_BLOCK] * (nbytes // _STRIPE_BLOCK))
     swap.create_scratch()

@@ -29,13 +29,10 @@ from zero_offload.probe import file_system_problem
 from zero_offload.shards.shard import Shard, planned_components, shard_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import FileEngine, open_engine
+from zero_offload.storage.engine import EngineSettings, FileEngine
+from zero_offload.storage.engines import PROBE_BYTES, WORTH_BYTES, Scratch, open_engine, pick, shares
 from zero_offload.storage.swap_file import SwapFile
-from zero_offload.storage.tuning import PROBE_BYTES, WORTH_BYTES, Load, Scratch, Tuned, tune
 from zero_offload.types import Durability, Existing, Tier
-
-FILL_MAX = 0.95
-"""Of a drive's free space, what a stripe may take: manifests and others need some."""
 
 _log = logging.getLogger("zero_offload")
 
@@ -88,14 +85,17 @@ class RunFiles:
                 with ranks.exchange.together():
                     if ranks.rank == 0:
                         keeper.begin()
-        tuned = _tune(config, directories, layout, ranks)
         with ranks.exchange.together():
-            engine = open_engine(tuned.settings, len(directories))
+            settings = pick(config.io_engine)
+            engine = open_engine(settings, len(directories))
         cleanup.callback(engine.close)
-        keeper.weights = keeper.weights or tuned.weights
+        if ranks.rank == 0:
+            _log.info("%s: %s", directories[0].path, settings)
+        weights = _shares(settings, directories, layout, ranks)
+        keeper.weights = keeper.weights or weights
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
-            files.scratch = SwapFile(directories, "activations", engine, seed, tuned.weights)
+            files.scratch = SwapFile(directories, "activations", engine, seed, weights)
         name = swap_file_name(ranks.rank, keeper.edition)
         files.swap = SwapFile(directories, name, engine, seed, keeper.weights)
         files.swap.on_error = keeper.explain
@@ -236,21 +236,21 @@ def _state_bytes(layout: ShardLayout) -> int:
     return sum(shard_bytes(section, planned_components(section)) for section in layout.sections)
 
 
-def _tune(config: OffloadConfig, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks) -> Tuned:
-    """Measured by one rank while the others wait: all see the same drives. What may be deleted has been."""
+def _shares(
+    settings: EngineSettings, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks
+) -> tuple[float, ...]:
+    """Of each directory in a stripe. One rank measures while the others wait: all see the same drives. What may be
+    deleted has been."""
     moved_bytes = _state_bytes(layout)
     with ranks.exchange.together():
         text = ""
         if ranks.rank == 0:
-            region = Arena(0).allocate(PROBE_BYTES) if moved_bytes >= WORTH_BYTES else None
-            scratch = None if region is None else Scratch(region.address, region.nbytes)
-            room = tuple(int(each.free_bytes * FILL_MAX) for each in directories)
-            load = Load(moved_bytes, 2 * moved_bytes * ranks.world_size, room)
-            text = tune(config.io_engine, directories, load, scratch).to_json()
-    tuned = Tuned.from_json(ranks.exchange.agree(text))
-    if ranks.rank == 0:
-        _log.info("%s: %s; %s", directories[0].path, tuned.settings, tuned.settings.reason)
-    return tuned
+            scratch = None
+            if len(directories) > 1 and moved_bytes >= WORTH_BYTES:
+                region = Arena(0).allocate(PROBE_BYTES)
+                scratch = Scratch(region.address, region.nbytes)
+            text = json.dumps(shares(settings, directories, 2 * moved_bytes * ranks.world_size, scratch))
+    return tuple(json.loads(ranks.exchange.agree(text)))
 
 
 def _warn_of_file_systems(directories: list[RunDirectory]) -> None:

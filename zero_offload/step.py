@@ -9,7 +9,7 @@ from torch import nn
 
 from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.kernels.update import STATES, Segment, segment_array
+from zero_offload.kernels.words import STATES, Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
 from zero_offload.runtime.grads.ledger import GradLedger
 from zero_offload.runtime.grads.sections import SectionGrads

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zero_offload.commits import Commits
-from zero_offload.kernels.update import STATES
+from zero_offload.kernels.words import STATES
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optimizer_states import OptimizerStates

@@ -174,7 +174,7 @@ def test_without_a_gpu_or_the_native_library_it_says_what_to_do(
     monkeypatch.setattr(gpu.torch.accelerator, "is_available", lambda: False)
     assert gpu.main() == 3 and "no GPU here; --rehearse runs" in capsys.readouterr().out
     monkeypatch.setattr(gpu.torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(gpu, "find", lambda: argparse.Namespace(name="numba"))
+    monkeypatch.setattr(native, "available", lambda: False)
     assert gpu.main() == 3 and "setup.py -q build_ext --inplace builds it" in capsys.readouterr().out
 
 

@@ -24,7 +24,7 @@ from zero_offload.checkpoint.saved_export import export_saved
 from zero_offload.cli.main import main
 from zero_offload.cli.saved import alone
 from zero_offload.recipes.gpt import GPT, GPTConfig
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 
 Capture = pytest.CaptureFixture[str]
 DTYPES = [None, "fp32", "bf16", "fp16"]

@@ -80,7 +80,7 @@ def test_a_limit_on_files_that_comes_during_a_run(engine: str, nvme: Path) -> No
 
 def _train_with_few_files(nvme: str, spare: int, engine: str) -> list[float]:
     import zero_offload.storage.aiofiles_engine
-    import zero_offload.storage.tuning  # noqa: F401 - imports need descriptors too
+    import zero_offload.storage.engines  # noqa: F401 - imports need descriptors too
 
     build(TinyLM)
     in_use = {int(name) for name in os.listdir("/proc/self/fd")}
@@ -180,13 +180,12 @@ def test_without_io_uring_threads_serve_and_it_is_said(nvme: Path, tmp_path: Pat
 # No native library
 
 
-@pytest.mark.parametrize("instead", ["numba", "numpy"])
-def test_with_and_without_the_native_library_a_run_goes_on(nvme: Path, instead: str) -> None:
+def test_with_and_without_the_native_library_a_run_goes_on(nvme: Path) -> None:
     """From what the other has written, to the same bits."""
-    with whole_run_without_library(instead):
+    with whole_run_without_library():
         write_run(nvme, 2)
     assert assert_finishes(nvme, STEPS) == 2
-    with whole_run_without_library(instead):
+    with whole_run_without_library():
         assert assert_finishes(nvme, STEPS) == STEPS
 
 

@@ -21,7 +21,7 @@ from zero_offload.runtime.saved import host_tier, tiers
 from zero_offload.runtime.saved.host_tier import HostTier
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.telemetry.events import Counters
 from zero_offload.types import MIB

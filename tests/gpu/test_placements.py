@@ -151,7 +151,7 @@ def test_states_on_the_device_go_through_generations(tmp_path: Path, states: Any
     kept = {"nvme": tmp_path, "existing": "resume"}
     go_on(range(0, 3), optimizer="device", grads="device", **kept)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_offload.kernels.device_update.has_device_update", lambda tensor: False)
+        patch.setattr("zero_offload.kernels.update.has_device_update", lambda tensor: False)
         go_on(range(3, 5), optimizer="device", **kept)
     go_on(range(5, 6), optimizer="cpu", **kept)
     assert go_on(range(6, NUM_STEPS), optimizer="device", grads="device", **kept) == expected

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.helpers.any_bits import codes, floats, halves
 from zero_offload.abi import Rule, StateFormat
-from zero_offload.kernels.device_update import UpdateTensors
 from zero_offload.kernels.master import split_master
-from zero_offload.kernels.states import encode_states, num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED, STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.states import encode_states
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SEED = 0x123456789ABCDEF0

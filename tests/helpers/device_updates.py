@@ -16,8 +16,7 @@ from torch import Tensor
 from tests.helpers import device_formats
 from tests.helpers.device_formats import SEED, Case
 from zero_offload.abi import Rule, StateFormat
-from zero_offload.kernels.device_update import UpdateTensors
-from zero_offload.kernels.update import STATES, Segment
+from zero_offload.kernels.words import STATES, Segment, UpdateTensors
 
 MODULE = "zero_offload.kernels.triton_update"
 SUMS = "zero_offload.kernels.triton_sums"

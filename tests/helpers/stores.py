@@ -16,7 +16,7 @@ from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.shards.shard import ADAM_STATES, Component, Shard, component_dtype
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import StateKind, Tier
 

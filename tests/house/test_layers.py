@@ -30,8 +30,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "telemetry.stats",
         "telemetry.breakdown",
     ),
-    ("native", "crc32c", "accelerators", "plan"),
-    ("probe", "device", "device_memory", "kernels", "memory", "rates", "storage"),
+    ("native", "accelerators", "plan"),
+    ("kernels",),
+    ("probe", "device", "device_memory", "memory", "rates", "storage"),
     ("shards",),
     ("runtime", "optim", "checkpoint"),
     (
@@ -66,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
 )
 LAYER_OF = {part: layer for layer, parts in enumerate(LAYERS) for part in parts}
-FAMILIES = (0, 5, 6)  # files of these layers may import each other: words, the tying object, faces
+FAMILIES = (0, 6, 7)  # files of these layers may import each other: words, the tying object, faces
 RUNTIME = (
     "ranks",
     "units",

@@ -17,7 +17,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "torch.cuda": frozenset({"accelerators.py"}),
     "matplotlib": frozenset({"telemetry/report.py"}),
     "ctypes.CDLL": frozenset({"native.py", "memory/heap.py", "memory/pages.py"}),
-    "numba": frozenset({"crc32c.py", "kernels/choice.py", "kernels/fallback/numba_words.py"}),
+    "numba": frozenset({"kernels/fallback/numba_words.py"}),
     "triton": frozenset({"kernels/triton_states.py", "kernels/triton_sums.py", "kernels/triton_update.py"}),
     "aiofiles": frozenset({"storage/aiofiles_engine.py"}),
 }

@@ -40,7 +40,7 @@ from zero_offload.shards.codec import encode
 from zero_offload.shards.shard import Component, Shard, component_dtype, is_state, master_components
 from zero_offload.shards.store import ChunkSource, ShardStore
 from zero_offload.storage.directory import OR_KEEP_MORE, RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.storage.system import naming_errors
 from zero_offload.types import SECTOR, Durability, StateKind, Tier

@@ -11,7 +11,7 @@ import ctypes
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +21,21 @@ from zero_offload import native
 from zero_offload.cli.measure import measure_gpu, private_directory
 from zero_offload.device import compute_device, on_likely_gpu
 from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.kernels.checksum import crc32c
 from zero_offload.memory.arena import Arena
 from zero_offload.rates import cache_file
-from zero_offload.storage.checksum import crc32c
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import IO_URING, THREADS, EngineSettings
-from zero_offload.storage.tuning import (
+from zero_offload.storage.engine import EngineSettings
+from zero_offload.storage.engines import (
     AIOFILES,
-    CANDIDATES,
+    IO_URING,
+    THREADS,
     Pattern,
     Rates,
     Scratch,
-    candidates_here,
-    choose,
-    describe,
     io_uring_problem,
     measure,
-    same_settings,
+    pick,
     stripe_weights,
 )
 from zero_offload.types import KIB, MIB, format_bytes, parse_bytes
@@ -100,19 +98,15 @@ def _run_device(nbytes: int, *, as_json: bool) -> int:
 def _run_io(args: argparse.Namespace, nbytes: int) -> int:
     candidates, missing = _candidates()
     results = {path: _measure(path.expanduser(), nbytes, candidates) for path in args.io}
-    tried = candidates_here()
-    chosen = {path: choose([each for each in rates if each.settings in tried]) for path, rates in results.items()}
-    # A run has one engine for all directories, the first one's.
-    engine = next(iter(chosen.values()))
-    alike = [next(each for each in rates if same_settings(each.settings, engine)) for rates in results.values()]
-    speeds = [1 / each.seconds_per_byte for each in alike]
+    auto = pick("auto")
+    speeds = [1 / each.seconds_per_byte for rates in results.values() for each in rates if each.settings == auto]
     weights = stripe_weights(speeds, [1 << 62] * len(speeds), 1)
     if args.json:
         directories = [
             {
                 "path": str(path),
                 "measured": [_as_json(each) for each in rates],
-                "auto": describe(chosen[path]),
+                "auto": describe(auto),
                 "weight": weight,
             }
             for (path, rates), weight in zip(results.items(), weights, strict=True)
@@ -121,7 +115,7 @@ def _run_io(args: argparse.Namespace, nbytes: int) -> int:
         return 0
     for path, rates in results.items():
         _print_table(path, nbytes, rates)
-        print(f"auto: {chosen[path]}\n")
+        print(f"auto: {auto}\n")
     print(f"a checksum takes {_checksum_s_per_gb() * 1e3:.0f} ms of one core per GB; it is in the figures above")
     for kind, reason in missing.items():
         print(f"{kind} was not measured: {reason}")
@@ -134,9 +128,10 @@ def _run_io(args: argparse.Namespace, nbytes: int) -> int:
 def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
     """What is measured, and why the rest is not."""
     missing = {}
-    more = [replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
-    more += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in ((32, 256 * KIB), (2, 4 * MIB))]
-    found = [*CANDIDATES, *more]
+    found = [THREADS, replace(THREADS, num_threads=1), replace(THREADS, num_threads=2), AIOFILES]
+    found += [IO_URING, replace(IO_URING, depth=8), replace(IO_URING, depth=8, num_threads=2)]
+    shapes = ((32, 256 * KIB), (8, 2 * MIB), (2, 4 * MIB))
+    found += [replace(IO_URING, depth=depth, request_bytes=size) for depth, size in shapes]
     if not native.available():
         missing["the native library"], found = "it is not built", [AIOFILES]
     elif problem := io_uring_problem():
@@ -170,8 +165,12 @@ def _checksum_s_per_gb() -> float:
     ctypes.memset(region.address, 1, region.nbytes)
     began = time.process_time()
     for offset in range(0, region.nbytes, 4 * MIB):
-        crc32c(0, region.address + offset, 4 * MIB)
+        crc32c(region.address + offset, 4 * MIB)
     return (time.process_time() - began) / region.nbytes * 1e9
+
+
+def describe(settings: EngineSettings) -> dict[str, Any]:
+    return asdict(settings) | {"kind": settings.kind.value}
 
 
 def _as_json(rates: Rates) -> dict[str, Any]:

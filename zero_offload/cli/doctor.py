@@ -26,7 +26,7 @@ from zero_offload.kernels import choice
 from zero_offload.memory import pages
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.storage.directory import check_private
-from zero_offload.storage.tuning import io_uring_problem
+from zero_offload.storage.engines import io_uring_problem
 from zero_offload.types import GIB, format_bytes
 
 PYTHON_MIN = (3, 11)
@@ -121,10 +121,9 @@ def _check_native() -> Check:
 
 def _check_kernels() -> Check:
     try:
-        found = choice.find()
+        return Check("kernels", Status.OKAY, choice.description())
     except ZeroOffloadError as error:
         return Check("kernels", Status.FAIL, f"none run: {error}", "see the native library")
-    return Check("kernels", Status.WARNING if found.fix else Status.OKAY, found.description, found.fix)
 
 
 def _check_compiler() -> Check:

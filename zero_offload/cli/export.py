@@ -15,7 +15,7 @@ from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.checkpoint.saved_export import export_saved
 from zero_offload.cli.saved import alone, described, find_home
 from zero_offload.pretrained import EXPORT_DTYPES
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.types import parse_bytes
 
 CONFIG_NAME = "config.json"

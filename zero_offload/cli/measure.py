@@ -24,12 +24,13 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import Device, compute_device
 from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.host import host_empty
-from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update, segment_array
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import Segment, segment_array
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
 from zero_offload.probe import count_cores, existing_parent
 from zero_offload.rates import Rates, Table, load, save
-from zero_offload.storage import tuning
+from zero_offload.storage import engines
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.types import MIB, format_bytes
 from zero_offload.updates import update_threads
@@ -189,15 +190,13 @@ def private_directory(path: Path) -> Iterator[Path]:
 
 
 def drive_rates(directory: Path) -> Table:
-    """Of the engine that a run would choose there."""
+    """Of the engine that a run would use."""
     region = Arena(0).allocate(_DRIVE_BYTES)
     with private_directory(existing_parent(directory)) as place, RunDirectory.look(place) as looked:
-        scratch = tuning.Scratch(region.address, region.nbytes)
-        found = tuning.measure(looked, tuning.candidates_here(), scratch, _ROUNDS, _DRIVE_S)
-        best = tuning.choose(found)
-        lost_s = tuning.lost_beside(looked, best, scratch, _products(), _ROUNDS)
-    rates = next(each for each in found if tuning.same_settings(each.settings, best))
-    read, write, mixed = (rates.bytes_per_s[tuning.Pattern(name)] for name in ("read", "write", "mixed"))
+        scratch, settings = engines.Scratch(region.address, region.nbytes), engines.pick("auto")
+        (rates,) = engines.measure(looked, [settings], scratch, _ROUNDS, _DRIVE_S)
+        lost_s = engines.lost_beside(looked, settings, scratch, _products(), _ROUNDS)
+    read, write, mixed = (rates.bytes_per_s[engines.Pattern(name)] for name in ("read", "write", "mixed"))
     in_turn_s = (1 / read + 1 / write) / 2
     return {
         "read_bytes_per_s": read,

@@ -22,7 +22,7 @@ from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.cli.saved import alone, find_home
 from zero_offload.errors import IntegrityError
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.types import format_bytes
 
 

@@ -1,14 +1,13 @@
-"""Which kernels run: native ones, else the same compiled by numba, else the same in numpy. All return the same bits.
+"""Which kernels run: native ones, else the same compiled by numba, with the same bits.
 
-Chosen at the first call of a process and kept; what stands in for the native kernels is told once. On a GPU there is
-the update alone, where Triton is.
+Chosen at the first call of a process and kept; a warning says once that numba stands in. On a GPU there is the update
+alone, where Triton is.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from zero_offload import native
 from zero_offload.abi import GradMode, Kind
 from zero_offload.accelerators import ACCELERATORS
+from zero_offload.errors import ConfigError
 
 
 class Kernels(Protocol):
@@ -46,51 +46,34 @@ class Kernels(Protocol):
     def crc32c(self, seed: int, address: int, nbytes: int) -> int: ...
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What runs here."""
-
-    name: str
-    """native, numba or numpy."""
-    description: str
-    """In one line, for people."""
-    fix: str = ""
-    """What to type for faster ones, other than what builds the native library."""
-
-
 @functools.cache
 def kernels() -> Kernels:
-    """What all calls of this process go to. Warns, once, where that is not the native library."""
-    found = find()
-    if found.name == "native":
+    """What all calls of this process go to. Warns, once, where that is not the native library.
+
+    Raises what `native.missing` does, and ConfigError where numba, which stands in for it, does not work.
+    """
+    if (missing := native.missing()) is None:
         return native
-    from zero_offload.kernels.fallback.calls import Passes, PortableKernels
-
-    passes: Passes
-    if found.name == "numba":
-        from zero_offload.kernels.fallback import numba_passes as passes
-    else:
-        from zero_offload.kernels.fallback import numpy_passes as passes
-    more = f"; {found.fix}" if found.fix else ""
-    warnings.warn(f"{native.missing()}. Until then: {found.description}{more}", stacklevel=2)
-    return PortableKernels(passes)
-
-
-def find() -> Choice:
-    """The best that is to be had. Raises what `native.missing` does."""
-    if native.missing() is None:
-        return Choice("native", f"native, for {native.isa().name.lower()}")
-    compiled = "with the same bits as the native kernels in 1.5 to 4 times their time, and some seconds of compiling"
     try:
-        import numba  # noqa: F401
-    except Exception as error:  # one that does not fit the numpy beside it raises what it likes
-        return Choice(
-            "numpy",
-            "numpy, with the same bits as the native kernels in 100 to 200 times their time, since numba cannot be "
-            f"imported ({type(error).__name__}: {error})",
-            f"pip install numba: its kernels run {compiled}",
-        )
-    return Choice("numba", f"numba, {compiled}")
+        from zero_offload.kernels.fallback import calls
+
+        calls.crc32c(0, 0, 0)  # compiles, or finds, the smallest one
+    except Exception as error:  # a numba that does not fit the numpy beside it, or this processor, raises what it likes
+        raise ConfigError(
+            f"{missing}. Until then kernels would run by numba, which does not work here "
+            f"({type(error).__name__}: {error}): pip install --upgrade numba"
+        ) from error
+    warnings.warn(f"{missing}. Until then: {PORTABLE}", stacklevel=2)
+    return calls
+
+
+PORTABLE = "numba, with the same bits as the native kernels in 1.5 to 4 times their time, and some seconds of compiling"
+
+
+def description() -> str:
+    """Which kernels run, in one line. Raises what `kernels` does."""
+    with warnings.catch_warnings(action="ignore"):
+        return f"native, for {native.isa().name.lower()}" if kernels() is native else PORTABLE
 
 
 def has_device_update(tensor: torch.Tensor) -> bool:

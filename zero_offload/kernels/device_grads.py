@@ -21,8 +21,8 @@ from torch import Tensor
 from zero_offload.host import host_empty
 from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.grads import GradSum
+from zero_offload.kernels.words import CHUNK, LANES
 
-CHUNK, LANES = 16384, 16
 BLOCK_CHUNKS = 256
 """Torch's operations take so many chunks at once: their squares, and the running sums of these, are 32 MiB each."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zero_offload.abi import Rule
-from zero_offload.kernels.update import STATES, Segment
+from zero_offload.kernels.words import STATES, Segment
 
 
 @dataclass(frozen=True)

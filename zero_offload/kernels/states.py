@@ -12,22 +12,11 @@ from __future__ import annotations
 import torch
 
 from zero_offload import native
-from zero_offload.abi import STATE_BLOCK, StateFormat
+from zero_offload.abi import StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.dtypes import address_of
-
-
-def state_dtype(format: StateFormat, *, signed: bool) -> torch.dtype:
-    """The dtype of a state's elements, codes or not."""
-    if format is StateFormat.COMPACT:
-        return torch.int8 if signed else torch.uint8
-    return torch.bfloat16 if format is StateFormat.BF16 else torch.float32
-
-
-def num_scales(format: StateFormat, numel: int) -> int:
-    """How many fp32 scales stand beside a state of `numel` elements."""
-    return -(-numel // STATE_BLOCK) if format is StateFormat.COMPACT else 0
+from zero_offload.kernels.words import num_scales, state_dtype
 
 
 def decode_states(

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
-from zero_offload.kernels.device_update import UpdateTensors, check_update, scalars_of
 from zero_offload.kernels.fallback import torch_words as words
 from zero_offload.kernels.fallback.codec import first_bit, make_codec, make_codes, random_key, turns
 from zero_offload.kernels.fallback.elements import MAGNITUDE, make_elements
-from zero_offload.kernels.fallback.rules import GRAD_SCALE, make_rule
-from zero_offload.kernels.update import SIGNED, STATES, Segment
+from zero_offload.kernels.fallback.rules import GRAD_SCALE, make_rule, scalars_of
+from zero_offload.kernels.words import SIGNED, STATES, Segment, UpdateTensors, check_update
 
 BLOCK = 1 << 20
 """Elements that the arrays between two operations have: whole blocks of codes. They take some 150 bytes for each."""

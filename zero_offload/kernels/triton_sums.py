@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_offload.host import host_tensor
-from zero_offload.kernels import device_grads
+from zero_offload.kernels.words import CHUNK, LANES
 
 PROGRAM_CHUNKS = 2
 """Of a program: a lane for each of the 32 threads of its one warp."""
@@ -23,7 +23,7 @@ ROWS_AT_ONCE = 32
 """Rows that are loaded before the first is added: the sums of a lane wait for each other, the loads do not."""
 OPTIONS = {"enable_fp_fusion": False, "num_warps": 1}
 
-_CHUNK, _LANES = tl.constexpr(device_grads.CHUNK), tl.constexpr(device_grads.LANES)
+_CHUNK, _LANES = tl.constexpr(CHUNK), tl.constexpr(LANES)
 
 
 def sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
@@ -32,7 +32,7 @@ def sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
     done, groups = 0, dict[int, list[tuple[int, Tensor]]]()
     for grad in grads:
         groups.setdefault(grad.untyped_storage().data_ptr(), []).append((done, grad))
-        done += triton.cdiv(grad.numel(), device_grads.CHUNK)
+        done += triton.cdiv(grad.numel(), CHUNK)
     for group in groups.values():
         _, first = min(group, key=lambda each: each[1].storage_offset())
         origin = first.storage_offset()
@@ -60,9 +60,9 @@ def _chunks(places: tuple[tuple[int, int, int], ...], device: torch.device) -> T
     """(chunks, 3) int64 on the device: where a chunk begins and ends, and where its sum goes. Of gradients of so many
     elements that begin there and have sums from there on. A section's are the same in each step."""
     rows = [
-        (begin + first, begin + min(first + device_grads.CHUNK, numel), at + number)
+        (begin + first, begin + min(first + CHUNK, numel), at + number)
         for at, begin, numel in places
-        for number, first in enumerate(range(0, numel, device_grads.CHUNK))
+        for number, first in enumerate(range(0, numel, CHUNK))
     ]
     return host_tensor(rows, torch.int64).view(-1, 3).to(device, non_blocking=True)
 

@@ -18,12 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_offload.abi import MAX_STATES, STATE_BLOCK, Rule, StateFormat
-from zero_offload.kernels.device_update import UpdateTensors, check_update, scalars_of
 from zero_offload.kernels.dtypes import kind_of
 from zero_offload.kernels.fallback import rules
 from zero_offload.kernels.fallback.codec import random_key, turns
 from zero_offload.kernels.triton_states import load_master, load_state, random_words, store_master, store_state
-from zero_offload.kernels.update import Segment
+from zero_offload.kernels.words import Segment, UpdateTensors, check_update
 
 BLOCK = 1024
 """Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time.
@@ -53,7 +52,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
     beside = tensors.residual if tensors.master is None else tensors.master
     arrays = (tensors.grad, tensors.value, beside, *_padded(tensors.states))
     scales = _padded(tensors.scales)
-    scalars = scalars_of(rule, segment)
+    scalars = rules.scalars_of(rule, segment)
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.accelerator.device_index(tensors.value.device.index):
         for begin, end, numbering in _runs(tensors, segment):

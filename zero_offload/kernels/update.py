@@ -1,4 +1,4 @@
-"""The fused updates of all optimizers, over raw memory.
+"""The fused updates of all optimizers: `fused_update` over host memory, `update_on_device` over tensors of a device.
 
 Owns the shape of its arguments; never allocates or keeps memory. One pass reads gradient, master and states,
 and writes states, master and, when asked, a second copy of the new value. The same bits come out on every
@@ -12,53 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from zero_offload import abi, native
+from zero_offload import native
 from zero_offload.abi import Rule, StateFormat
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.choice import kernels
+from zero_offload.kernels.choice import has_device_update, kernels
 from zero_offload.kernels.dtypes import kind_of
-
-SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
-SegmentArray = npt.NDArray[np.void]
-
-
-STATES: dict[Rule, tuple[str, ...]] = {
-    Rule.ADAMW: ("exp_avg", "exp_avg_sq"),
-    Rule.ADAMW_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
-    Rule.ADAM_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    Rule.ADAGRAD: ("sum",),
-    Rule.LION: ("exp_avg",),
-    Rule.SGD: (),
-    Rule.SGD_MOMENTUM: ("momentum_buffer",),
-    Rule.SGD_NESTEROV: ("momentum_buffer",),
-}
-"""What a rule keeps, by torch's names, in the order of the kernels."""
-
-SIGNED = frozenset({"exp_avg", "momentum_buffer"})
-"""The states that may be below 0; the others are means, sums or maxima of squares."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1.
-
-    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay and beta2 is
-    initial_accumulator_value, which the first step adds to `sum`.
-    """
-
-    begin: int
-    end: int
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    grad_scale: float
-    step: int
+from zero_offload.kernels.words import SEGMENT_DTYPE, Segment, SegmentArray, UpdateTensors, segment_array
 
 
 @dataclass(frozen=True)
@@ -86,12 +47,6 @@ class UpdateBuffers:
     state_format: StateFormat = StateFormat.FP32
     seed: int = 0  # 64 bits, another for each section
     origin: int = 0
-
-
-def segment_array(segments: Sequence[Segment]) -> SegmentArray:
-    """The segments as one array for `fused_update`: build it once, use it for many calls."""
-    # Not by `astuple`, whose copies of numbers take longer than a launch on a device.
-    return np.array([tuple(vars(segment).values()) for segment in segments], dtype=SEGMENT_DTYPE)
 
 
 def fused_update(
@@ -125,3 +80,19 @@ def fused_update(
             origin=buffers.origin,
         )
     )
+
+
+def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
+    """Launch one step of elements [segment.begin, segment.end) on the current stream of the tensors' device.
+
+    By Triton where it is (`triton_update`), else by torch's operations (`torch_update`). Nothing waits for the device.
+    Elements outside are not touched. Raises ConfigError for tensors and segments that do not fit.
+    """
+    if has_device_update(tensors.value):
+        from zero_offload.kernels.triton_update import update_on_device as by_triton
+
+        by_triton(rule, tensors, segment)
+    else:
+        from zero_offload.kernels.torch_update import update_on_device as by_torch
+
+        by_torch(rule, tensors, segment)

@@ -18,9 +18,8 @@ import torch
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.device import Device, Event, Handoff
 from zero_offload.kernels.choice import has_device_update
-from zero_offload.kernels.device_update import UpdateTensors, update_on_device
-from zero_offload.kernels.states import num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED, STATES, Segment
+from zero_offload.kernels.update import update_on_device
+from zero_offload.kernels.words import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
 from zero_offload.memory.pool import LazyRegion
 from zero_offload.optim.pipeline import SectionUpdate, cut_segments
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL

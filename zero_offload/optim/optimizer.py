@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.host import host_tensor
 from zero_offload.kernels.choice import has_device_update
-from zero_offload.kernels.device_update import UpdateTensors, update_on_device
 from zero_offload.kernels.dtypes import address_of, kind_of
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.update import UpdateBuffers, fused_update, update_on_device
+from zero_offload.kernels.words import Segment, UpdateTensors
 from zero_offload.optim.groups import group_records
 from zero_offload.optim.loading import (
     BESIDE,

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zero_offload.abi import Rule
-from zero_offload.kernels.update import STATES, SegmentArray, UpdateBuffers, fused_update
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import STATES, SegmentArray
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT

@@ -6,8 +6,8 @@ import torch
 
 from zero_offload.abi import StateFormat
 from zero_offload.host import host_empty, host_zeros
-from zero_offload.kernels.states import decode_states, encode_states, num_scales, state_dtype
-from zero_offload.kernels.update import SIGNED
+from zero_offload.kernels.states import decode_states, encode_states
+from zero_offload.kernels.words import SIGNED, num_scales, state_dtype
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.shards.shard import Component, array_numel, component_dtype
 

@@ -29,7 +29,7 @@ import torch
 
 from zero_offload.abi import StateFormat
 from zero_offload.device import Device, Event
-from zero_offload.kernels.states import num_scales
+from zero_offload.kernels.words import num_scales
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.shards.replica import Replica
 from zero_offload.storage.extents import Extent

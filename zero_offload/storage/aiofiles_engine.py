@@ -26,7 +26,7 @@ from aiofiles import os as async_os
 
 from zero_offload.ends import at_exit
 from zero_offload.errors import ConfigError
-from zero_offload.storage.checksum import crc32c
+from zero_offload.kernels.choice import kernels
 from zero_offload.storage.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
 from zero_offload.storage.failures import (
     BlockFailure,
@@ -312,7 +312,7 @@ class AiofilesEngine:
         return BlockFailure("read", job.row, Cause.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
 
     async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
-        return await self._loop.run_in_executor(self._executor, crc32c, seed, address, nbytes)
+        return await self._loop.run_in_executor(self._executor, kernels().crc32c, seed, address, nbytes)
 
     async def _transfer(self, job: _Job) -> BlockFailure | None:
         """All bytes of a block, however few a call moves. Once given up, its memory is not ours to touch any more."""

@@ -3,7 +3,7 @@
 Owns the words (`BLOCK_DTYPE`, `Ticket`, `Urgency`, `EngineSettings`, `FileEngine`); moves no byte
 itself. A block table is both the map and the checksums of an extent: a write fills the checksum of each row,
 a read is verified against it. Files are the caller's: opened, sized, named and closed elsewhere.
-The calls in order: `open_engine`, `name_file` for each file, `read` / `write`, `wait`, `close`.
+The calls in order: `engines.open_engine`, `name_file` for each file, `read` / `write`, `wait`, `close`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from zero_offload.types import MIB, EngineKind, format_bytes
+from zero_offload.types import EngineKind, format_bytes
 
 BlockTable = npt.NDArray[np.void]
 
@@ -32,7 +32,7 @@ BLOCK_DTYPE = np.dtype(
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How an engine works, and why so."""
+    """How an engine works."""
 
     kind: EngineKind
     num_threads: int
@@ -41,17 +41,11 @@ class EngineSettings:
     """Requests in flight per drive and thread; of io_uring only."""
     request_bytes: int
     """Blocks are moved in requests of at most so many bytes, whole sectors."""
-    reason: str = "asked for"
 
     def __str__(self) -> str:
         depth = f", {self.depth} requests in flight" if self.kind is EngineKind.IO_URING else ""
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''} per drive"
         return f"{self.kind.value}, {threads}{depth}, requests of {format_bytes(self.request_bytes)}"
-
-
-THREADS = EngineSettings(EngineKind.THREADS, num_threads=4, depth=1, request_bytes=4 * MIB)
-IO_URING = EngineSettings(EngineKind.IO_URING, num_threads=1, depth=16, request_bytes=MIB)
-"""One thread is enough for most drives, checksums included; two move small blocks out of order, so later."""
 
 
 class Urgency(IntEnum):
@@ -122,14 +116,3 @@ class FileEngine(Protocol):
 
     def close(self) -> None:
         """Wait for everything launched, unless stuck, and stop the threads. Closing twice is allowed."""
-
-
-def open_engine(settings: EngineSettings = THREADS, num_drives: int = 1) -> FileEngine:
-    """Start an engine. Raises ConfigError where the system does not offer that kind, CapacityError without threads."""
-    if settings.kind is EngineKind.AIOFILES:
-        from zero_offload.storage.aiofiles_engine import AiofilesEngine
-
-        return AiofilesEngine(settings, num_drives)
-    from zero_offload.storage.native_engine import NativeEngine
-
-    return NativeEngine(settings, num_drives)

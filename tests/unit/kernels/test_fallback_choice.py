@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import os
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,13 +20,12 @@ from numba.core.bytecode import FunctionIdentity
 from tests.helpers.without_library import forget_choices, without_library
 from zero_offload import abi, native
 from zero_offload.abi import Rule, StateFormat
-from zero_offload.errors import CapacityError
+from zero_offload.errors import CapacityError, ConfigError
 from zero_offload.kernels import choice
-from zero_offload.kernels.fallback import numba_passes, numba_words, numpy_passes
-from zero_offload.kernels.fallback.calls import PortableKernels
+from zero_offload.kernels.fallback import calls, numba_passes, numba_words
 from zero_offload.kernels.master import convert
-from zero_offload.kernels.states import state_dtype
-from zero_offload.kernels.update import Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import Segment, state_dtype
 
 
 @pytest.fixture
@@ -38,42 +39,65 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 def test_the_library_is_used_where_it_is() -> None:
     assert choice.kernels() is native
-    assert choice.find() == choice.Choice("native", f"native, for {native.isa().name.lower()}")
+    assert choice.description() == f"native, for {native.isa().name.lower()}"
 
 
-@pytest.mark.parametrize(("instead", "passes"), [("numba", numba_passes), ("numpy", numpy_passes)])
-def test_what_runs_instead(instead: str, passes: object) -> None:
-    with without_library(instead):
-        found = choice.kernels()
-        assert isinstance(found, PortableKernels) and found.passes is passes
+def test_numba_runs_instead() -> None:
+    with without_library():
+        assert choice.kernels() is calls
+        assert choice.description().startswith("numba, with the same bits")
     assert choice.kernels() is native
 
 
 def test_another_version_of_the_library_is_as_good_as_none(fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(abi, "VERSION", abi.VERSION + 1)
     with pytest.warns(UserWarning, match="is another build.*Rebuild it with 'pip install -e .'.*Until then: numba"):
-        assert isinstance(choice.kernels(), PortableKernels)
+        assert choice.kernels() is calls
 
 
 def test_one_warning_says_what_runs_and_what_to_type(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fresh.setattr(native, "LIBRARY_PATH", tmp_path / "_native.so")
-    fresh.setitem(sys.modules, "numba", None)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
             convert(torch.empty(4, dtype=torch.float16), torch.ones(4))
     (warning,) = told
-    for words in ("_native.so: cannot open", "'make native'", "numpy, with the same bits", "pip install numba"):
+    for words in ("_native.so: cannot open", "'make native'", "numba, with the same bits"):
         assert words in str(warning.message)
 
 
-def test_a_numba_that_does_not_fit_is_not_used(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_numba_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise SystemError('numba needs another numpy')")
+    code = (
+        "import torch\n"
+        "from zero_offload import errors, native\n"
+        "from zero_offload.kernels.master import convert\n"
+        "native.LIBRARY_PATH = native.LIBRARY_PATH.with_name('nowhere.so')\n"
+        "for _ in range(2):\n"
+        "    try:\n        convert(torch.empty(4, dtype=torch.float16), torch.ones(4))\n"
+        "    except errors.ConfigError as error:\n        print(error)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(native.__file__).parents[1]}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    for line in done.stdout.splitlines():
+        assert "nowhere.so" in line and "(SystemError: numba needs another numpy): pip install --upgrade numba" in line
+    assert len(done.stdout.splitlines()) == 2 and not done.stderr
+
+
+def test_a_numba_that_compiles_nothing_is_one_error(fresh: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*arguments: object) -> None:
+        raise numba.core.errors.LoweringError("no such instruction")
+
     fresh.setattr(native, "LIBRARY_PATH", tmp_path / "_native.so")
-    fresh.syspath_prepend(tmp_path)
-    fresh.delitem(sys.modules, "numba")
-    found = choice.find()
-    assert found.name == "numpy" and "SystemError: numba needs another numpy" in found.description
+    fresh.setattr(numba_passes, "crc32c", refuse)
+    with pytest.raises(ConfigError, match="_native.so.*'make native'.*LoweringError: .*no such instruction"):
+        convert(torch.empty(4, dtype=torch.float16), torch.ones(4))
+
+
+def test_numba_is_imported_only_where_it_runs() -> None:
+    code = "import sys, torch, zero_offload; zero_offload.nn; print('numba' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
 
 
 def test_a_library_that_cannot_be_opened_now_is_not_given_up(fresh: pytest.MonkeyPatch) -> None:
@@ -99,42 +123,32 @@ def run_compiled(rule: Rule, format: StateFormat) -> tuple[float, float, int]:
     addresses = (value.data_ptr(), 0, 0, (state.data_ptr(),), grad.data_ptr(), 0)
     segment = Segment(0, 8, 0.5, 0.5, 0.5, 0.0, 0.0, 1.0, 2)
     fused_update(rule, UpdateBuffers(*addresses, value.dtype, grad.dtype, state_format=format), [segment], 1)
-    return (
-        value[0].item(),
-        state[0].item(),
-        sum(numba_passes._update_of(rule, format).stats.cache_hits.values()),
-    )
-
-
-def forget_compiled() -> None:
-    for each in (numba_passes._update_of, numba_passes._compute_of):
-        each.cache_clear()
+    return value[0].item(), state[0].item(), sum(numba_passes.update_of(rule).stats.cache_hits.values())
 
 
 @pytest.mark.full
 def test_the_next_process_finds_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each rule and format its own, though they have the same types, and their symbols the same numbers in two
-    processes."""
+    """Each rule its own, though they have the same types, and their symbols the same numbers in two processes."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    fp32, bf16 = StateFormat.FP32, StateFormat.BF16
-    results = {(Rule.LION, fp32): (0.5, 2.0), (Rule.SGD_MOMENTUM, fp32): (0.0, 2.0), (Rule.LION, bf16): (0.5, 2.0)}
+    results = {Rule.LION: (0.5, 2.0), Rule.SGD_MOMENTUM: (0.0, 2.0)}
     with without_library():
-        forget_compiled()
-        for format in (fp32, bf16):
-            run_compiled(Rule.SGD_NESTEROV, format)  # what all rules share has its numbers now
-        for kind, result in results.items():
+        numba_passes.update_of.cache_clear()
+        run_compiled(Rule.SGD_NESTEROV, StateFormat.FP32)  # what all rules share has its numbers now
+        for rule, result in results.items():
             # As in a new process, which begins to count anew.
-            forget_compiled()
+            numba_passes.update_of.cache_clear()
             monkeypatch.setattr(FunctionIdentity, "_unique_ids", itertools.count(1 << 40))
-            assert run_compiled(*kind) == (*result, 0)
-        forget_compiled()
-        for kind, result in results.items():
-            assert run_compiled(*kind) == (*result, 1)
+            assert run_compiled(rule, StateFormat.FP32) == (*result, 0)
+        numba_passes.update_of.cache_clear()
+        for rule, result in results.items():
+            for format in (StateFormat.FP32, StateFormat.BF16):
+                assert run_compiled(rule, format) == (*result, 1)
 
 
 def test_what_is_kept_is_of_these_sources() -> None:
     """Numba itself would look at one file only."""
-    cells = numba_passes._update_of(Rule.SGD, StateFormat.BF16).py_func.__closure__
-    key = f"{numba_words.SOURCES} SGD_BF16"
-    assert key in [cell.cell_contents for cell in cells]
-    assert numba_words.sources() == numba_words.SOURCES
+    sources = numba_words.sources()
+    for each in (numba_passes.update_of(Rule.SGD), numba_passes.sum_chunks, numba_passes.crc32c):
+        assert each.py_func.__qualname__.endswith(sources)
+    files = sorted(Path(numba_words.__file__).parent.glob("*.py"))
+    assert sources == hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

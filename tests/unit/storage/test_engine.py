@@ -18,22 +18,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from zero_offload import crc32c, native
+from tests.helpers.without_library import without_library
+from zero_offload import native
 from zero_offload.abi import Fault
 from zero_offload.errors import ConfigError, IntegrityError, StorageError
+from zero_offload.kernels.checksum import crc32c
 from zero_offload.storage import native_engine, stall
 from zero_offload.storage.aiofiles_engine import AiofilesEngine
-from zero_offload.storage.engine import (
-    BLOCK_DTYPE,
-    IO_URING,
-    THREADS,
-    BlockTable,
-    EngineSettings,
-    FileEngine,
-    Ticket,
-    Urgency,
-    open_engine,
-)
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine, Ticket, Urgency
+from zero_offload.storage.engines import IO_URING, THREADS, open_engine
 from zero_offload.storage.native_engine import NativeEngine
 from zero_offload.storage.stall import StallWatch
 from zero_offload.types import EngineKind
@@ -548,8 +541,8 @@ def test_the_process_ends_without_a_drive_that_aiofiles_has_given_up(ending: str
         "import ctypes, mmap, os, sys, threading, numpy as np\n"
         "from zero_offload.errors import StorageError\n"
         "from zero_offload.storage import stall\n"
-        "from zero_offload.storage.engine import BLOCK_DTYPE, open_engine\n"
-        "from zero_offload.storage.tuning import AIOFILES\n"
+        "from zero_offload.storage.engine import BLOCK_DTYPE\n"
+        "from zero_offload.storage.engines import AIOFILES, open_engine\n"
         "stall.STALL_LIMIT_S = 0.3\n"
         "os.pwritev = lambda *_: threading.Event().wait()\n"
         "engine = open_engine(AIOFILES)\n"
@@ -742,7 +735,7 @@ def test_what_a_sandbox_forbids_is_said() -> None:
     code = (
         "from tests.helpers.seccomp import forbid_io_uring\n"
         "from zero_offload import errors\n"
-        "from zero_offload.storage.engine import IO_URING, open_engine\n"
+        "from zero_offload.storage.engines import IO_URING, open_engine\n"
         "forbid_io_uring()\n"
         "try:\n    open_engine(IO_URING)\n"
         "except errors.ConfigError as error:\n    print(error)\n"
@@ -762,8 +755,8 @@ def test_the_portable_checksum_is_the_native_one(nbytes: int) -> None:
     memory = Memory(nbytes).fill(nbytes)
     for seed in (0, 5, 2**32 - 1):
         expected = native.crc32c(seed, memory.address, nbytes)
-        assert crc32c.of_memory(seed, memory.address, nbytes) == expected
-        assert crc32c.of_memory_numpy(seed, memory.address, nbytes) == expected
+        with without_library():
+            assert crc32c(memory.address, nbytes, seed=seed) == expected
 
 
 def test_a_wait_outlives_close(engine: FileEngine, file: File) -> None:
@@ -793,8 +786,8 @@ def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
     """Thread pools take nothing any more then."""
     code = (
         "import atexit, ctypes, mmap, os, sys, numpy as np\n"
-        "from zero_offload.storage.engine import BLOCK_DTYPE, open_engine\n"
-        "from zero_offload.storage.tuning import AIOFILES\n"
+        "from zero_offload.storage.engine import BLOCK_DTYPE\n"
+        "from zero_offload.storage.engines import AIOFILES, open_engine\n"
         "engine = open_engine(AIOFILES)\n"
         "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
         "memory = mmap.mmap(-1, 4096)\n"

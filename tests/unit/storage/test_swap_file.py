@@ -11,7 +11,7 @@ from tests.helpers.disk import small_disk
 from zero_offload.errors import CapacityError, IntegrityError, StorageError
 from zero_offload.memory.arena import Arena
 from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import open_engine
+from zero_offload.storage.engines import open_engine
 from zero_offload.storage.extents import Extent, extent_record
 from zero_offload.storage.swap_file import SwapFile
 from zero_offload.types import MIB

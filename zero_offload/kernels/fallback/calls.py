@@ -1,188 +1,125 @@
-"""The kernels of the native library without it: the same calls, checks, chunks and bits over compiled or numpy passes.
+"""The kernels of the native library without it: the same calls, chunks and bits over passes that numba compiles.
 
-Owns the order of a call: check everything, cut it into parts, run the passes. `PortableKernels` stands where
-`native` stands otherwise.
+This module stands where `native` stands otherwise: each call cuts its work into parts and runs the passes. Arguments
+are the package's own, and not checked again, except that buffers of an update, which may be a user's, lie apart. The
+first call of a kind may take time to compile.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from zero_offload import abi, crc32c
-from zero_offload.abi import STATE_BLOCK, GradMode, Kind, Rule, StateFormat
-from zero_offload.errors import ConfigError
-from zero_offload.kernels.fallback.checks import (
-    check_convert_kinds,
-    check_dst_src,
-    check_grad_kinds,
-    check_master,
-    check_origin,
-    check_range,
-    check_states,
-    check_update,
-)
+from zero_offload import abi
+from zero_offload.abi import STATE_BLOCK, GradMode, Kind, StateFormat
+from zero_offload.kernels.fallback import numba_passes as passes
 from zero_offload.kernels.fallback.codec import random_key, turns
 from zero_offload.kernels.fallback.elements import INFINITY
-from zero_offload.kernels.fallback.parts import CHUNK, Body, in_parts, num_chunks
-from zero_offload.kernels.fallback.rules import NUM_SCALARS, scalars_of
+from zero_offload.kernels.fallback.parts import Body, in_parts, num_chunks
+from zero_offload.kernels.fallback.rules import NUM_SCALARS, scalars_of_row
+from zero_offload.kernels.words import CHUNK, SEGMENT_DTYPE, STATES, check_apart
 from zero_offload.native import StateArgs, SumOfSquares, UpdateArgs
 
-_SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
 _KIND_OF = {StateFormat.FP32: Kind.FP32, StateFormat.BF16: Kind.BF16}
-READ = -1
-"""Beside GradMode's: the mode of a sum that stores nothing."""
+_STATE_BYTES = {StateFormat.FP32: 4, StateFormat.BF16: 2, StateFormat.COMPACT: 1}
 
 
-class Passes(Protocol):
-    """What runs over memory; each call is one thread's part, and knows nothing of the others."""
-
-    def update_part(
-        self,
-        rule: Rule,
-        kinds: tuple[int, int, int],
-        arrays: tuple[int, ...],
-        line: tuple[Any, Any, Any, Any],
-        begin: int,
-        end: int,
-    ) -> None:
-        """Update places [begin, end) of the line on which all rows lie end to end; see `_line_of`.
-
-        `kinds` are of value and gradient, and the format of states; `arrays` the addresses of value, residual, master,
-        three states, their scales, gradient and value_out. Beside compact states `begin` starts a block.
-        """
-
-    def sum_part(
-        self,
-        kinds: tuple[int, int],
-        mode: int,
-        arrays: tuple[int, int],
-        numel: int,
-        found: tuple[Any, Any],
-        first: int,
-        last: int,
-    ) -> None:
-        """Chunks [first, last) of dst and src, (numel,) each: store src as `mode` says, and fill their rows of `found`:
-        sums of squares (chunks,) fp64, the largest bits of a magnitude (chunks,) uint32."""
-
-    def convert_part(self, kinds: tuple[int, int], arrays: tuple[int, int], begin: int, end: int) -> None:
-        """`kinds` and `arrays` are of dst and src."""
-
-    def split_part(self, master: int, half: int, residual: int, begin: int, end: int) -> None: ...
-
-    def join_part(self, half: int, residual: int, master: int, begin: int, end: int) -> None: ...
-
-    def short_split_part(self, master: int, half: int, residual: int, begin: int, end: int) -> None: ...
-
-    def short_join_part(self, half: int, residual: int, master: int, begin: int, end: int) -> None: ...
-
-    def decode_part(self, signed: bool, arrays: tuple[int, int, int], begin: int, end: int) -> None:
-        """Of compact states: `arrays` are of codes, scales and fp32; `begin` starts a block."""
-
-    def encode_part(self, signed: bool, arrays: tuple[int, int, int], begin: int, end: int) -> None:
-        """As `decode_part`, the other way."""
+def update(args: UpdateArgs) -> None:
+    if args.num_segments == 0:
+        return
+    rows = (ctypes.c_char * (args.num_segments * SEGMENT_DTYPE.itemsize)).from_address(args.segments)
+    segments = np.frombuffer(memoryview(rows), SEGMENT_DTYPE)
+    _check_update(args, segments)
+    kinds = (int(args.value_kind), int(args.grad_kind), int(args.state_format))
+    states, scales = ((*each, 0, 0, 0)[: abi.MAX_STATES] for each in (args.states, args.scales))
+    arrays = (args.value, args.residual, args.master, *states, *scales, args.grad, args.value_out)
+    line = _line_of(args, segments)
+    run = passes.update_of(args.rule)
+    _in_elements(int(line[0][-1]), args.num_threads, lambda *part: run(kinds, arrays, line, *part))
 
 
-class PortableKernels:
-    """Each call is that of `native`, and returns its bits. The first call of a kind may take time to compile."""
+def master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.split(master, half, residual, *part))
 
-    def __init__(self, passes: Passes) -> None:
-        self.passes = passes
 
-    def update(self, args: UpdateArgs) -> None:
-        check_range("zo_update", args.num_segments, args.num_threads)
-        check_origin(args)
-        if args.num_segments == 0:
-            return
-        rows = (ctypes.c_char * (args.num_segments * _SEGMENT_DTYPE.itemsize)).from_address(args.segments)
-        segments = np.frombuffer(memoryview(rows), _SEGMENT_DTYPE)
-        check_update(args, segments)
-        kinds = (int(args.value_kind), int(args.grad_kind), int(args.state_format))
-        states, scales = ((*each, 0, 0, 0)[: abi.MAX_STATES] for each in (args.states, args.scales))
-        arrays = (args.value, args.residual, args.master, *states, *scales, args.grad, args.value_out)
-        line = _line_of(args, segments)
-        total = int(line[0][-1])
+def master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.join(half, residual, master, *part))
 
-        def update_chunks(first: int, last: int) -> None:
-            self.passes.update_part(args.rule, kinds, arrays, line, first * CHUNK, min(last * CHUNK, total))
 
-        in_parts(num_chunks(total), args.num_threads, update_chunks)
+def short_master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.short_split(master, half, residual, *part))
 
-    def master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-        check_master("zo_master_split", (master, half, residual), 2, numel, num_threads)
-        _in_elements(numel, num_threads, lambda *part: self.passes.split_part(master, half, residual, *part))
 
-    def master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-        check_master("zo_master_join", (master, half, residual), 2, numel, num_threads)
-        _in_elements(numel, num_threads, lambda *part: self.passes.join_part(half, residual, master, *part))
+def short_master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.short_join(half, residual, master, *part))
 
-    def short_master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-        check_master("zo_short_master_split", (master, half, residual), 1, numel, num_threads)
-        _in_elements(numel, num_threads, lambda *part: self.passes.short_split_part(master, half, residual, *part))
 
-    def short_master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-        check_master("zo_short_master_join", (master, half, residual), 1, numel, num_threads)
-        _in_elements(numel, num_threads, lambda *part: self.passes.short_join_part(half, residual, master, *part))
-
-    def states_decode(self, args: StateArgs) -> None:
-        check_states("zo_states_decode", args)
-        if args.format is not StateFormat.COMPACT:
-            self.convert(args.fp32, Kind.FP32, args.states, _KIND_OF[args.format], args.numel, args.num_threads)
-            return
+def states_decode(args: StateArgs) -> None:
+    if args.format is StateFormat.COMPACT:
         arrays = (args.states, args.scales, args.fp32)
-        _in_elements(args.numel, args.num_threads, lambda *part: self.passes.decode_part(args.signed, arrays, *part))
+        _in_elements(args.numel, args.num_threads, lambda *part: passes.decode(args.signed, arrays, *part))
+    else:
+        convert(args.fp32, Kind.FP32, args.states, _KIND_OF[args.format], args.numel, args.num_threads)
 
-    def states_encode(self, args: StateArgs) -> None:
-        check_states("zo_states_encode", args)
-        if args.format is not StateFormat.COMPACT:
-            self.convert(args.states, _KIND_OF[args.format], args.fp32, Kind.FP32, args.numel, args.num_threads)
-            return
+
+def states_encode(args: StateArgs) -> None:
+    if args.format is StateFormat.COMPACT:
         arrays = (args.states, args.scales, args.fp32)
-        _in_elements(args.numel, args.num_threads, lambda *part: self.passes.encode_part(args.signed, arrays, *part))
+        _in_elements(args.numel, args.num_threads, lambda *part: passes.encode(args.signed, arrays, *part))
+    else:
+        convert(args.states, _KIND_OF[args.format], args.fp32, Kind.FP32, args.numel, args.num_threads)
 
-    def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
-        check_range("zo_convert", numel, num_threads)
-        check_dst_src("zo_convert", (dst_kind, src_kind), GradMode.OVERWRITE, dst, src, numel)
-        check_convert_kinds(dst_kind, src_kind)
-        kinds = (int(dst_kind), int(src_kind))
-        _in_elements(numel, num_threads, lambda *part: self.passes.convert_part(kinds, (dst, src), *part))
 
-    def grad_store(
-        self, dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
-    ) -> SumOfSquares:
-        check_range("zo_grad_store", numel, num_threads)
-        check_dst_src("zo_grad_store", (dst_kind, src_kind), mode, dst, src, numel)
-        check_grad_kinds(dst_kind, src_kind, mode)
-        return self._sum((dst_kind, src_kind), int(mode), (dst, src), numel, num_threads)
+def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
+    kinds = (int(dst_kind), int(src_kind))
+    _in_elements(numel, num_threads, lambda *part: passes.convert(kinds, (dst, src), *part))
 
-    def sumsq(self, kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
-        check_range("zo_sumsq", numel, num_threads)
-        if numel > 0 and not values:
-            raise ConfigError("zo_sumsq: values is NULL")
-        return self._sum((kind, kind), READ, (values, values), numel, num_threads)
 
-    def crc32c(self, seed: int, address: int, nbytes: int) -> int:
-        return crc32c.of_memory(seed, address, nbytes)
+def grad_store(
+    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
+) -> SumOfSquares:
+    return _sum((int(dst_kind), int(src_kind)), int(mode), (dst, src), numel, num_threads)
 
-    def _sum(
-        self, kinds: tuple[Kind, Kind], mode: int, arrays: tuple[int, int], numel: int, num_threads: int
-    ) -> SumOfSquares:
-        """See [Note: the tree] in csrc/reduce/reduce.h."""
-        count = num_chunks(numel)
-        sums, tops = np.zeros(count), np.zeros(count, dtype=np.uint32)
-        plain = (int(kinds[0]), int(kinds[1]))
 
-        def sum_chunks(first: int, last: int) -> None:
-            self.passes.sum_part(plain, mode, arrays, numel, (sums, tops), first, last)
+def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
+    return _sum((int(kind), int(kind)), passes.READ, (values, values), numel, num_threads)
 
-        in_parts(count, num_threads, sum_chunks)
-        total = 0.0
-        for each in sums.tolist():
-            total += each
-        return SumOfSquares(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
+
+def crc32c(seed: int, address: int, nbytes: int) -> int:
+    """`seed` is the register's start, so that equal bytes in other places have other checksums."""
+    return int(passes.crc32c(np.uint32(seed ^ 0xFFFFFFFF), address, nbytes, passes.crc_tables())) ^ 0xFFFFFFFF
+
+
+def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int, num_threads: int) -> SumOfSquares:
+    """See [Note: the tree] in csrc/reduce/reduce.h."""
+    count = num_chunks(numel)
+    found = sums, tops = np.zeros(count), np.zeros(count, dtype=np.uint32)
+    in_parts(count, num_threads, lambda *chunks: passes.sum_chunks(kinds, mode, arrays, numel, found, *chunks))
+    total = 0.0
+    for each in sums.tolist():
+        total += each
+    return SumOfSquares(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
+
+
+def _check_update(args: UpdateArgs, segments: Any) -> None:
+    """Raises ConfigError, in the words of csrc/abi_update.cpp, where buffers overlap."""
+    begin, end = int(segments[0]["begin"]), int(segments[-1]["end"])
+    value_bytes, grad_bytes = (4 if kind is Kind.FP32 else 2 for kind in (args.value_kind, args.grad_kind))
+    sizes = [("value", args.value, value_bytes), ("value_out", args.value_out, value_bytes)]
+    sizes.append(("grad", args.grad, grad_bytes))
+    if args.value_kind is Kind.BF16:
+        sizes.append(("residual", args.residual, 1 if args.state_format is StateFormat.COMPACT else 2))
+    if args.value_kind is Kind.FP16:
+        sizes.append(("master", args.master, 4))
+    names = ("the first state", "the second state", "the third state")[: len(STATES[args.rule])]
+    sizes += [(name, at, _STATE_BYTES[args.state_format]) for name, at in zip(names, args.states, strict=False)]
+    spans = [(name, at + size * begin, at + size * end) for name, at, size in sizes if at]
+    for name, at in zip(names, args.scales, strict=False):
+        spans.append((f"{name}'s scales", at + 4 * (begin // STATE_BLOCK), at + 4 * -(-end // STATE_BLOCK)))
+    check_apart("zo_update", spans)
 
 
 def _line_of(args: UpdateArgs, segments: Any) -> tuple[Any, Any, Any, Any]:
@@ -196,7 +133,7 @@ def _line_of(args: UpdateArgs, segments: Any) -> tuple[Any, Any, Any, Any]:
     scalars = np.zeros((len(segments), NUM_SCALARS), dtype=np.float32)
     with np.errstate(over="ignore"):
         for row, segment in zip(scalars, segments, strict=True):
-            row[:] = scalars_of(args.rule, segment)
+            row[:] = scalars_of_row(args.rule, segment)
     grain = STATE_BLOCK if args.state_format is StateFormat.COMPACT else 1
     first, places, keys, of_segment = [0], [], [], []
     for index, (start, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):

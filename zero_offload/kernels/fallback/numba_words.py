@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,34 +16,36 @@ from numba.extending import intrinsic
 Function = Callable[..., Any]
 
 
-def sources() -> str:
-    """A digest of this folder.
-
-    Numba looks at one file to see whether what it has kept is stale, and at what a function has in its closure: so
-    functions that are kept name this, and are compiled anew when any file has changed.
-    """
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-SOURCES = sources()
-
-
 def function(body: Function, *, name: str = "", cache: bool = False) -> Function:
     """Compile at the first call, to run without the interpreter's lock.
 
-    Nothing is contracted or reordered, and a division by 0 is an infinity. With `cache` the result is kept in a file
-    for the next process, where numba finds a folder that it may write to. Who makes several functions of one `def`
-    gives each a `name`: numba's symbols have names and a number, which begins anew in each process, and a symbol from
-    a file is taken for one of this process that is called the same.
+    Nothing is contracted or reordered, and a division by 0 is an infinity. A caller that makes several functions of one
+    `def` gives each a `name`: numba's symbols have names and a number, which begins anew in each process, and a symbol
+    from a file would be taken for one of this process that has the same name.
+
+    With `cache` the result is kept in a file for the next process, where numba finds a folder that it may write to.
+    Numba looks at one file only to see whether what it has kept is stale. So names of functions that are kept end in a
+    digest of this folder, and a change of any file compiles them anew.
     """
-    if name:
-        body.__name__ = body.__qualname__ = name
+    name = name or body.__name__
+    body.__name__ = body.__qualname__ = f"{name}_{sources()}" if cache else name
     try:
         compiled: Function = njit(nogil=True, error_model="numpy", fastmath=False, cache=cache)(body)
     except RuntimeError:  # neither the package's folder nor the user's can be written to
-        return function(body)
+        return function(body, name=name)
     return compiled
+
+
+@functools.cache
+def sources() -> str:
+    """A digest of this folder's files."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def kept(body: Function) -> Function:
+    """`function` with a `cache`, as a decorator."""
+    return function(body, cache=True)
 
 
 def _fma(context: Any, a: Any, b: Any, c: Any) -> Any:
@@ -97,35 +100,38 @@ bytes_at: Function = intrinsic(_pointer_to(types.uint8))
 """Memory at an address, as elements of 16, 32 or 8 bits."""
 
 
-def _divide(a: Any, b: Any) -> Any:
+@function
+def divide(a: Any, b: Any) -> Any:
     return a / b
 
 
-def _u32(x: Any) -> Any:
+@function
+def u32(x: Any) -> Any:
     return np.uint32(x)
 
 
-def _f32(x: Any) -> Any:
+@function
+def f32(x: Any) -> Any:
     return np.float32(x)
 
 
-def _whole(x: Any) -> Any:
+@function
+def whole(x: Any) -> Any:
     """From 0 up to 2^31, toward zero."""
     return np.uint32(np.int32(x))
 
 
-def _select(condition: Any, then: Any, otherwise: Any) -> Any:
+@function
+def select(condition: Any, then: Any, otherwise: Any) -> Any:
     return then if condition else otherwise
 
 
-def _greater(a: Any, b: Any) -> Any:
+@function
+def greater(a: Any, b: Any) -> Any:
     return a if a > b else b
 
 
-def _sign(x: Any) -> Any:
+@function
+def sign(x: Any) -> Any:
     """-1, 1, or the zero or NaN it was."""
     return np.float32(1.0) if x > np.float32(0.0) else np.float32(-1.0) if x < np.float32(0.0) else x
-
-
-u32, f32, whole, select = function(_u32), function(_f32), function(_whole), function(_select)
-divide, greater, sign = function(_divide), function(_greater), function(_sign)

@@ -1,21 +1,16 @@
-"""The only parallel loop of the fallbacks: passes stay serial, callers hand over a range.
+"""The only parallel loop of the fallback: passes stay serial, callers hand over a range.
 
-Owns threads for each process. Whoever calls takes parts too, and comes back, even by Ctrl-C, only when nobody
-works on its memory any more. Chunks are cut from the start of the call, so results never depend on threads.
+The caller takes parts too, and returns, even by Ctrl-C, only when no thread works on its memory any more. Parts are
+whole chunks counted from the start of the call, so results never depend on the number of threads.
 """
 
 from __future__ import annotations
 
-import functools
-import os
-import threading
+import _thread
 from collections.abc import Callable
-from queue import SimpleQueue
 
+from zero_offload.kernels.words import CHUNK
 from zero_offload.threads import Monitor
-
-CHUNK = 16384
-"""Elements: kChunk of csrc/util/chunks.h; sums depend on it."""
 
 Body = Callable[[int, int], None]
 
@@ -33,47 +28,15 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         return
     job = _Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
     try:
-        helpers = _helpers(os.getpid())
-        for _ in range(helpers.grow(team - 1)):
-            helpers.calls.put(job.help)
+        for _ in range(team - 1):
+            try:
+                # Not `threading.Thread`: its `start` takes a lock in Python, which a Ctrl-C may leave taken.
+                _thread.start_new_thread(job.help, ())
+            except RuntimeError:  # the system gives no more, or the interpreter is going down
+                break
         job.work()
     finally:
         job.end()
-
-
-class _Helpers:
-    """Threads, as many as have been of use at once.
-
-    A `ThreadPoolExecutor` takes locks that a Ctrl-C may leave taken; see zero_offload/threads.py.
-    """
-
-    def __init__(self) -> None:
-        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        """What they call, one call each at a time."""
-        self._num, self._most = 0, max(os.cpu_count() or 1, 2)
-
-    def grow(self, count: int) -> int:
-        """Have so many; returns how many of them there are."""
-        while self._num < min(count, self._most):
-            name = f"zero_offload-kernels_{self._num}"
-            try:
-                threading.Thread(target=_serve, args=(self.calls,), name=name, daemon=True).start()
-            except RuntimeError:  # the system gives no more, or the interpreter is going down
-                self._most = self._num
-            else:
-                self._num += 1
-        return min(count, self._num)
-
-
-@functools.cache
-def _helpers(pid: int) -> _Helpers:
-    """They do not survive a fork, so a child has its own."""
-    return _Helpers()
-
-
-def _serve(calls: SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        calls.get()()
 
 
 class _Job:
@@ -91,7 +54,7 @@ class _Job:
             self._body(*part)
 
     def help(self) -> None:
-        """In a thread of the pool, which may come when all is over."""
+        """In another thread, which may come when all is over."""
         while part := self._take(helping=1):
             try:
                 self._body(*part)

@@ -6,38 +6,41 @@ it leaves alone what it does not know. The formulas and their sources stand in r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from zero_offload.abi import Rule
+from zero_offload.kernels.words import SEGMENT_DTYPE, Segment, segment_array
 
 # Places in a row of scalars.
 GRAD_SCALE, DECAY, L2, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2 = range(7)
 INV_SQRT_BIAS2, EPS, NEG_STEP_SIZE, GRAD_SHARE, FIRST_SUM = range(7, 12)
 NUM_SCALARS = 12
 
-NUM_STATES = {
-    Rule.ADAMW: 2,
-    Rule.ADAMW_AMSGRAD: 3,
-    Rule.ADAM: 2,
-    Rule.ADAM_AMSGRAD: 3,
-    Rule.ADAGRAD: 1,
-    Rule.LION: 1,
-    Rule.SGD: 0,
-    Rule.SGD_MOMENTUM: 1,
-    Rule.SGD_NESTEROV: 1,
-}
-NUM_SIGNED = {rule: 0 if rule is Rule.ADAGRAD else min(count, 1) for rule, count in NUM_STATES.items()}
-"""How many of those, the first, may be below 0; the others are means or sums of squares."""
 _ADAM = (Rule.ADAMW, Rule.ADAMW_AMSGRAD, Rule.ADAM, Rule.ADAM_AMSGRAD)
 _AMSGRAD = (Rule.ADAMW_AMSGRAD, Rule.ADAM_AMSGRAD)
 _DECOUPLED = (Rule.ADAMW, Rule.ADAMW_AMSGRAD)
 
 
-def scalars_of(rule: Rule, segment: np.void) -> tuple[float, ...]:
-    """What does not depend on the element, in double; whoever stores it rounds it to float once."""
+def scalars_of(rule: Rule, segment: Segment) -> tuple[float, ...]:
+    """What does not depend on the element, rounded to fp32 once."""
+    # The same for all parameters that share a step, whatever their sizes.
+    return _scalars(rule, segment_array([replace(segment, begin=0, end=0)]).tobytes())
+
+
+@functools.lru_cache(maxsize=64)
+def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
+    (segment,) = np.frombuffer(row, SEGMENT_DTYPE)
+    with np.errstate(over="ignore"):
+        return tuple(np.array(scalars_of_row(rule, segment), dtype=np.float32).tolist())
+
+
+def scalars_of_row(rule: Rule, segment: np.void) -> tuple[float, ...]:
+    """The same in double, from a row of `segment_array`."""
     lr, beta1, beta2, decay = (segment[name] for name in ("lr", "beta1", "beta2", "weight_decay"))
     step = np.float64(segment["step"])
     with np.errstate(all="ignore"):  # nonsense gives infinities and NaNs, as it does in C

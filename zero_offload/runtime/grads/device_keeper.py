@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from zero_offload.device import Device, Event, Handoff
-from zero_offload.kernels.device_grads import CHUNK, launch_sums, total
+from zero_offload.kernels.device_grads import launch_sums, total
 from zero_offload.kernels.grads import GradSum
+from zero_offload.kernels.words import CHUNK
 from zero_offload.plan.memory import staged_grad_bytes
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.grads.downloads import Gathered, GradDownloads

@@ -1,16 +1,14 @@
-"""Which file engine a directory is read and written with, and how much of a stripe each directory gets: by measuring.
+"""Which file engine moves the blocks of a run, and how fast directories are with it.
 
-Owns the candidates, the probe (a file without a name, written and read a few times) and the rule of choice. Never
-touches a file of a run. The calls: `tune` for a run, which measures only where there is enough to move; `measure`
-and `choose` for whoever prints what was found; `lost_beside` for what transfers cost a CPU that computes.
+Owns each kind's settings, and a probe: a file without a name, written and read a few times. Never touches a file of a
+run. The calls: `pick` and `open_engine`; `shares` for a run that is striped; `measure` for callers that print or keep
+rates; `lost_beside` for what transfers cost a CPU that computes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import itertools
-import json
 import os
 import statistics
 import threading
@@ -19,34 +17,21 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import numpy as np
 
 from zero_offload import native
 from zero_offload.errors import CapacityError, ConfigError, StorageError
 from zero_offload.storage.directory import DataFile, RunDirectory
-from zero_offload.storage.engine import (
-    BLOCK_DTYPE,
-    IO_URING,
-    THREADS,
-    BlockTable,
-    EngineSettings,
-    FileEngine,
-    open_engine,
-)
+from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine
 from zero_offload.storage.failures import remedy_of
-from zero_offload.types import GIB, MIB, EngineKind, format_bytes
+from zero_offload.types import GIB, MIB, EngineKind
 
+THREADS = EngineSettings(EngineKind.THREADS, num_threads=4, depth=1, request_bytes=4 * MIB)
+IO_URING = EngineSettings(EngineKind.IO_URING, num_threads=1, depth=16, request_bytes=MIB)
+"""One thread is enough for most drives, checksums included; two move small blocks out of order, so later."""
 AIOFILES = EngineSettings(EngineKind.AIOFILES, num_threads=4, depth=1, request_bytes=4 * MIB)
 DEFAULTS = {EngineKind.THREADS: THREADS, EngineKind.IO_URING: IO_URING, EngineKind.AIOFILES: AIOFILES}
-CANDIDATES = (
-    THREADS,
-    IO_URING,
-    dataclasses.replace(IO_URING, depth=8),
-    dataclasses.replace(IO_URING, depth=8, request_bytes=2 * MIB),
-    dataclasses.replace(IO_URING, depth=8, num_threads=2),
-)
 
 PROBE_BYTES = 128 * MIB
 PROBE_S = 1.0
@@ -54,9 +39,45 @@ PROBE_S = 1.0
 PROBE_ROUNDS = 3
 WORTH_BYTES = GIB
 """Less than this is moved sooner than measured."""
-TIE = 0.05
-"""Candidates closer than this to the fastest count as equal: then the one that takes less of the processor wins."""
+FILL_MAX = 0.95
+"""Of a drive's free space, what a stripe may take: manifests and others need some."""
 _BLOCK_BYTES = 4 * MIB
+
+
+def pick(request: str) -> EngineSettings:
+    """Of "auto" or a kind. Raises ConfigError when that kind is not to be had here.
+
+    "auto" is io_uring, else threads, else, without the native library, aiofiles. Kinds and depths differ by a few per
+    cent on drives that were measured: less than their rates move between two runs.
+    """
+    if request != "auto":
+        if request == EngineKind.IO_URING and (problem := io_uring_problem()):
+            raise ConfigError(f"io_engine='io_uring': {problem}; use io_engine='auto'")
+        return DEFAULTS[EngineKind(request)]
+    if not native.available():
+        return AIOFILES
+    return THREADS if io_uring_problem() else IO_URING
+
+
+def open_engine(settings: EngineSettings = THREADS, num_drives: int = 1) -> FileEngine:
+    """Start an engine. Raises ConfigError where the system does not offer that kind, CapacityError without threads."""
+    if settings.kind is EngineKind.AIOFILES:
+        from zero_offload.storage.aiofiles_engine import AiofilesEngine
+
+        return AiofilesEngine(settings, num_drives)
+    from zero_offload.storage.native_engine import NativeEngine
+
+    return NativeEngine(settings, num_drives)
+
+
+def io_uring_problem() -> str | None:
+    """Why io_uring is not to be had; None where it is."""
+    try:
+        open_engine(IO_URING).close()
+    except ConfigError as error:
+        too_many = os.strerror(errno.EMFILE) in str(error)
+        return f"{error}. {remedy_of(errno.EMFILE)}" if too_many else str(error)
+    return None
 
 
 class Pattern(Enum):
@@ -81,27 +102,6 @@ class Rates:
         """To write a byte and to read it again."""
         return 1 / self.bytes_per_s[Pattern.WRITE] + 1 / self.bytes_per_s[Pattern.READ]
 
-    def __str__(self) -> str:
-        gb_s = {pattern: rate / 1e9 for pattern, rate in self.bytes_per_s.items()}
-        return f"reads {gb_s[Pattern.READ]:.2f} GB/s, writes {gb_s[Pattern.WRITE]:.2f} GB/s"
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """An engine for a run, and the share of each directory in a stripe."""
-
-    settings: EngineSettings
-    weights: tuple[float, ...]
-
-    def to_json(self) -> str:
-        return json.dumps({"settings": dataclasses.asdict(self.settings), "weights": self.weights})
-
-    @classmethod
-    def from_json(cls, text: str) -> Tuned:
-        values = json.loads(text)
-        settings = values["settings"] | {"kind": EngineKind(values["settings"]["kind"])}
-        return cls(EngineSettings(**settings), tuple(values["weights"]))
-
 
 @dataclass(frozen=True)
 class Scratch:
@@ -111,83 +111,22 @@ class Scratch:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Load:
-    """What a run will ask of its directories."""
+def shares(
+    settings: EngineSettings, directories: Sequence[RunDirectory], needed_bytes: int, scratch: Scratch | None
+) -> tuple[float, ...]:
+    """Of each directory in a stripe, in proportion to its speed; they sum to 1. All are taken to be equally fast where
+    no `scratch` is given to measure them with.
 
-    moved_bytes: int
-    """By a rank, each way, in a step."""
-    needed_bytes: int
-    """Of all ranks, in all directories."""
-    room_bytes: tuple[int, ...]
-    """That each directory has."""
-
-
-def tune(request: str, directories: Sequence[RunDirectory], load: Load, scratch: Scratch | None) -> Tuned:
-    """The engine for a run, and the shares of its directories. `scratch` of `PROBE_BYTES` is needed to measure.
-
-    `request` is "auto" or a kind. Raises ConfigError when that kind is not to be had here.
+    `needed_bytes` are those of all ranks in all directories.
     """
-    candidates, reason = _candidates(request)
-    measurable = scratch is not None and load.moved_bytes >= WORTH_BYTES
-    if not measurable or (len(candidates) == 1 and len(directories) == 1):
-        reason = reason or f"{format_bytes(load.moved_bytes)} a step are too few to measure for"
-        return _unmeasured(candidates[0], reason, load)
-    assert scratch is not None
-    try:
-        measured = [measure(directory, candidates, scratch, PROBE_ROUNDS, PROBE_S) for directory in directories]
-    except (CapacityError, StorageError) as error:
-        # An earlier run's files may fill the drive: to go on from them no room is needed.
-        return _unmeasured(candidates[0], f"nothing could be measured: {error}", load)
-    best = choose(measured[0])
-    rates = [next(each for each in found if same_settings(each.settings, best)) for found in measured]
-    speeds = [1 / each.seconds_per_byte for each in rates]
-    return Tuned(best, stripe_weights(speeds, load.room_bytes, load.needed_bytes))
-
-
-def _unmeasured(settings: EngineSettings, reason: str, load: Load) -> Tuned:
-    """All drives are taken to be equally fast."""
-    weights = stripe_weights([1.0] * len(load.room_bytes), load.room_bytes, load.needed_bytes)
-    return Tuned(dataclasses.replace(settings, reason=reason), weights)
-
-
-def _candidates(request: str) -> tuple[tuple[EngineSettings, ...], str]:
-    """What may be chosen from, and why if that is one."""
-    if request != "auto":
-        settings = DEFAULTS[EngineKind(request)]
-        if settings.kind is EngineKind.IO_URING and (problem := io_uring_problem()):
-            raise ConfigError(f"io_engine='io_uring': {problem}; use io_engine='auto'")
-        return (settings,), "asked for"
-    if not native.available():
-        return (AIOFILES,), "the native library is not there"
-    if problem := io_uring_problem():
-        return (THREADS,), problem
-    return CANDIDATES, ""
-
-
-def candidates_here() -> tuple[EngineSettings, ...]:
-    """What "auto" chooses from on this machine."""
-    return _candidates("auto")[0]
-
-
-def io_uring_problem() -> str | None:
-    """Why io_uring is not to be had; None where it is."""
-    try:
-        open_engine(IO_URING).close()
-    except ConfigError as error:
-        too_many = os.strerror(errno.EMFILE) in str(error)
-        return f"{error}. {remedy_of(errno.EMFILE)}" if too_many else str(error)
-    return None
-
-
-def choose(measured: Sequence[Rates]) -> EngineSettings:
-    """The fastest, or of equals the one that takes the least processor time, with the reason."""
-    fastest = min(measured, key=lambda rates: rates.seconds_per_byte)
-    equals = [rates for rates in measured if rates.seconds_per_byte <= fastest.seconds_per_byte * (1 + TIE)]
-    best = min(equals, key=lambda rates: rates.cpu_s_per_gb)
-    others = "; ".join(f"{rates.settings.kind.value} {rates}" for rates in measured if rates is not best)
-    reason = f"measured here: {best}" + (f" ({others})" if others else "")
-    return dataclasses.replace(best.settings, reason=reason)
+    speeds = [1.0] * len(directories)
+    if scratch is not None and len(directories) > 1:
+        try:
+            found = [measure(each, [settings], scratch, PROBE_ROUNDS, PROBE_S)[0] for each in directories]
+            speeds = [1 / rates.seconds_per_byte for rates in found]
+        except (CapacityError, StorageError):
+            pass  # an earlier run's files may fill the drive: to go on from them no room is needed
+    return stripe_weights(speeds, [int(each.free_bytes * FILL_MAX) for each in directories], needed_bytes)
 
 
 def stripe_weights(speeds: Sequence[float], room_bytes: Sequence[int], needed_bytes: int) -> tuple[float, ...]:
@@ -334,13 +273,3 @@ def _table(file: DataFile, nbytes: int) -> BlockTable:
     blocks["offset"] = np.arange(len(blocks)) * _BLOCK_BYTES
     blocks["nbytes"], blocks["fd"] = _BLOCK_BYTES, file.fd
     return blocks
-
-
-def same_settings(one: EngineSettings, other: EngineSettings) -> bool:
-    """Whether they are one candidate, for whatever reason it was chosen."""
-    return dataclasses.replace(one, reason="") == dataclasses.replace(other, reason="")
-
-
-def describe(settings: EngineSettings) -> dict[str, Any]:
-    """For JSON."""
-    return dataclasses.asdict(settings) | {"kind": settings.kind.value}

@@ -1,28 +1,84 @@
-"""The fused updates of all optimizers on tensors in a device's memory: csrc/optim and csrc/compact, with their bits.
+"""What all kernels of updates and sums share: segments, the states of rules, what an update of tensors takes.
 
-Owns what such a call takes, the numbers that its segment stands for, and what it refuses before anything is touched.
-`update_on_device` launches: Triton's kernels where they are to be had (`triton_update`), else torch's operations
-(`torch_update`). Nothing waits for the device.
+Values and checks only: it runs nothing, and imports no kernel.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from zero_offload import abi
 from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
 from zero_offload.errors import ConfigError
-from zero_offload.kernels.choice import has_device_update
 from zero_offload.kernels.dtypes import FLOATS, kind_of
-from zero_offload.kernels.fallback import rules
-from zero_offload.kernels.fallback.checks import check_apart
-from zero_offload.kernels.states import num_scales, state_dtype
-from zero_offload.kernels.update import SEGMENT_DTYPE, SIGNED, STATES, Segment, segment_array
+
+CHUNK = 16384
+"""Elements: kChunk of csrc/util/chunks.h, what one thread takes at once; sums depend on it."""
+LANES = 16
+"""Sums of a chunk that are added up side by side; see [Note: the tree] in csrc/reduce/reduce.h."""
+
+SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
+SegmentArray = npt.NDArray[np.void]
+
+STATES: dict[Rule, tuple[str, ...]] = {
+    Rule.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Rule.ADAMW_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
+    Rule.ADAM_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.ADAGRAD: ("sum",),
+    Rule.LION: ("exp_avg",),
+    Rule.SGD: (),
+    Rule.SGD_MOMENTUM: ("momentum_buffer",),
+    Rule.SGD_NESTEROV: ("momentum_buffer",),
+}
+"""What a rule keeps, by torch's names, in the order of the kernels."""
+
+SIGNED = frozenset({"exp_avg", "momentum_buffer"})
+"""The states that may be below 0; the others are means, sums or maxima of squares."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1.
+
+    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay and beta2 is
+    initial_accumulator_value, which the first step adds to `sum`.
+    """
+
+    begin: int
+    end: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+    step: int
+
+
+def segment_array(segments: Sequence[Segment]) -> SegmentArray:
+    """The segments as one array for `fused_update`: build it once, use it for many calls."""
+    # Not by `astuple`, whose copies of numbers take longer than a launch on a device.
+    return np.array([tuple(vars(segment).values()) for segment in segments], dtype=SEGMENT_DTYPE)
+
+
+def state_dtype(format: StateFormat, *, signed: bool) -> torch.dtype:
+    """The dtype of a state's elements, codes or not."""
+    if format is StateFormat.COMPACT:
+        return torch.int8 if signed else torch.uint8
+    return torch.bfloat16 if format is StateFormat.BF16 else torch.float32
+
+
+def num_scales(format: StateFormat, numel: int) -> int:
+    """How many fp32 scales stand beside a state of `numel` elements."""
+    return -(-numel // STATE_BLOCK) if format is StateFormat.COMPACT else 0
 
 
 @dataclass(frozen=True)
@@ -41,34 +97,6 @@ class UpdateTensors:
     state_format: StateFormat = StateFormat.FP32
     seed: int = 0
     origin: int = 0
-
-
-def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
-    """Launch one step of elements [segment.begin, segment.end) on the current stream of the tensors' device.
-
-    Elements outside are not touched. Raises ConfigError for tensors and segments that do not fit.
-    """
-    if has_device_update(tensors.value):
-        from zero_offload.kernels.triton_update import update_on_device as by_triton
-
-        by_triton(rule, tensors, segment)
-    else:
-        from zero_offload.kernels.torch_update import update_on_device as by_torch
-
-        by_torch(rule, tensors, segment)
-
-
-def scalars_of(rule: Rule, segment: Segment) -> tuple[float, ...]:
-    """What does not depend on the element, rounded to fp32 as the host does it; see `rules`."""
-    # The same for all parameters that share a step, whatever their sizes.
-    return _scalars(rule, segment_array([replace(segment, begin=0, end=0)]).tobytes())
-
-
-@functools.lru_cache(maxsize=64)
-def _scalars(rule: Rule, row: bytes) -> tuple[float, ...]:
-    (segment,) = np.frombuffer(row, SEGMENT_DTYPE)
-    with np.errstate(over="ignore"):
-        return tuple(np.array(rules.scalars_of(rule, segment), dtype=np.float32).tolist())
 
 
 def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
@@ -128,3 +156,13 @@ def _expected(rule: Rule, tensors: UpdateTensors) -> Iterator[tuple[str, Tensor,
         yield name, state, numel, (state_dtype(format, signed=name in SIGNED),)
     for name, scales in zip(names, tensors.scales, strict=False):
         yield f"the scales of {name}", scales, num_scales(format, numel), (torch.float32,)
+
+
+def check_apart(call: str, spans: Iterable[tuple[str, int, int]]) -> None:
+    """No element of one buffer may lie in another: the pass would read what it has just written.
+
+    A span is a name and the addresses of the first byte and of that behind the last.
+    """
+    for (a, a_first, a_last), (b, b_first, b_last) in itertools.combinations(spans, 2):
+        if a_last > b_first and b_last > a_first:
+            raise ConfigError(f"{call}: {a} and {b} overlap; give each memory of its own")
