@@ -82,7 +82,7 @@ class Run:
         self.step_s.append((time.perf_counter() - start) / self.block_steps)
 
     def written_bytes(self) -> float:
-        return self.owner.parts.store.counters.snapshot().get("written.nvme", 0.0)
+        return self.owner.store.counters.snapshot().get("written.nvme", 0.0)
 
     @property
     def bytes_per_step(self) -> float:

@@ -18,8 +18,8 @@ from zero_offload.config import OffloadConfig
 from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.host import host_tensor
 from zero_offload.inputs import check_model, number, params_of
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.offload import plan_memory
-from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.ordinary import squares_of
 from zero_offload.plan.costs import TOKENS_UNKNOWN
 from zero_offload.plan.forecast import Plan
@@ -28,7 +28,7 @@ from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
-from zero_offload.runtime.session import in_backward
+from zero_offload.runtime.life import in_backward
 from zero_offload.shards.registry import by_owner, check_adopted, owner_of
 from zero_offload.telemetry.spans import Lane
 from zero_offload.telemetry.stats import Stats
@@ -39,22 +39,22 @@ _AFTER_CLOSE = ("zo.stats", "zo.close")
 """What a closed model still answers."""
 
 
-def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> OffloadedModel | None:
+def runtime_of(model: nn.Module | Iterable[nn.Parameter]) -> ModelRuntime | None:
     """The runtime of the first offloaded parameter, or None."""
     for param in model.parameters() if isinstance(model, nn.Module) else model:
         owner = owner_of(param)
-        if isinstance(owner, OffloadedModel):
+        if isinstance(owner, ModelRuntime):
             return owner
     return None
 
 
-def need_runtime(model: nn.Module, call: str) -> OffloadedModel:
+def need_runtime(model: nn.Module, call: str) -> ModelRuntime:
     check_model(call, model)
     owner = runtime_of(model)
     if owner is None:
         raise ConfigError(f"{call} takes a model that was offloaded; call zo.offload(model, config) first")
     if call not in _AFTER_CLOSE:
-        owner.session.check_alive()
+        owner.life.check_alive()
     return owner
 
 
@@ -85,7 +85,7 @@ def accumulate(
             f"it got {type(micro_batches).__name__}, then {type(loss_fn).__name__}"
         )
     batches = list(micro_batches)
-    check_holds_grads(owner.parts.config, "zo.accumulate")
+    check_holds_grads(owner.config, "zo.accumulate")
     if in_backward() or takes_turns():
         raise ZeroOffloadError("zo.accumulate inside of a backward or of its own loss_fn; call it in the training loop")
     forwards = [partial(_loss_of, loss_fn, model, batch) for batch in batches]
@@ -94,8 +94,7 @@ def accumulate(
     with Forks(len(batches)) as forks:
         if not owner.session.any_leaves:
             return _one_after_the_other(owner, forwards, forks)
-        parts = owner.parts
-        pieces = Pieces(owner, owner.session, parts.residency, owner.grads, parts.activations, parts.device)
+        pieces = Pieces(owner, owner.session, owner.residency, owner.grads, owner.activations, owner.device)
         by_unit = MicroBatches(pieces, forwards, forks)
         losses = by_unit.forward()
         by_unit.backward()
@@ -103,7 +102,7 @@ def accumulate(
 
 
 def _one_after_the_other(
-    owner: OffloadedModel, forwards: Sequence[Callable[[], torch.Tensor]], forks: Forks
+    owner: ModelRuntime, forwards: Sequence[Callable[[], torch.Tensor]], forks: Forks
 ) -> list[torch.Tensor]:
     """A loop, whose gradients cross the ranks once."""
     losses = []
@@ -159,13 +158,13 @@ def clip_grad_norm_(
                 f"norm_type={norm_type}: gradients of an offloaded model have their 2-norm; leave it out, or 2"
             )
         for owner, _ in owners:
-            check_holds_grads(owner.parts.config, call)
+            check_holds_grads(owner.config, call)
             owner.session.settle()
         grads = [param.grad for param in ordinary if param.grad is not None]
         squares = squares_of(grads) if owners else 0.0
     if not owners:
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite, foreach)
-    spans = owners[0][0].parts.store.counters.spans
+    spans = owners[0][0].store.counters.spans
     opened = spans.open(Lane.CLIP, "norm")
     if ordinary:
         owners[0][0].check_ordinary(call, lambda: squares)
@@ -182,8 +181,8 @@ def clip_grad_norm_(
 
 
 @contextmanager
-def _together(call: str, owners: Iterable[tuple[OffloadedModel, object]]) -> Iterator[None]:
-    """`OffloadedModel.together` of each."""
+def _together(call: str, owners: Iterable[tuple[ModelRuntime, object]]) -> Iterator[None]:
+    """`ModelRuntime.together` of each."""
     with ExitStack() as met:
         for owner, _ in owners:
             met.enter_context(owner.together(call))
@@ -192,11 +191,11 @@ def _together(call: str, owners: Iterable[tuple[OffloadedModel, object]]) -> Ite
 
 def _by_owner(
     params: Iterable[nn.Parameter],
-) -> tuple[list[tuple[OffloadedModel, list[nn.Parameter]]], list[nn.Parameter]]:
+) -> tuple[list[tuple[ModelRuntime, list[nn.Parameter]]], list[nn.Parameter]]:
     """Offloaded models, each with those of `params` that are its own; and the ordinary ones. Each parameter once."""
     found = by_owner(params)
     ordinary = found.pop(None, [])
-    return [(owner, members) for owner, members in found.items() if isinstance(owner, OffloadedModel)], ordinary
+    return [(owner, members) for owner, members in found.items() if isinstance(owner, ModelRuntime)], ordinary
 
 
 def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: float, foreach: bool | None = None) -> None:
@@ -217,10 +216,10 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
             )
         check_adopted(call, params)
         for owner, _ in owners:
-            check_holds_grads(owner.parts.config, call)
+            check_holds_grads(owner.config, call)
             owner.session.settle()
     for owner, members in owners:
-        spans = owner.parts.store.counters.spans
+        spans = owner.store.counters.spans
         opened = spans.open(Lane.CLIP, "value")
         owner.grads.clip_value(members, clip_value)
         spans.close(opened)

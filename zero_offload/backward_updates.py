@@ -29,17 +29,21 @@ import torch
 from torch import nn
 
 from zero_offload.config import OffloadConfig
+from zero_offload.device import Device
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.param_access import ParamAccess
-from zero_offload.parts import Parts
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.grads.sections import SectionGrads
+from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Unit, is_viewed
 from zero_offload.shards.grad_ring import GradRing
 from zero_offload.shards.registry import Trainer
 from zero_offload.step import StepInput, section_updates
+from zero_offload.threads import FirstError
 from zero_offload.types import UpdateOverlap
 from zero_offload.updates import Updates, failing
 
@@ -84,8 +88,24 @@ class Trainers:
 class BackwardUpdates:
     """Of one model; implements `runtime.units.unit.UpdatesInBackward`. Runs on the thread that runs backward."""
 
-    def __init__(self, parts: Parts, ring: GradRing, grads: GradReducer, access: ParamAccess, updates: Updates) -> None:
-        self._parts = parts
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        device: Device,
+        collectives: Collectives,
+        residency: Residency,
+        errors: FirstError,
+        life: ModelLife,
+        ring: GradRing,
+        grads: GradReducer,
+        access: ParamAccess,
+        updates: Updates,
+    ) -> None:
+        self._units = units
+        self._collectives = collectives
+        self._residency = residency
+        self._errors = errors
+        self._life = life
         self._ring = ring
         self._grads = grads
         self._ledger = grads.ledger
@@ -96,8 +116,8 @@ class BackwardUpdates:
             self._sections.setdefault(each.unit.index, []).append(each)
         self._any_on_device = any(each.section.shard.on_device for each in grads.ledger.sections)
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
-        self._lag = 0 if parts.device.is_host else 1
-        self.trainers = Trainers(access, (param for unit in parts.units for param in unit.params))
+        self._lag = 0 if device.is_host else 1
+        self.trainers = Trainers(access, (param for unit in units for param in unit.params))
         self._hypers: Mapping[nn.Parameter, Hyper] = {}
         self._task = -1
         """Autograd's number of the backward; those of reentrant checkpoints inside of it have others."""
@@ -178,12 +198,12 @@ class BackwardUpdates:
         if not all(each.whole or _expects_none(each) for each in self._sections[unit.index]):
             return False
         # Other ranks do not know of a view that is held on this one; they refuse it, all alike, where it matters.
-        return self._parts.collectives.world_size > 1 or not is_viewed(unit, unit.sections)
+        return self._collectives.world_size > 1 or not is_viewed(unit, unit.sections)
 
     def end(self) -> None:
         if self._runs:
             held = {grads.unit.index for grads in self._ledger.sections if self._taken(grads)}
-            order = self._parts.residency.schedule.first_uses("grad", len(self._parts.units))
+            order = self._residency.step_order()
             self._launch([index for index in order if index in held], in_backward=False)
         self._stop()
 
@@ -201,6 +221,7 @@ class BackwardUpdates:
         self._arriving.clear()
         self._late.clear()
         self._launched.clear()
+        self._life.half_updated = ""
 
     # Updates
 
@@ -214,8 +235,12 @@ class BackwardUpdates:
             return
         self._updates.states.readers.before_step()
         # Half of what follows is nothing to go on from.
-        with failing(self._parts.errors):
+        with failing(self._errors):
             self._launched.update(units)
+            self._life.half_updated = (
+                f"{len(self._launched)} of {len(self._units)} units were updated "
+                f"({self._units[min(self._launched)].name}, ...)"
+            )
             for index in units:
                 self._arriving.pop(index, None)
                 for grads in self._sections[index]:
@@ -231,7 +256,7 @@ class BackwardUpdates:
 
     def _update(self, taken: Mapping[int, Sequence[nn.Parameter]], *, in_backward: bool) -> None:
         begun = self._updates.states.begun
-        step = StepInput(self._hypers, tuple(taken), self._parts.collectives.shard_index, begun)
+        step = StepInput(self._hypers, tuple(taken), self._collectives.shard_index, begun)
         sections = [grads for index in taken for grads in self._sections[index]]
         updates = section_updates(self._ledger, sections, step, self._updates.states.param_steps)
         self._updates.prepare(updates, in_backward=True)
@@ -241,7 +266,7 @@ class BackwardUpdates:
             self._ring.passing(launched[index], [grads.shard for grads in self._sections[index]])
 
     def _leave_out(self, index: int, params: Sequence[nn.Parameter]) -> None:
-        self._left_out += self._ledger.non_finite(params) or [f"{self._parts.units[index].name} on another rank"]
+        self._left_out += self._ledger.non_finite(params) or [f"{self._units[index].name} on another rank"]
         self._ledger.drop(params)
         for grads in self._sections[index]:
             grads.shard.leave_ring()
@@ -265,16 +290,6 @@ class BackwardUpdates:
         """Parameters whose gradients were not finite since the last call; their units were not updated."""
         names, self._left_out = self._left_out, []
         return names
-
-    def check_whole(self) -> None:
-        if self._launched:
-            names = [self._parts.units[index].name for index in sorted(self._launched)]
-            raise ZeroOffloadError(
-                f"a backward with overlap='backward' was left by an exception when {len(names)} of "
-                f"{len(self._parts.units)} units were updated ({names[0]}, ...), so this model's states are a mix of "
-                "two steps. Load a whole checkpoint by zo.load_checkpoint, or start again with zo.offload "
-                "(existing='resume' goes on from the last generation)"
-            )
 
     def forget(self) -> None:
         """All states were replaced: no step is half made any more."""

@@ -15,7 +15,7 @@ from torch import nn
 from zero_offload.checkpoint.values import read_master
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.inputs import params_of
-from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.param_access import Place
 from zero_offload.runtime.grads.ledger import check_not_updated
 from zero_offload.runtime.residency import replaced
@@ -49,20 +49,20 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
             'modes are "read" and "write" ("grads" only "read")'
         )
     params = params_of("zo.gathered", module)
-    owner = next((o for o in map(owner_of, params) if isinstance(o, OffloadedModel)), None)
+    owner = next((o for o in map(owner_of, params) if isinstance(o, ModelRuntime)), None)
     if owner is None:
         raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
     # With stage 3 they come from all ranks; else mostly from this one.
-    with owner.together("zo.gathered") if owner.parts.collectives.partition.param_shards > 1 else nullcontext():
-        owner.session.check_usable()
+    with owner.together("zo.gathered") if owner.collectives.partition.param_shards > 1 else nullcontext():
+        owner.life.check_usable()
         owner.session.settle()
     owned = [param for param in params if owner_of(param) is owner]
     places = {owner.access.place(param): param for param in owned}
     if mode == "write":
-        _one_rank(owner, "params", owner.parts.ranks.world_size)
-        owner.parts.store.read_lazy()
+        _one_rank(owner, "params", owner.ranks.world_size)
+        owner.store.read_lazy()
         owner.drain()  # a commit under way must not see half of what is written
-    read: dict[str, Callable[[OffloadedModel, dict[Place, nn.Parameter]], Values]] = {
+    read: dict[str, Callable[[ModelRuntime, dict[Place, nn.Parameter]], Values]] = {
         "master": _masters,
         "grads": _grads,
     }
@@ -78,14 +78,14 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
 
 
 @contextmanager
-def _params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
+def _params(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
     with _present(owner, places):
         # At rest for all that they are here: so they ask the owner, which lets them be read and no more.
         yield {place.name: param for place, param in places.items()}
 
 
 @contextmanager
-def _changed_params(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
+def _changed_params(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
     given: Values = {place.name: param for place, param in places.items()}
     values: Values = {}
     wrong: list[str] = []
@@ -147,15 +147,15 @@ def _writable(places: dict[Place, nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterator[None]:
+def _present(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator[None]:
     """The units of these parameters are on the device, and stay."""
     held = []
     try:
         for unit in {place.unit.index: place.unit for place in places}.values():
             unit.gathered_uses += 1
             held.append(unit)
-            owner.parts.residency.bring(unit)
-        owner.parts.residency.meet("zo.gathered")
+            owner.residency.bring(unit)
+        owner.residency.meet("zo.gathered")
         yield
     finally:
         for unit in held:
@@ -163,13 +163,13 @@ def _present(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Iterat
             unit.close()
 
 
-def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
+def _masters(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Values:
     # Where nothing is divided every rank has them.
-    _one_rank(owner, "master", owner.parts.collectives.num_shards)
+    _one_rank(owner, "master", owner.collectives.num_shards)
     values = {}
     for section in {id(place.section): place.section for place in places}.values():
-        owner.parts.units[section.layout.unit].wait_for_update()
-        master = read_master(owner.parts.store, section.shard)
+        owner.units[section.layout.unit].wait_for_update()
+        master = read_master(owner.store, section.shard)
         for place in places:
             if place.section is section:
                 piece = place.piece
@@ -177,8 +177,8 @@ def _masters(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values
     return values
 
 
-def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
-    _one_rank(owner, "grads", owner.parts.ranks.world_size)
+def _grads(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Values:
+    _one_rank(owner, "grads", owner.ranks.world_size)
     for place, param in places.items():
         check_not_updated(owner.grads.ledger, param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
@@ -187,15 +187,15 @@ def _grads(owner: OffloadedModel, places: dict[Place, nn.Parameter]) -> Values:
     return {place.name: found[param] for place, param in places.items() if param in found}
 
 
-def _one_rank(owner: OffloadedModel, kind: str, num_ranks: int) -> None:
-    if num_ranks > 1 or owner.parts.ranks.num_columns > 1:
+def _one_rank(owner: ModelRuntime, kind: str, num_ranks: int) -> None:
+    if num_ranks > 1 or owner.ranks.num_columns > 1:
         raise ZeroOffloadError(
             f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
             "and load it on one"
         )
 
 
-def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values: Values) -> None:
+def _write_back(owner: ModelRuntime, places: dict[Place, nn.Parameter], values: Values) -> None:
     """Every unit's copy on the device is made again from what was written."""
     for place in places:
         if values[place.name].shape != place.piece.spec.shape:
@@ -213,4 +213,4 @@ def _write_back(owner: OffloadedModel, places: dict[Place, nn.Parameter], values
         owner.note_written(whole=False)
         raise
     finally:
-        replaced(owner.parts.residency, [(place.unit, param) for place, param in places.items()])
+        replaced(owner.residency, [(place.unit, param) for place, param in places.items()])

@@ -1,8 +1,8 @@
-"""`offload()`: from a module and a config to an `OffloadedModel` with its hooks in place.
+"""`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place.
 
 Owns the order of building: spec -> layout -> placement -> directories -> arena, swap file, store -> units, whose
 parameters move in section by section, so that the peak is the model plus one chunk -> hooks. What it builds
-is used by `OffloadedModel`; nothing here runs in a training step.
+is used by `ModelRuntime`; nothing here runs in a training step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from zero_offload.memory.heap import trim_heap
 from zero_offload.memory.pages import num_frames
 from zero_offload.memory.pool import SpanPool
 from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.move_in import check_not_wrapped, lacks_values, move_buffers, move_in, param_problem
-from zero_offload.offloaded_model import OffloadedModel
 from zero_offload.optim.worker import Worker
-from zero_offload.parts import Parts, Sizes
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
@@ -41,6 +40,7 @@ from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     UNITS_IN_FLIGHT,
     Placement,
+    Sizes,
     activations_ahead_bytes,
     beside_made_bytes,
     estimate_memory,
@@ -144,15 +144,14 @@ def offload(
         files = RunFiles.open(config, layout, ranks, cleanup)
         check_same_model(params, ranks, exchange, values=files.found is None)
         with exchange.together():
-            parts = _build(model, build, ranks, files)
-            owner = OffloadedModel(parts)
-            undo.callback(setattr, owner.session, "closed", True)  # a traceback may keep it until the interpreter exits
-            _install(model, owner, parts.units, spec, dtypes.casts, undo)
+            owner = _build(model, build, ranks, files)
+            undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
+            _install(model, owner, owner.units, spec, dtypes.casts, undo)
         files.settle(ranks)
         if files.found is not None:
             owner.adopt_generation(files.found)
         else:
-            owner.session.lacks_weights = skips_values
+            owner.life.lacks_weights = skips_values
         trim_heap()  # the parameters' old storages are free
         owner.close_when_dropped()
     except BaseException:
@@ -171,14 +170,14 @@ def _owners_in(model: object) -> list[Owner]:
 
 def _install(
     root: nn.Module,
-    owner: OffloadedModel,
+    owner: ModelRuntime,
     units: Sequence[Unit],
     spec: ModelSpec,
     casts: Mapping[str, Cast],
     undo: contextlib.ExitStack,
 ) -> None:
     """Units that are filled get their owner, guards and hooks. `spec` describes the last units of the model."""
-    first = len(owner.parts.units) - len(spec.units)
+    first = len(owner.units) - len(spec.units)
     for unit in units:
         undo.callback(unguard, unit.params)
         for param in unit.params:
@@ -186,7 +185,7 @@ def _install(
             register(param, owner)
         unit.seal()
         guard(unit.params)
-    points = {point.module: [owner.parts.units[first + i] for i in point.units] for point in spec.hook_points}
+    points = {point.module: [owner.units[first + i] for i in point.units] for point in spec.hook_points}
     if not owner.has_root(root):
         points = {"": [], **points}
     params = [param for unit in units for param in unit.params]
@@ -195,7 +194,7 @@ def _install(
 
 def _hook(
     root: nn.Module,
-    owner: OffloadedModel,
+    owner: ModelRuntime,
     points: Mapping[str, Sequence[Unit]],
     params: Sequence[nn.Parameter],
     casts: Mapping[str, Cast],
@@ -222,12 +221,12 @@ def _adopt(
             f"zo.offload: these are {len(owners)} models that were offloaded apart; call it with one of them, or with "
             "a module that holds parameters of one"
         )
-    assert isinstance(owner, OffloadedModel)
-    parts, keeper, device, collectives = owner.parts, owner.parts.keeper, owner.parts.device, owner.parts.collectives
-    if not owner.session.closed:
+    assert isinstance(owner, ModelRuntime)
+    keeper, device, collectives = owner.keeper, owner.device, owner.collectives
+    if not owner.life.is_closed:
         with owner.together("zo.offload"):
             owner.drain()  # a commit under way talks to the other ranks, as what follows does
-    with parts.ranks.exchange.together() if not owner.session.closed else contextlib.nullcontext():
+    with owner.ranks.exchange.together() if not owner.life.is_closed else contextlib.nullcontext():
         _check_call(owner, config, mesh)
         found = [param for param in model.parameters() if owner_of(param) is None]
         if not found:
@@ -239,44 +238,44 @@ def _adopt(
         check_not_wrapped(root)
         chosen = set(map(id, found))
         added = {name: param for name, param in root.named_parameters() if id(param) in chosen}
-        divided = [name for name, param in added.items() if is_dtensor(param)] if not parts.group.columns else []
+        divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
         _check_params(added, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
-        _check_names(parts.layout, added)
-        spec, dtypes = ModelSpec.from_module(root, units, found), resolve(root, parts.config, strict=False)
-        layout = make_layout(spec, dtypes, parts.layout.num_shards, parts.layout)
+        _check_names(owner.layout, added)
+        spec, dtypes = ModelSpec.from_module(root, units, found), resolve(root, owner.config, strict=False)
+        layout = make_layout(spec, dtypes, owner.layout.num_shards, owner.layout)
         if keeper is not None:
             keeper.check_growth(layout)
-        sizes = _grown_sizes(parts, layout, spec, work_of(root, spec))
-    awaited, skips_values = parts.files.awaits, lacks_values(found)
-    check_same_model(added, parts.ranks, parts.ranks.exchange, values=not awaited)
+        sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
+    awaited, skips_values = owner.files.awaits, lacks_values(found)
+    check_same_model(added, owner.ranks, owner.ranks.exchange, values=not awaited)
     with contextlib.ExitStack() as undo:
-        cleanup, errors = contextlib.ExitStack(), parts.errors
-        build = Build(parts.config, layout, sizes, parts.group, collectives, device, cleanup, undo, errors)
-        store, first = parts.store, len(parts.units)
-        with parts.ranks.exchange.together():
+        cleanup, errors = contextlib.ExitStack(), owner.errors
+        build = Build(owner.config, layout, sizes, owner.group, collectives, device, cleanup, undo, errors)
+        store, first = owner.store, len(owner.units)
+        with owner.ranks.exchange.together():
             sections = [section for unit in layout.units[first:] for section in unit.sections]
             undo.callback(store.shrink, len(store.shards))
             shards = store.grow(sections, sizes.placement.tiers)
-            parts.files.lay_out(store, shards, awaited=awaited)
-            new = [_make_unit(index, build, store, parts.frames) for index in range(first, len(layout.units))]
+            owner.files.lay_out(store, shards, awaited=awaited)
+            new = [_make_unit(index, build, store, owner.frames) for index in range(first, len(layout.units))]
             move_buffers(root, device, undo)
-            parts.files.fill(store, shards if awaited else (), collectives.shard_index)
+            owner.files.fill(store, shards if awaited else (), collectives.shard_index)
             left_out = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
             store.staging.drop()
         steps = owner.found_steps() if awaited else {}
         if keeper is not None:
-            undo.callback(keeper.shrink, parts.layout)
+            undo.callback(keeper.shrink, owner.layout)
             keeper.grow(layout)
             if awaited:
-                parts.files.settle(parts.ranks)
-        if parts.activations is not None:
-            parts.activations.keep(root.buffers())
+                owner.files.settle(owner.ranks)
+        if owner.activations is not None:
+            owner.activations.keep(root.buffers())
         on_host, on_device = _frame_limits(build)
-        before = _frame_limits(replace(build, layout=parts.layout, sizes=parts.sizes))
+        before = _frame_limits(replace(build, layout=owner.layout, sizes=owner.sizes))
         store.arena.widen(
             on_host.chosen - before[0].chosen, on_host.most - before[0].most, on_host.kept - before[0].kept
         )
-        parts.frames.widen(
+        owner.frames.widen(
             on_device.chosen - before[1].chosen, on_device.most - before[1].most, on_device.least - before[1].least
         )
         owner.grow(layout, sizes, new, _landing_bytes(build), steps)
@@ -284,16 +283,16 @@ def _adopt(
         if model not in owner.modules:  # around the root: what it does with parameters is a forward too
             _hook(model, owner, {"": []}, (), {}, undo)
         if not awaited:
-            owner.session.lacks_weights |= skips_values
-            parts.left_out |= left_out
+            owner.life.lacks_weights |= skips_values
+            owner.left_out |= left_out
         undo.pop_all()
     trim_heap()  # the parameters' old storages are free
 
 
-def _grown_sizes(parts: Parts, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork]) -> Sizes:
+def _grown_sizes(owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork]) -> Sizes:
     """With the units of `spec`, the last ones of `layout`, placed in what the others leave. Raises CapacityError."""
-    config, partition, sizes = parts.config, parts.collectives.partition, parts.sizes
-    first, budget, plan = len(parts.units), sizes.placement.budget, sizes.plan
+    config, partition, sizes = owner.config, owner.collectives.partition, owner.sizes
+    first, budget, plan = len(owner.units), sizes.placement.budget, sizes.plan
     new = _unit_bytes(layout.units[first:], spec, config, partition)
     outlook = _outlook(new, work, config, partition, sizes.hardware)
     left = {tier: max(plan.left_bytes(tier), 0) for tier in Tier}
@@ -315,10 +314,10 @@ def _grown_sizes(parts: Parts, layout: ShardLayout, spec: ModelSpec, work: Seque
     return Sizes(sizes.hardware, unit_bytes, placement, plan)
 
 
-def _check_call(owner: OffloadedModel, config: OffloadConfig | None, mesh: DeviceMesh | None) -> None:
+def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceMesh | None) -> None:
     """Raise where an offloaded model cannot grow now, or is to be another one."""
-    before = owner.parts.config
-    if owner.session.closed:
+    before = owner.config
+    if owner.life.is_closed:
         raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
     if config is not None:
         check_config("zo.offload", config)
@@ -328,7 +327,7 @@ def _check_call(owner: OffloadedModel, config: OffloadConfig | None, mesh: Devic
                 f"zo.offload: the model is offloaded already, with {differ[0]}={getattr(before, differ[0])!r}, not "
                 f"{getattr(config, differ[0])!r}. To adopt new parameters leave config= out, or pass the same one"
             )
-    if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.parts.group.members:
+    if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.group.members:
         raise ConfigError("zo.offload: mesh= names other ranks than the first call did; leave it out")
     if before.overlap == UpdateOverlap.BACKWARD:
         raise ConfigError(
@@ -445,7 +444,7 @@ class Build:
     errors: FirstError
 
 
-def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Parts:
+def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> ModelRuntime:
     """Take memory, make or open the files, and move the parameters in."""
     config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
     on_host, on_device = _frame_limits(build)
@@ -480,7 +479,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Par
     values_of = None if files.found is not None else collectives.shard_index
     left_out = move_in(model, units, store, values_of, build.undo)
     store.staging.drop()
-    return Parts(
+    return ModelRuntime(
         config=config,
         layout=layout,
         sizes=build.sizes,

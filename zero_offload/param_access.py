@@ -29,6 +29,7 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.host import host_reserved, host_zeros
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
+from zero_offload.runtime.life import ModelLife
 from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.session import Session
@@ -65,6 +66,7 @@ class ParamAccess:
         store: ShardStore,
         grads: GradLedger,
         session: Session,
+        life: ModelLife,
         residency: Residency,
     ) -> None:
         self._units = units
@@ -72,6 +74,7 @@ class ParamAccess:
         self._store = store
         self._grads = grads
         self._session = session
+        self._life = life
         self._places: dict[int, Place] = {}
         self.grow(units)
         self._walk: FrameType | None = None
@@ -107,7 +110,7 @@ class ParamAccess:
 
     def touch(self, params: Sequence[nn.Parameter]) -> Touched:
         """Inside a forward or backward parameters are fetched; outside they are read if they are here."""
-        self._session.check_usable()
+        self._life.check_usable()
         units = list({self.place(param).unit.index: self.place(param).unit for param in params}.values())
         if self._session.active:
             self._session.touch(units)
@@ -131,7 +134,7 @@ class ParamAccess:
         and `end_walk` not come."""
         if self.walking:
             return
-        self._session.check_usable()
+        self._life.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
         self._session.settle()
         _need_whole(self._places.values(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
@@ -204,7 +207,7 @@ class ParamAccess:
         self._edit(section, edits)
 
     def _edit(self, section: Section, edits: Edits) -> None:
-        self._session.check_usable()
+        self._life.check_usable()
         shard = section.shard
         self._units[shard.layout.unit].wait_for_update()
         source = Edited(self._store, shard, edits)
@@ -225,7 +228,7 @@ class ParamAccess:
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         """The same for parameters that an optimizer steps: they may have been thawed while no guard saw it. And whether
         there is a step to be had at all."""
-        self._session.check_usable()
+        self._life.check_usable()
         for param in params:
             if not self._places[id(param)].section.layout.trainable and param.requires_grad:
                 self.check_requires_grad(param, True)
@@ -268,7 +271,7 @@ class ParamAccess:
 
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         if not self._grads.updated.isdisjoint(params):
-            self._session.check_usable()
+            self._life.check_usable()
             for param in params:
                 check_not_updated(self._grads, param, self.name_of(param))
         with torch._C.DisableTorchFunctionSubclass():
@@ -280,7 +283,7 @@ class ParamAccess:
 
     def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
         """Raise where states of these cannot be read."""
-        self._session.check_usable()
+        self._life.check_usable()
         instead = "zo.save_checkpoint(model, optimizer, path), and optimizer.state.clear() on all ranks to reset states"
         _need_whole(map(self.place, params), call, instead)
 

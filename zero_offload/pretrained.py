@@ -39,7 +39,7 @@ from zero_offload.gathered import gathered
 from zero_offload.host import host_empty
 from zero_offload.integrations.peft import base_names, check_adapters, is_peft, write_adapters
 from zero_offload.memory.heap import trim_heap
-from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.shards.registry import Recipe
@@ -81,7 +81,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
             stacklevel=2,
         )
         return
-    exchange = owner.parts.ranks.exchange
+    exchange = owner.ranks.exchange
     with contextlib.ExitStack() as files:
         with exchange.together():
             stored = files.enter_context(open_weights(Path(path)))
@@ -94,11 +94,11 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
                 _write_params(owner, params, fresh)
                 _write_buffers(buffers)
         finally:
-            torch.autograd.graph.increment_version([param for unit in owner.parts.units for param in unit.params])
-            for unit in owner.parts.units:
-                owner.parts.residency.forget(unit)
-    owner.session.lacks_weights = False
-    owner.parts.left_out.clear()
+            torch.autograd.graph.increment_version([param for unit in owner.units for param in unit.params])
+            for unit in owner.units:
+                owner.residency.forget(unit)
+    owner.life.lacks_weights = False
+    owner.left_out.clear()
 
 
 def export_pretrained(
@@ -117,7 +117,7 @@ def export_pretrained(
     owner = need_runtime(model, "zo.export_pretrained")
     with owner.together("zo.export_pretrained"):
         _check_whole(model, owner, "zo.export_pretrained")
-        owner.session.check_usable()
+        owner.life.check_usable()
         target = _export_dtype(dtype)
         model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper adds a prefix to every name
         owner.drain()
@@ -133,7 +133,7 @@ def export_pretrained(
             )
         entries = _entries(model, owner, target)
         plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
-    exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
+    exchange, is_writer = owner.ranks.exchange, owner.ranks.rank == 0
     with contextlib.ExitStack() as files:
         writer = None
         with exchange.together():
@@ -142,7 +142,7 @@ def export_pretrained(
                 folder = files.enter_context(new_folder(Path(path)))
                 writer = files.enter_context(FolderWriter(folder, plans))
                 _save_configs(model, folder, _usual_dtype(entries.params.values()))
-        for unit in owner.parts.units:
+        for unit in owner.units:
             with _whole(owner, unit, target) as read, exchange.together():
                 if writer is not None:
                     _write_unit(unit, read, entries.params, writer)
@@ -153,17 +153,17 @@ def export_pretrained(
                     writer.write(entry.name, 0, buffer.detach().reshape(-1).cpu())
                 writer.finish()
             files.close()
-    owner.parts.store.staging.drop()
+    owner.store.staging.drop()
 
 
-def _check_whole(model: nn.Module, owner: OffloadedModel, call: str) -> None:
+def _check_whole(model: nn.Module, owner: ModelRuntime, call: str) -> None:
     """Raise unless all parameters of the model, and no others, are those of its runtime."""
-    if owner.parts.ranks.num_columns > 1:
+    if owner.ranks.num_columns > 1:
         raise ConfigError(
             f"{call} does not know the files of a model whose parameters are DTensors; load and export the model "
             "before parallelize_module, and use zo.save_checkpoint and zo.load_checkpoint after it"
         )
-    offloaded = {id(param) for unit in owner.parts.units for param in unit.params}
+    offloaded = {id(param) for unit in owner.units for param in unit.params}
     given = {id(param) for param in model.parameters()}
     if offloaded != given:
         raise ConfigError(
@@ -187,7 +187,7 @@ def _saying_what_is_left(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _check_untrained(owner: OffloadedModel) -> None:
+def _check_untrained(owner: ModelRuntime) -> None:
     num_steps = max([owner.step_count, *owner.states.param_steps.values()])
     if num_steps > 0:
         raise ConfigError(
@@ -222,10 +222,10 @@ def _as_files_say(named: Sequence[_Named], base_name: Callable[[str], str | None
     return [each for each in renamed if each.names]
 
 
-def _fresh(model: nn.Module, owner: OffloadedModel, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:
+def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:
     """By id: parameters in no file, of which `deferred_init` has left the values out."""
     named = {id(param): name for name, param in model.named_parameters()}
-    missing = {key: recipe for key, recipe in owner.parts.left_out.items() if key not in sources}
+    missing = {key: recipe for key, recipe in owner.left_out.items() if key not in sources}
     if lost := [named[key] for key, recipe in missing.items() if recipe.value is None]:
         raise ConfigError(
             f"{len(lost)} parameters are in no file, and begin with numbers that are computed from others, which "
@@ -234,19 +234,19 @@ def _fresh(model: nn.Module, owner: OffloadedModel, sources: Mapping[int, Stored
     return missing
 
 
-def _check_same_draws(owner: OffloadedModel, fresh: Mapping[int, Recipe]) -> None:
+def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
     drawn = hashlib.sha256(b"".join(recipe.drawn() for recipe in fresh.values())).hexdigest()
-    if len(set(owner.parts.ranks.exchange.gather_digests(drawn))) > 1:
+    if len(set(owner.ranks.exchange.gather_digests(drawn))) > 1:
         raise ConfigError(
             f"ranks would draw different values for {len(fresh)} parameters that are in no file. Call "
             "torch.manual_seed(0) before the model is built, with the same seed on all ranks"
         )
 
 
-def _write_params(owner: OffloadedModel, sources: Mapping[int, StoredTensor], fresh: Mapping[int, Recipe]) -> None:
+def _write_params(owner: ModelRuntime, sources: Mapping[int, StoredTensor], fresh: Mapping[int, Recipe]) -> None:
     """Every section of this rank with something new, chunk by chunk; moments become zero."""
-    store, index = owner.parts.store, owner.parts.collectives.shard_index
-    for unit in owner.parts.units:
+    store, index = owner.store, owner.collectives.shard_index
+    for unit in owner.units:
         placed: dict[int, dict[ParamSlice, nn.Parameter]] = {}
         for section, piece, param in unit.placed_params:
             placed.setdefault(section.layout.index, {})[piece] = param
@@ -299,13 +299,13 @@ def _write_buffers(sources: BufferSources) -> None:
 # Export
 
 
-def _export_adapters(model: nn.Module, owner: OffloadedModel, path: Path, target: torch.dtype | None) -> None:
+def _export_adapters(model: nn.Module, owner: ModelRuntime, path: Path, target: torch.dtype | None) -> None:
     """As PEFT saves them. Ranks read the same parameters in the same order."""
     names = dict(model.named_parameters(remove_duplicate=False))
     base_name, num_uses = base_names(model), Counter(map(base_names(model), names))
     wanted = [name for name in names if base_name(name) is None or num_uses[base_name(name)] > 1]
-    exchange, is_writer = owner.parts.ranks.exchange, owner.parts.ranks.rank == 0
-    if owner.parts.ranks.world_size > 1 and any("modules_to_save" in module._modules for module in model.modules()):
+    exchange, is_writer = owner.ranks.exchange, owner.ranks.rank == 0
+    if owner.ranks.world_size > 1 and any("modules_to_save" in module._modules for module in model.modules()):
         raise ConfigError(
             "zo.export_pretrained of adapters with modules_to_save works on one rank: peft asks these modules for a "
             "state_dict(). Write zo.save_checkpoint(model, optimizer, path), load that on one rank, and export there"
@@ -324,16 +324,16 @@ def _export_adapters(model: nn.Module, owner: OffloadedModel, path: Path, target
                 model, values, lambda name: _values_of(owner, {name: names[name]}, target)[name], folder, gathered
             )
             files.close()
-    owner.parts.store.staging.drop()
+    owner.store.staging.drop()
 
 
 def _values_of(
-    owner: OffloadedModel, params: Mapping[str, nn.Parameter], target: torch.dtype | None
+    owner: ModelRuntime, params: Mapping[str, nn.Parameter], target: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """Whole parameters on the host, in `target` or the compute dtype. Collective."""
     wanted = {id(param) for param in params.values()}
     found: dict[int, torch.Tensor] = {}
-    for unit in owner.parts.units:
+    for unit in owner.units:
         places = [place for place in unit.placed_params if id(place[2]) in wanted]
         if not places:
             continue
@@ -373,10 +373,10 @@ class _Entries:
     buffers: dict[TensorEntry, torch.Tensor]
 
 
-def _entries(model: nn.Module, owner: OffloadedModel, target: torch.dtype | None) -> _Entries:
+def _entries(model: nn.Module, owner: ModelRuntime, target: torch.dtype | None) -> _Entries:
     names = {id(each.tensor): each.names[0] for each in _named_params(model)}
     params = {}
-    for unit in owner.parts.units:
+    for unit in owner.units:
         for section, piece, param in unit.placed_params:
             own = section.layout.dtype
             dtype = target if target is not None and own.is_floating_point else own
@@ -416,9 +416,9 @@ Pieces = Iterator[tuple[int, torch.Tensor]]
 
 
 @contextlib.contextmanager
-def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype | None) -> Iterator[Callable[[Section], Pieces]]:
+def _whole(owner: ModelRuntime, unit: Unit, target: torch.dtype | None) -> Iterator[Callable[[Section], Pieces]]:
     """How to read the sections of a unit; where it is spread over ranks, it is gathered on each first. Collective."""
-    if owner.parts.collectives.num_shards == 1:
+    if owner.collectives.num_shards == 1:
         yield lambda section: _rested(owner, section, target)
     elif any(_needs_master(section, target) for section in unit.sections):
         masters = _gather_masters(owner, unit)
@@ -426,8 +426,8 @@ def _whole(owner: OffloadedModel, unit: Unit, target: torch.dtype | None) -> Ite
     else:
         unit.gathered_uses += 1
         try:
-            owner.parts.residency.bring(unit)
-            owner.parts.residency.meet(f"the export of {unit.name}")
+            owner.residency.bring(unit)
+            owner.residency.meet(f"the export of {unit.name}")
             yield lambda section: _cut(section.flat)
         finally:
             unit.gathered_uses -= 1
@@ -449,14 +449,14 @@ def _write_unit(
                     writer.write(entries[piece].name, low - piece.begin, part)
 
 
-def _gather_masters(owner: OffloadedModel, unit: Unit) -> dict[int, torch.Tensor]:
+def _gather_masters(owner: ModelRuntime, unit: Unit) -> dict[int, torch.Tensor]:
     """By section, (numel,) on the compute device."""
-    collectives = owner.parts.collectives
-    with owner.parts.ranks.exchange.together():
-        mine = [read_master(owner.parts.store, section.shard) for section in unit.sections]
+    collectives = owner.collectives
+    with owner.ranks.exchange.together():
+        mine = [read_master(owner.store, section.shard) for section in unit.sections]
     gathered = {}
     for section, part in zip(unit.sections, mine, strict=True):
-        flat = torch.empty(section.layout.numel, dtype=part.dtype, device=owner.parts.device.torch_device)
+        flat = torch.empty(section.layout.numel, dtype=part.dtype, device=owner.device.torch_device)
         collectives.agreement.same(f"the gather of masters of {unit.name}")
         flat.view(collectives.num_shards, -1)[collectives.shard_index].copy_(part)
         collectives.launch_gather(flat, unit.name)()
@@ -469,9 +469,9 @@ def _needs_master(section: Section, target: torch.dtype | None) -> bool:
     return section.layout.trainable and target not in (None, section.layout.dtype)
 
 
-def _rested(owner: OffloadedModel, section: Section, target: torch.dtype | None) -> Pieces:
+def _rested(owner: ModelRuntime, section: Section, target: torch.dtype | None) -> Pieces:
     """From where it rests."""
-    store, shard = owner.parts.store, section.shard
+    store, shard = owner.store, section.shard
     for row, (begin, _) in enumerate(section.layout.chunks()):
         if _needs_master(section, target):
             yield begin, read_master_chunk(store, shard, row)

@@ -18,7 +18,7 @@ from zero_offload.checkpoint.format import Generation, reading
 from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.errors import ConfigError
 from zero_offload.inputs import check_optimizer
-from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.groups import check_groups, group_records, restore_groups
 from zero_offload.optim.optimizer import FusedOptimizer
@@ -60,11 +60,11 @@ def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None
     owner.commit(partial(_capture, model, owner), kept)
 
 
-def _capture(model: nn.Module, owner: OffloadedModel) -> dict[str, Any]:
-    return {"rng": capture_rng(), "buffers": capture_buffers(model) if owner.parts.ranks.rank == 0 else {}}
+def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
+    return {"rng": capture_rng(), "buffers": capture_buffers(model) if owner.ranks.rank == 0 else {}}
 
 
-def _check_keeps(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call: str) -> None:
+def _check_keeps(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: str) -> None:
     """Warn of parameters that the optimizer trains and the call does not write."""
     _check_trains(optimizer, owner, call)
     if isinstance(optimizer, FusedOptimizer):
@@ -79,7 +79,7 @@ def _check_keeps(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call: 
         )
 
 
-def _check_trains(optimizer: torch.optim.Optimizer, owner: OffloadedModel, call: str) -> None:
+def _check_trains(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: str) -> None:
     """Raise where the hyperparameters are those of something else: no resume could use them."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not any(owner_of(param) is owner for param in params):
@@ -191,11 +191,11 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
 
 
 def _resume(
-    model: nn.Module, owner: OffloadedModel, optimizer: torch.optim.Optimizer, scaler: GradScaler | None
+    model: nn.Module, owner: ModelRuntime, optimizer: torch.optim.Optimizer, scaler: GradScaler | None
 ) -> Resumed | None:
     check_optimizer("zo.resume", optimizer)
     _check_trains(optimizer, owner, "zo.resume")
-    keeper = owner.parts.keeper
+    keeper = owner.keeper
     if keeper is None or keeper.found is None:
         return None
     found = keeper.found
@@ -212,10 +212,10 @@ def _resume(
         check_buffers(model, _buffers(found), where)
     owner.resume_pending = False
     _restore(found, model, (optimizer, scaler), keeper.rng, where)
-    if keeper.rng is None and found.world_size != owner.parts.ranks.world_size and owner.parts.ranks.rank == 0:
+    if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
         warnings.warn(
             f"{where} has the random number generators of {found.world_size} ranks, this run has "
-            f"{owner.parts.ranks.world_size}: they are not restored. Parameters, optimizer states and "
+            f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
             "hyperparameters are; seed the generators of each rank as for a new run",
             stacklevel=3,
         )

@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from zero_offload.commits import Commits
+from zero_offload.device import Device
 from zero_offload.kernels.words import STATES
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
+from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
-from zero_offload.parts import Parts
 from zero_offload.probe import kernel_threads
 from zero_offload.runtime.grads.ledger import GradLedger
-from zero_offload.runtime.units.unit import is_viewed
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.units.unit import Unit, is_viewed
+from zero_offload.shards.store import ShardStore
 from zero_offload.shards.unit_update import UnitUpdate
 from zero_offload.telemetry.spans import Cause
 from zero_offload.threads import FirstError
@@ -33,37 +36,54 @@ class Updates:
 
     def __init__(
         self,
-        parts: Parts,
+        store: ShardStore,
+        units: Sequence[Unit],
+        residency: Residency,
+        device: Device,
+        overlap: str,
+        worker: Worker,
+        errors: FirstError,
         ledger: GradLedger,
         states: OptimizerStates,
         commits: Commits,
     ) -> None:
-        self._parts = parts
+        self._store = store
+        self._units = units
+        self._residency = residency
+        self._device = device
+        self._overlap = overlap
+        self._worker = worker
+        self._errors = errors
         self._ledger = ledger
-        self._worker = parts.update_worker
         self.states = states
         self.commits = commits
-        self._pipeline = UpdatePipeline(parts.store)
-        self._device_pass = DevicePass(parts.store, parts.device)
+        self._pipeline = UpdatePipeline(store)
+        self._device_pass = DevicePass(store, device)
+
+    def overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
+        """Whether the update runs beside compute: pointless where both are arithmetic on the same cores."""
+        if self._overlap == UpdateOverlap.AUTO:
+            return not self._device.is_host or any(each.shard.on_disk or each.grads.on_disk for each in sections)
+        return self._overlap != UpdateOverlap.NONE
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
-        self._parts.store.read_lazy()
+        self._store.read_lazy()
         for unit in {section.unit for section in sections}:
-            self._parts.units[unit].wait_for_update()
+            self._units[unit].wait_for_update()
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
         self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
-        here = not overlaps(self._parts, sections) or any(section.shard.on_device for section in sections)
+        here = not self.overlaps(sections) or any(section.shard.on_device for section in sections)
         if here and not in_backward:
             self.await_worker()
         if not in_backward:
             # Gradients on drives, which the update reads: their pages are for the units that it makes new.
-            self._parts.residency.give_way()
+            self._residency.give_way()
 
     def await_worker(self) -> None:
         """Return when the update's thread is idle: a commit of the step before notes there what it is made of, and has
         to before this thread changes states."""
-        with self._parts.store.counters.waiting(Cause.COMMIT) if self._worker.busy else nullcontext():
+        with self._store.counters.waiting(Cause.COMMIT) if self._worker.busy else nullcontext():
             self._worker.drain()
 
     def launch(
@@ -73,51 +93,43 @@ class Updates:
 
         `in_backward`: of a backward that goes on, and is done with these units. Returns the future of each unit.
         """
-        parts = self._parts
         units = list(dict.fromkeys(section.unit for section in sections))
-        updates = {index: UnitUpdate(parts.errors, parts.store.counters) for index in units}
+        updates = {index: UnitUpdate(self._errors, self._store.counters) for index in units}
         for index, update in updates.items():
-            parts.units[index].update = update
+            self._units[index].update = update
         # The update takes what was launched until now, whatever is launched beside it.
-        made = None if parts.device.is_host else parts.device.mark()
+        made = None if self._device.is_host else self._device.mark()
         for section in sections:
             section.grads.lend(made)
-        parts.residency.begin_update(units, in_backward=in_backward)
+        self._residency.begin_update(units, in_backward=in_backward)
         # A backward through weights that are about to change must fail as it does in plain torch.
-        placed = (each for unit in units for each in parts.units[unit].placed_params)
+        placed = (each for unit in units for each in self._units[unit].placed_params)
         torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
         self._ledger.forget(params)
         # Between here and the next record nothing says which step the states are of.
         self.commits.drop()
         self._run(sections, updates)
         if not in_backward:
-            parts.residency.refresh_kept()
-            for unit in (parts.units[index] for index in units):
+            self._residency.refresh_kept()
+            for unit in (self._units[index] for index in units):
                 if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way
                     unit.wait_for_update()
         return updates
 
     def _run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate]) -> None:
-        parts, beside = self._parts, overlaps(self._parts, sections)
-        threads = update_threads(kernel_threads(), beside, parts.device.is_host)
+        beside = self.overlaps(sections)
+        threads = update_threads(kernel_threads(), beside, self._device.is_host)
         on_host = [section for section in sections if not section.shard.on_device]
         if beside and on_host:
             self._worker.submit(partial(self._pipeline.run, on_host, updates, threads))
         elif not beside:
-            with parts.store.counters.waiting(Cause.UPDATE):
+            with self._store.counters.waiting(Cause.UPDATE):
                 self._pipeline.run(on_host, updates, threads)
-            parts.residency.gatherer.end_update()
+            self._residency.gatherer.end_update()
         if len(on_host) < len(sections):
             on_device = [section for section in sections if section.shard.on_device]
-            with parts.store.counters.waiting(Cause.UPDATE):
+            with self._store.counters.waiting(Cause.UPDATE):
                 self._device_pass.run(on_device, updates)
-
-
-def overlaps(parts: Parts, sections: Sequence[SectionUpdate]) -> bool:
-    """Whether the update runs beside compute: pointless where both are arithmetic on the same cores."""
-    if parts.config.overlap == UpdateOverlap.AUTO:
-        return not parts.device.is_host or any(section.shard.on_disk or section.grads.on_disk for section in sections)
-    return parts.config.overlap != UpdateOverlap.NONE
 
 
 def update_threads(available: int, overlaps: bool, is_host: bool) -> int:

@@ -228,7 +228,7 @@ def test_a_slow_drive_changes_the_time_and_nothing_else(
     model, optimizer = open_model(nvme, io_engine=engine, **settings)
     losses = train(model, optimizer, 0, 3)
     drain(model)
-    counters = runtime(model).parts.store.counters
+    counters = runtime(model).store.counters
     before = counters.snapshot()[counter]
     looked = _hold_back(model, monkeypatch, looks=8)
     losses += train(model, optimizer, 3, STEPS)

@@ -50,7 +50,7 @@ def _assert_refused(uses: Iterable[Callable[[], object]], match: str) -> None:
 def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = open_model(nvme, params=tier, optimizer=tier, **SELDOM)
     train(model, optimizer, 0, 3)
-    residency = runtime(model).parts.residency
+    residency = runtime(model).residency
     original = residency.refresh_kept
 
     def interrupted() -> None:
@@ -368,11 +368,11 @@ def test_a_close_in_an_exception_asks_for_the_others_when_the_commit_is_over(
 
     def all_come(what: str, *, surely: bool) -> bool:
         assert not surely
-        ended.append(owner.parts.store.snapshots.num_ended)
+        ended.append(owner.store.snapshots.num_ended)
         return True
 
     monkeypatch.setattr(owner._commits, "drain", drain_after_gate)
-    monkeypatch.setattr(owner.parts.ranks.exchange, "all_come", all_come)
+    monkeypatch.setattr(owner.ranks.exchange, "all_come", all_come)
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -384,7 +384,7 @@ def test_ranks_that_were_struck_at_different_steps_commit_none(nvme: Path, monke
     model, optimizer = open_model(nvme, **SELDOM)
     train(model, optimizer, 0, 3)
     drain(model)
-    exchange = runtime(model).parts.ranks.exchange
+    exchange = runtime(model).ranks.exchange
     monkeypatch.setattr(exchange, "gather_digests", lambda word: [word, f"{2:016x}"])
     zo.close(model)
     monkeypatch.undo()

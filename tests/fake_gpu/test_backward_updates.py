@@ -47,7 +47,7 @@ def test_what_a_commit_reads_holds_no_update_up(monkeypatch: pytest.MonkeyPatch)
     launched: list[Any] = []
     spy_on_launches(monkeypatch, launched)
     model, optimizer = offloaded(make, **PLACEMENTS["states"])
-    shards = [section.shard for unit in runtime_of(model).parts.units for section in unit.sections]
+    shards = [section.shard for unit in runtime_of(model).units for section in unit.sections]
     views = [shard.array(Component.VALUE, 0) for shard in shards]
     model(tokens_of(0)).backward()
     assert len(views) == 5 and launched[0] == (4,)

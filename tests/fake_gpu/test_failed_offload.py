@@ -39,7 +39,7 @@ class Refusing:
     [
         (move_in_module, "_write_values", 3),  # the first two sections are there
         (move_in_module, "_as_view", 7),
-        (offload_module, "OffloadedModel", 1),
+        (offload_module, "ModelRuntime", 1),
         (offload_module, "guard", 2),
         (offload_module, "trim_heap", 1),
     ],

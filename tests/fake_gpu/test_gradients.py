@@ -192,7 +192,7 @@ def test_gradients_leave_the_device_with_the_update_only() -> None:
             runtime_of(model).drain()
         assert counts["download_bytes"] == sent
         assert zo.stats(model).resident_bytes["device"] == 0
-    assert runtime_of(model).parts.store.counters.snapshot()["read.device"] == 2 * sent
+    assert runtime_of(model).store.counters.snapshot()["read.device"] == 2 * sent
     model(tokens_of(3)).backward()
     optimizer.zero_grad()
     assert zo.stats(model).resident_bytes["device"] == 0

@@ -82,10 +82,10 @@ def test_states_leave_with_a_model_that_makes_generations(nvme: Path) -> None:
         optimizer.step()
         zo.commit(model, optimizer)
         zo.close(model)
-        parts = runtime_of(model).parts
-        left = [weakref.ref(each) for each in (parts.store, parts.store.arena, parts.store.snapshots)]
-        left += [weakref.ref(array) for shard in parts.store.shards for array in shard.memory.values()]
-        del model, optimizer, parts
+        runtime = runtime_of(model)
+        left = [weakref.ref(each) for each in (runtime.store, runtime.store.arena, runtime.store.snapshots)]
+        left += [weakref.ref(array) for shard in runtime.store.shards for array in shard.memory.values()]
+        del model, optimizer, runtime
         assert [each() for each in left if each() is not None] == []
 
 
@@ -102,11 +102,11 @@ def test_what_crosses_is_counted_once(optimizer: Any) -> None:
         its.zero_grad()
     runtime: Any = runtime_of(model)
     runtime.drain()
-    before = runtime.parts.store.counters.snapshot()
+    before = runtime.store.counters.snapshot()
     with device.counting() as counts, torch.no_grad():
         for _ in range(3):
             model(tokens)
-    after = runtime.parts.store.counters.snapshot()
+    after = runtime.store.counters.snapshot()
     assert after.get("read.cpu", 0) - before.get("read.cpu", 0) == counts["upload_bytes"]
     assert (counts["upload_bytes"] > 0) == (optimizer == "cpu"), "what a device updates is there"
     assert after.get("written.cpu", 0) == before.get("written.cpu", 0)

@@ -53,12 +53,12 @@ def short(monkeypatch: pytest.MonkeyPatch) -> ShortOfMemory:
 
 def leaked(model: Any) -> int:
     """Frames that are counted as taken, less those under buffers."""
-    parts = runtime_of(model).parts
-    for unit in parts.units:
+    runtime = runtime_of(model)
+    for unit in runtime.units:
         here = {s.buffer.attached for s in unit.sections if s.buffer is not None}
         assert here <= {unit.state is not UnitState.AWAY}
-    buffers = [s.buffer for unit in parts.units for s in unit.sections if s.buffer is not None]
-    return int(parts.residency._budget.taken - sum(buffer.num_frames for buffer in buffers if buffer.attached))
+    buffers = [s.buffer for unit in runtime.units for s in unit.sections if s.buffer is not None]
+    return int(runtime.residency._budget.taken - sum(buffer.num_frames for buffer in buffers if buffer.attached))
 
 
 def train(short: ShortOfMemory, overlap: str, fails_in: int | None, place: int) -> Iterator[float]:
@@ -122,8 +122,8 @@ def test_a_fetch_that_is_launched_in_part_is_launched_again(
     model.blocks[1].up.requires_grad_(False)
     zo.offload(model, zo.OffloadConfig(params="nvme", nvme=tmp_path, durability="scratch"))
     expected = model(tokens_of(0)).item()
-    unit = next(unit for unit in runtime_of(model).parts.units if len(unit.sections) > 1)
-    runtime_of(model).parts.residency.forget(unit)
+    unit = next(unit for unit in runtime_of(model).units if len(unit.sections) > 1)
+    runtime_of(model).residency.forget(unit)
     launch_reads, calls = DeviceCarrier._launch_reads, []
 
     def break_off(self: DeviceCarrier, section: Any, *args: Any) -> Any:

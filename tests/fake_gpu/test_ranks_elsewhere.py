@@ -88,12 +88,12 @@ def crossing(rank: int, world_size: int, stage: int) -> list[tuple[int, int]]:
         optimizer.zero_grad()
     runtime: Any = runtime_of(model)
     runtime.drain()
-    first = runtime.parts.store.counters.snapshot()
+    first = runtime.store.counters.snapshot()
     with device.counting() as counts, torch.no_grad():
         for _ in range(3):
             model(tokens)
         device.synchronize()
-    last = runtime.parts.store.counters.snapshot()
+    last = runtime.store.counters.snapshot()
     seen = [(counts["upload_bytes"], "read.cpu"), (counts["download_bytes"], "written.cpu")]
     zo.close(model)
     return [(nbytes, int(last.get(name, 0) - first.get(name, 0))) for nbytes, name in seen]

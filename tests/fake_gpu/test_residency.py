@@ -236,11 +236,11 @@ def test_prefetches_without_memory_do_not_break_a_step(policy: Policy, settings:
     run = Run(**settings)
     steps = [run.step(rows(0)), run.step(rows(1))]
     owner: Any = runtime_of(run.model)
-    residency, limits = owner.parts.residency, []
+    residency, limits = owner.residency, []
 
     def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """All units leave, and until the forward has ended there is memory for three others."""
-        for unit in owner.parts.units:
+        for unit in owner.units:
             if not unit.in_use and unit.state is not UnitState.AWAY:
                 residency._evict(unit)
         limits.append(no_room(12 * MIB))
@@ -273,12 +273,12 @@ def test_a_use_without_memory_has_that_of_units_that_are_not_used() -> None:
 
     def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """What comes next leaves, and there is nothing for it."""
-        unit = owner.parts.units[3]
+        unit = owner.units[3]
         assert unit.layout.name == "3"
-        owner.parts.residency._evict(unit)
+        owner.residency._evict(unit)
         limits.append(no_room())
         limits[0].__enter__()
-        owner.parts.residency.bring(unit)
+        owner.residency.bring(unit)
         assert unit.state is UnitState.PRESENT
         limits[0].__exit__(None, None, None)
 
@@ -356,8 +356,8 @@ def test_two_of_the_largest_activations_come_ahead(tmp_path: Path) -> None:
 
     model = zo.offload(build(Wide), zo.OffloadConfig(precision="fp32", activations="cpu"))
     owner = runtime_of(model)
-    assert owner is not None and owner.parts.activations is not None
-    activations, most = owner.parts.activations, 0
+    assert owner is not None and owner.activations is not None
+    activations, most = owner.activations, 0
     fetch = activations._fetch_ahead
 
     def count(number: int) -> None:

@@ -328,7 +328,7 @@ def test_states_without_room_on_the_device_leave_nothing(tmp_path: Path, monkeyp
     """Another optimizer takes its place, and what is committed then has states of that one alone."""
     config = dataclasses.replace(ON_DEVICE, nvme=tmp_path, existing="resume", commit_every=1)
     model = zo.offload(make_model(), config)
-    shards = runtime_of(model).parts.store.shards
+    shards = runtime_of(model).store.shards
     device.synchronize()
     with device.memory_limit(torch.fakegpu.memory_allocated() + 4096):
         torch.fakegpu.empty_cache()
@@ -342,7 +342,7 @@ def test_states_without_room_on_the_device_leave_nothing(tmp_path: Path, monkeyp
     zo.close(model)
     with device.on_host():
         model = zo.offload(make_model(), config)
-    shards = runtime_of(model).parts.store.shards
+    shards = runtime_of(model).store.shards
     assert {name for shard in shards for name in shard.states} == {Component.MOMENTUM_BUFFER}
     optimizer = zo.SGD(model.parameters(), lr=0.1, momentum=0.9)
     zo.resume(model, optimizer)
@@ -449,7 +449,7 @@ def test_small_parameters_are_updated_together(
             launches.sizes.clear()
             optimizer.step()
             optimizer.zero_grad()
-        (shard,) = {s.shard.layout.index: s.shard for u in runtime_of(model).parts.units for s in u.sections}.values()
+        (shard,) = {s.shard.layout.index: s.shard for u in runtime_of(model).units for s in u.sections}.values()
         found = {str(component): array.to("cpu", copy=True) for component, array in shard.memory.items()}
         zo.close(model)
         return found

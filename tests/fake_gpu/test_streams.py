@@ -113,7 +113,7 @@ def train(step: Step, make: Callable[[], nn.Module] = make, **settings: Any) -> 
         optimizer.step()
         optimizer.zero_grad()
     found.append({name: value.tolist() for name, value in read_masters(model).items()})
-    assert not any(unit.in_use for unit in runtime_of(model).parts.units)
+    assert not any(unit.in_use for unit in runtime_of(model).units)
     zo.close(model)
     return found
 

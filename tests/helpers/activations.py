@@ -31,8 +31,8 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def activations_of(model: nn.Module) -> Activations:
     owner = runtime_of(model)
-    assert owner is not None and owner.parts.activations is not None
-    return owner.parts.activations
+    assert owner is not None and owner.activations is not None
+    return owner.activations
 
 
 # Jobs of ranks

@@ -20,7 +20,7 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
 from zero_offload.api import runtime_of
-from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.storage.native_engine import NativeEngine
 
 SWAP = "rank0.swap"
@@ -48,7 +48,7 @@ def train(model: nn.Module, optimizer: zo.AdamW, begin: int, end: int) -> list[f
     return losses
 
 
-def runtime(model: nn.Module) -> OffloadedModel:
+def runtime(model: nn.Module) -> ModelRuntime:
     owner = runtime_of(model)
     assert owner is not None
     return owner
@@ -93,7 +93,7 @@ def write_run(nvme: Path | str, num_steps: int, **settings: Any) -> None:
 
 
 def engine_of(model: nn.Module) -> NativeEngine:
-    swap = runtime(model).parts.store.swap
+    swap = runtime(model).store.swap
     assert swap is not None
     engine = swap._engine
     assert isinstance(engine, NativeEngine)

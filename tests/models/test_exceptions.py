@@ -138,18 +138,18 @@ def test_pages_of_broken_gradients_come_back_unwritten(nvme: Path) -> None:
     model = zo.offload(build(Fused), zo.OffloadConfig(precision="fp32", grads="nvme", nvme=nvme, durability="scratch"))
     optimizer = zo.AdamW(model.parameters())
     list(train(model, optimizer, range(2)))
-    parts = runtime_of(model).parts
+    runtime = runtime_of(model)
     model.blocks[1].backward_error = Explosion
     loss = model(tokens_of(50))
     with pytest.raises(Explosion):
         loss.backward()
-    assert parts.store.arena.claimed_frames > 0
-    written = parts.store.counters.snapshot()["written.nvme"]
+    assert runtime.store.arena.claimed_frames > 0
+    written = runtime.store.counters.snapshot()["written.nvme"]
     with pytest.warns(UserWarning, match="its gradients are dropped"):
         optimizer.step()
     runtime_of(model).grads.begin_forward()
-    assert parts.store.arena.claimed_frames == 0
-    assert parts.store.counters.snapshot()["written.nvme"] == written
+    assert runtime.store.arena.claimed_frames == 0
+    assert runtime.store.counters.snapshot()["written.nvme"] == written
     zo.close(model)
 
 

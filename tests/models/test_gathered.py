@@ -188,10 +188,10 @@ def test_gradients_on_a_drive_are_read_once_and_not_written(nvme: Path) -> None:
     model(tokens_of(0)).backward()
     runtime = runtime_of(model)
     runtime.grads.begin_forward()  # what leaves is on the drive
-    before = runtime.parts.store.counters.snapshot()
+    before = runtime.store.counters.snapshot()
     with zo.gathered(model, kind="grads") as grads:
         total = sum(grad.nbytes for grad in grads.values())
-    after = runtime.parts.store.counters.snapshot()
+    after = runtime.store.counters.snapshot()
     assert after["written.nvme"] == before["written.nvme"]
     # Each section once, with what rounds it up.
     assert total <= after["read.nvme"] - before["read.nvme"] < 2 * total

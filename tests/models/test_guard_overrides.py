@@ -135,7 +135,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
     """Without gradients: what in-place functions say of leaves that require one is torch's."""
     wrong, answered = [], set()
     plain = iter(calls(lambda: nn.Parameter(torch.eye(SIZE))))
-    fetched = runtime_of(net).parts.units[0].state
+    fetched = runtime_of(net).units[0].state
     with torch.no_grad():
         for func, name, place, args, kwargs in calls(lambda: net.weight):
             _, _, _, plain_args, plain_kwargs = next(plain)
@@ -172,7 +172,7 @@ def test_every_function_with_a_parameter_at_rest(net: Net) -> None:
                 )
     assert not wrong
     assert answered >= ANSWERED, ANSWERED - answered
-    assert runtime_of(net).parts.units[0].state is fetched
+    assert runtime_of(net).units[0].state is fetched
 
 
 QUESTIONS: dict[str, Callable[[Tensor], Any]] = {

@@ -227,10 +227,10 @@ def test_nothing_stays_in_use(nvme_config: zo.OffloadConfig) -> None:
     assert owner is not None
     most = []
     for block in model.blocks:
-        block.norm.weight.register_hook(lambda grad: most.append(sum(unit.in_use for unit in owner.parts.units)))
+        block.norm.weight.register_hook(lambda grad: most.append(sum(unit.in_use for unit in owner.units)))
     model(tokens_of(0)).backward()
     assert most == [1] * NUM_BLOCKS
-    assert not any(unit.in_use for unit in owner.parts.units)
+    assert not any(unit.in_use for unit in owner.units)
     zo.close(model)
 
 

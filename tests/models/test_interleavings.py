@@ -219,7 +219,7 @@ def test_a_commit_that_a_ctrl_c_kept_from_beginning_is_not_waited_for(nvme: Path
     config = zo.OffloadConfig(precision="fp32", nvme=nvme, commit_every="auto", overlap="none")
     model = zo.offload(build(Model), config)
     optimizer = zo.AdamW(model.parameters())
-    worker = runtime_of(model).parts.update_worker
+    worker = runtime_of(model).update_worker
     submit = worker.submit
 
     def once(job: Callable[[], None]) -> None:
@@ -244,7 +244,7 @@ def test_a_commit_that_a_ctrl_c_kept_from_beginning_is_not_waited_for(nvme: Path
     thread.join(60)
     assert not thread.is_alive() and num_struck == 1
     drain(model)
-    assert runtime_of(model).parts.store.snapshots.num_ended > 0, "commits came to an end"
+    assert runtime_of(model).store.snapshots.num_ended > 0, "commits came to an end"
     zo.close(model)
 
 

@@ -63,10 +63,10 @@ def test_states_in_memory_leave_with_a_model_that_makes_generations(tmp_path: Pa
         optimizer.step()
         zo.commit(model, optimizer)
         zo.close(model)
-        parts = runtime_of(model).parts
-        left = [weakref.ref(each) for each in (parts.store, parts.store.arena, parts.store.snapshots)]
-        left += [weakref.ref(array) for shard in parts.store.shards for array in shard.memory.values()]
-        del model, optimizer, parts
+        runtime = runtime_of(model)
+        left = [weakref.ref(each) for each in (runtime.store, runtime.store.arena, runtime.store.snapshots)]
+        left += [weakref.ref(array) for shard in runtime.store.shards for array in shard.memory.values()]
+        del model, optimizer, runtime
         assert [each() for each in left if each() is not None] == []
 
 
@@ -79,7 +79,7 @@ def test_a_dropped_model_leaves_memory_at_once(script: Script, fp32_config: zo.O
         player.play(script)
         player.close()
         runtime: Any = runtime_of(player.model)
-        parts = [runtime, runtime.parts.store, runtime.parts.store.arena, *player.model.parameters()]
+        parts = [runtime, runtime.store, runtime.store.arena, *player.model.parameters()]
         left = [weakref.ref(part) for part in parts]
         del player, runtime, parts
         assert [reference() for reference in left if reference() is not None] == []

@@ -56,7 +56,7 @@ def measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, A
             optimizer.zero_grad()
         runtime: Any = runtime_of(model)
         runtime.drain()
-        arena = runtime.parts.store.arena
+        arena = runtime.store.arena
         at_rest = {tier: sum(n for (place, _), n in plan.rest_bytes.items() if place is tier) for tier in Tier}
         return {
             "planned": at_rest,

@@ -187,7 +187,7 @@ def test_with_several_ranks_a_kept_view_raises(nvme_config: zo.OffloadConfig) ->
     model = zo.offload(build(Model), nvme_config)
     with zo.gathered(model.blocks[0]):
         kept = model.blocks[0].up.weight[:2]
-        (unit,) = (unit for unit in runtime_of(model).parts.units if unit.name == "blocks.0")
+        (unit,) = (unit for unit in runtime_of(model).units if unit.name == "blocks.0")
         with pytest.raises(zo.ZeroOffloadError, match=r"a view of blocks\.0\.up\.weight is held.*\.clone\(\)"):
             Loans([unit], world_size=2).keeps(unit)
         del kept

@@ -13,7 +13,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload import move_in, offloaded_model
+from zero_offload import model_runtime, move_in
 from zero_offload.optim import worker
 from zero_offload.run_files import RunFiles
 from zero_offload.runtime import hooks
@@ -38,8 +38,8 @@ BEFORE_VALUES_MOVE = [
 ]
 AFTER = [
     (move_in, "_as_view", 5),
-    (OFFLOAD, "OffloadedModel", 1),
-    (offloaded_model, "Commits", 1),
+    (OFFLOAD, "ModelRuntime", 1),
+    (model_runtime, "Commits", 1),
     (OFFLOAD, "register", 3),
     (Unit, "seal", 2),
     (OFFLOAD, "guard", 2),

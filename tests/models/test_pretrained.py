@@ -184,7 +184,7 @@ def test_shards_of_several_chunks(config: zo.OffloadConfig, tmp_path: Path) -> N
     theirs = build(make, THEIRS)
     write_weights(tmp_path / "in", theirs)
     model = _offloaded(config, make)
-    assert max(len(shard.layout.chunks()) for shard in runtime(model).parts.store.shards) == 2
+    assert max(len(shard.layout.chunks()) for shard in runtime(model).store.shards) == 2
     zo.load_pretrained(model, tmp_path / "in")
     _same(read_masters(model), weights_of(theirs))
     zo.export_pretrained(model, tmp_path / "out", dtype="fp32")

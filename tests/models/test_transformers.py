@@ -67,7 +67,7 @@ def check_departures(model: nn.Module, config: zo.OffloadConfig) -> None:
     owner = runtime_of(model)
     assert owner is not None
     if config.nvme_dirs:
-        assert any(unit.state is UnitState.AWAY for unit in owner.parts.units)
+        assert any(unit.state is UnitState.AWAY for unit in owner.units)
 
 
 def step(optimizer: zo.AdamW) -> None:

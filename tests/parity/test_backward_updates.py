@@ -710,7 +710,7 @@ def test_gradients_take_the_memory_of_a_few_units() -> None:
         model, optimizer = offloaded(partial(TinyLM, WIDE, 12), overlap=overlap)
         runtime = runtime_of(model)
         assert runtime is not None
-        arena, most = runtime.parts.store.arena, 0
+        arena, most = runtime.store.arena, 0
         states = arena.allocated_bytes
 
         def look(grad: Tensor) -> None:

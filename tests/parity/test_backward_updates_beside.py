@@ -62,7 +62,7 @@ def test_backward_waits_when_the_ring_is_full(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(UpdatePipeline, "run", stuck)
     model, optimizer = offloaded(partial(TinyLM, WIDE, 8))
-    units, wait = runtime_of(model).parts.units, UnitUpdate.wait
+    units, wait = runtime_of(model).units, UnitUpdate.wait
 
     def watched(update: UnitUpdate) -> None:
         nonlocal num_launched

@@ -75,7 +75,7 @@ def test_training_is_the_same(settings: dict[str, Any], commit_every: str, nvme:
     model, optimizer = open_model(nvme, commit_every=commit_every, **settings)
     assert train(model, optimizer, 0, STEPS) == reference(STEPS)[0]
     drain(model)
-    assert runtime(model).parts.store.snapshots.num_ended > 0
+    assert runtime(model).store.snapshots.num_ended > 0
     zo.close(model)
 
 

@@ -185,8 +185,8 @@ def test_a_step_without_commit_is_written_behind_the_next_backward(nvme: Path, m
     """Where the program never calls `zo.commit`, nobody waits for it to do so."""
     model, optimizer = start(nvme, params="cpu", optimizer="cpu")
     step(model, optimizer, 0)
-    assert runtime(model).parts.store.snapshots.num_ended == 0
+    assert runtime(model).store.snapshots.num_ended == 0
     model(tokens_of(1)).backward()
     drain(model)
-    assert runtime(model).parts.store.snapshots.num_ended == 1
+    assert runtime(model).store.snapshots.num_ended == 1
     zo.close(model)

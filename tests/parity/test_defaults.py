@@ -253,7 +253,7 @@ def test_an_array_of_another_kind_is_not_written(
     optimizer = zo.AdamW(model.parameters())
     model(tokens[0]).backward()
     optimizer.step()
-    before, store = kept([model.state_dict(), optimizer.state_dict()]), runtime(model).parts.store
+    before, store = kept([model.state_dict(), optimizer.state_dict()]), runtime(model).store
     shard = store.shards[0]
 
     def source(component: Component, begin: int, end: int) -> Tensor:

@@ -79,12 +79,12 @@ def clip_value(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) -> No
 @contextmanager
 def half_loaded(model: Any, fails: bool) -> Iterator[None]:
     """A load has broken off on one rank."""
-    session = runtime_of(model).session  # type: ignore[union-attr]
-    session.half_loaded = "a checkpoint" if fails else ""
+    life = runtime_of(model).life  # type: ignore[union-attr]
+    life.half_loaded = "a checkpoint" if fails else ""
     try:
         yield
     finally:
-        session.half_loaded = ""
+        life.half_loaded = ""
 
 
 def step(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) -> None:

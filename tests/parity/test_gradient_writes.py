@@ -122,7 +122,7 @@ def test_a_large_gradient_is_written_chunk_by_chunk(
             optimizer.zero_grad()
         found[-1] += read_masters(model).values()
         if settings:
-            taken = runtime_of(model).parts.store.arena.frame_bytes
+            taken = runtime_of(model).store.arena.frame_bytes
         zo.close(model)
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*found, strict=True))
     assert len({value for value in found[0] if isinstance(value, float)}) > 3

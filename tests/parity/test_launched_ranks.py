@@ -73,7 +73,7 @@ def ranks_of_model(rank: int) -> tuple[int, bool]:
     model = zo.offload(build(TinyLM), zo.OffloadConfig())
     runtime: Any = runtime_of(model)
     zo.close(model)
-    return runtime.parts.ranks.world_size, dist.is_initialized()
+    return runtime.ranks.world_size, dist.is_initialized()
 
 
 def test_ranks_without_a_process_group_train_together() -> None:

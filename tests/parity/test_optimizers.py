@@ -128,7 +128,7 @@ def test_a_shard_has_what_its_optimizer_keeps_and_no_more(name: str, tmp_path: P
     model, optimizer = open_run(MAKERS[name], tmp_path, "nvme")
     train(model, optimizer, 0, 2)
     drain(model)
-    shards = runtime(model).parts.store.shards
+    shards = runtime(model).store.shards
     assert {len(shard.states) for shard in shards} == {STATES[name]}
     in_slots = 2 * (1 + STATES[name]) * 4 * sum(shard.layout.shard_numel for shard in shards)
     assert (tmp_path / SWAP).stat().st_size == in_slots
@@ -144,10 +144,10 @@ def test_a_shard_has_what_its_optimizer_keeps_and_no_more(name: str, tmp_path: P
 def test_before_an_optimizer_is_built_there_are_no_states(tmp_path: Path) -> None:
     model = build(TinyLM)
     zo.offload(model, zo.OffloadConfig(nvme=tmp_path, **TIERS["nvme"]))
-    assert all(shard.states == () for shard in runtime(model).parts.store.shards)
+    assert all(shard.states == () for shard in runtime(model).store.shards)
     before = (tmp_path / SWAP).stat().st_size
     zo.Lion(model.parameters())
-    assert all(shard.states == (Component.EXP_AVG,) for shard in runtime(model).parts.store.shards)
+    assert all(shard.states == (Component.EXP_AVG,) for shard in runtime(model).store.shards)
     assert (tmp_path / SWAP).stat().st_size > before
     zo.close(model)
 
@@ -177,7 +177,7 @@ def test_two_optimizers_share_sections(tiers: str, tmp_path: Path) -> None:
     zo.offload(model, zo.OffloadConfig(nvme=tmp_path, precision="fp32", **TIERS[tiers]))
     assert run(model, make(model)) == expected
     kept = {Component.EXP_AVG, Component.EXP_AVG_SQ, Component.MOMENTUM_BUFFER}
-    assert kept in [set(shard.states) for shard in runtime(model).parts.store.shards]
+    assert kept in [set(shard.states) for shard in runtime(model).store.shards]
     zo.close(model)
 
 

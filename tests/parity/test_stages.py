@@ -44,7 +44,7 @@ def communicate(rank: int, world_size: int, case: Case) -> tuple[dict[str, int],
         ranks.steps(case, (rank, world_size), model, optimizer, range(case.num_steps), Outcome())
         owner = runtime_of(model)
         assert owner is not None
-        sections = owner.parts.layout.sections
+        sections = owner.layout.sections
         trained = sum(4 * section.numel for section in sections if section.trainable)
         return (
             zo.stats(model).communicated_bytes,
@@ -162,11 +162,11 @@ def evaluate(rank: int, world_size: int, case: Case) -> list[int]:
     assert owner is not None
     try:
         ranks.steps(case, (rank, world_size), model, optimizer, range(2), Outcome())
-        before, found = owner.parts.store.counters.snapshot()["gathered"], []
+        before, found = owner.store.counters.snapshot()["gathered"], []
         for number in range(4):
             with torch.no_grad():
                 model(tokens_of(number, batch=1 + rank))
-            found.append(int(owner.parts.store.counters.snapshot()["gathered"] - before))
+            found.append(int(owner.store.counters.snapshot()["gathered"] - before))
         return found
     finally:
         zo.close(model)

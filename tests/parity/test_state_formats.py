@@ -132,8 +132,8 @@ def test_the_plan_counts_what_there_is(states: str, tmp_path: Path) -> None:
     model, optimizer = open_run(tmp_path, "nvme", states)
     train(model, optimizer, 0, 1)
     drain(model)
-    layouts = [shard.layout for shard in runtime(model).parts.store.shards]
-    counted = sum(shard_bytes(shard.layout, shard.components) for shard in runtime(model).parts.store.shards)
+    layouts = [shard.layout for shard in runtime(model).store.shards]
+    counted = sum(shard_bytes(shard.layout, shard.components) for shard in runtime(model).store.shards)
     per_element = {"fp32": 12.0, "bf16": 8.0, "compact": 2 + 1 + 2 * (1 + 1 / 64)}[states]
     numel = sum(layout.shard_numel for layout in layouts)
     # A shard of so few elements has a whole sector of scales for each state.

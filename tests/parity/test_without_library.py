@@ -52,8 +52,8 @@ def test_the_portable_engine_serves(nvme: Path) -> None:
     with whole_run_without_library():
         model = zo.offload(TinyLM(NARROW), zo.OffloadConfig(nvme=nvme, optimizer="nvme"))
         owner = runtime_of(model)
-        assert owner is not None and owner.parts.store.swap is not None
-        engine = owner.parts.store.swap._engine
+        assert owner is not None and owner.store.swap is not None
+        engine = owner.store.swap._engine
         assert isinstance(engine, AiofilesEngine)
         zo.close(model)
 

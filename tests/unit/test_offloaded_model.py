@@ -1,4 +1,4 @@
-"""What `OffloadedModel` decides by itself."""
+"""What `ModelRuntime` decides by itself."""
 
 from __future__ import annotations
 

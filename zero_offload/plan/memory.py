@@ -21,7 +21,7 @@ from zero_offload.plan.unit_bytes import (
     resting,
 )
 from zero_offload.plan.wear import Wear
-from zero_offload.types import FRAME, Durability, StateKind, Tier, format_bytes
+from zero_offload.types import FRAME, Durability, HardwareProfile, StateKind, Tier, format_bytes
 
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
@@ -162,6 +162,18 @@ class MemoryPlan:
                 f"device_memory is {given}, units in use at once take {needed}: a step that uses them whole will fail"
             )
         return f"device_memory holds the {needed} in use at once; more fetches ahead"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What units take, where they were placed by that, and what it adds up to."""
+
+    hardware: HardwareProfile
+    """As ranks agreed on it at the first `zo.offload`."""
+    unit_bytes: Sequence[UnitBytes]
+    placement: Placement
+    plan: MemoryPlan
+    """What budgets were compared with."""
 
 
 def estimate_memory(

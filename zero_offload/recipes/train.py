@@ -395,15 +395,15 @@ def _lr_factor(step: int, warmup: int, steps: int) -> float:
 
 def _planned_bytes(model: GPT, config: TrainConfig) -> dict[str, int]:
     """Bytes of one rank that the plan gives each tier, with the placement that was made."""
-    parts = need_runtime(model, "train").parts
-    partition = parts.collectives.partition
-    numels = [UnitNumel.of(unit.layout) for unit in parts.units]
+    runtime = need_runtime(model, "train")
+    partition = runtime.collectives.partition
+    numels = [UnitNumel.of(unit.layout) for unit in runtime.units]
     unit_bytes = measure_units(numels, config.offload, partition, config.accumulate)
-    chosen = [unit.sections[0].shard.placement for unit in parts.units]
+    chosen = [unit.sections[0].shard.placement for unit in runtime.units]
     tiers = tuple(
         {StateKind.PARAMS: at.params, StateKind.GRADS: at.grads, StateKind.OPTIMIZER: at.optimizer} for at in chosen
     )
-    placement = Placement(tiers, Budget(0, 0, 0, parts.device.is_host))
+    placement = Placement(tiers, Budget(0, 0, 0, runtime.device.is_host))
     plan = estimate_memory(unit_bytes, placement, config.offload, partition)
     return {tier.value: plan.used_bytes(tier) for tier in Tier}
 

@@ -190,6 +190,10 @@ class Residency:
         except torch.OutOfMemoryError:
             self._note_refusal()
 
+    def step_order(self) -> tuple[int, ...]:
+        """Units in the order in which the forward of a step first needs them."""
+        return self.schedule.first_uses("grad", len(self._units))
+
     def refresh_kept(self) -> None:
         """The update is launched: views that others hold show the new values when this returns."""
         for unit in self._loans.kept:

@@ -18,7 +18,6 @@ ends with the inner backward. Autograd numbers backwards, so an inner one is tol
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import warnings
@@ -32,10 +31,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.errors import ZeroOffloadError
 from zero_offload.memory.heap import HeapRoom, HeapTrimmer
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.inputs import tensors_in, watch_inputs
+from zero_offload.runtime.life import ModelLife, in_backward
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
@@ -44,7 +44,6 @@ from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.telemetry.spans import Lane
-from zero_offload.threads import FirstError
 from zero_offload.types import MIB, format_bytes
 
 _IN_ANOTHER_THREAD = (
@@ -66,11 +65,6 @@ def _lives(ending: weakref.ref[partial[None]]) -> bool:
     return True
 
 
-def in_backward() -> bool:
-    """Whether autograd runs on this thread now."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class Session:
     """Uses of units by forwards and backwards."""
 
@@ -81,11 +75,10 @@ class Session:
         grads: GradReducer,
         activations: TensorStore | None,
         room: HeapRoom | None,
-        errors: FirstError,
+        life: ModelLife,
     ) -> None:
-        """`errors` has what the model's work has met."""
         self._units = units
-        self._errors = errors
+        self._life = life
         self._residency = residency
         self._spans = residency.spans
         self._grads = grads
@@ -112,13 +105,6 @@ class Session:
         """What backwards inside of it have begun to use, by their numbers."""
         self._ending: weakref.ref[partial[None]] | None = None
         """What is called at the end of a backward; dead where that will not be."""
-        self._pid = os.getpid()
-        self.closed = False
-        """Nothing but its figures can be asked for any more."""
-        self.lacks_weights = False
-        """Values were left out, and none have been loaded in their place."""
-        self.half_loaded = ""
-        """The checkpoint of which only a part was loaded, if there is one."""
         self.any_leaves = False
         """Whether it matters that a use ends, and who holds views of parameters."""
         self._trimmer: HeapTrimmer | None = None
@@ -128,11 +114,6 @@ class Session:
         self._saved = SavedTensors((), activations, always=grads.passing)
         self.grow(units)
 
-    def close(self) -> None:
-        """Gradients that are on their way from a device have come, and more are not expected."""
-        self.closed = True
-        self._grads.keeper.close()
-
     def grow(self, units: Sequence[Unit]) -> None:
         """These are used too; the list that this object was given has them already."""
         self.any_leaves = self.any_leaves or not all(unit.resident for unit in units)
@@ -141,49 +122,10 @@ class Session:
             self._trimmer = HeapTrimmer()
         self._saved.grow(units)
 
-    def check_alive(self) -> None:
-        """Raise in a forked child, and for a model that was closed."""
-        self.check_process()
-        if self.closed:
-            raise ZeroOffloadError(
-                "this model was closed by zo.close; build and offload it again (existing='resume' goes on from the "
-                "last generation)"
-            )
-
     @property
     def looks_for_graphs(self) -> bool:
         """True if a graph of a device's work would be seen only by looking for it, and this forward does."""
         return self._watches and self._residency.room is not None
-
-    @property
-    def in_own_process(self) -> bool:
-        return os.getpid() == self._pid
-
-    def check_process(self) -> None:
-        """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
-        if not self.in_own_process:
-            raise ZeroOffloadError(
-                f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
-                f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
-            )
-
-    def check_usable(self) -> None:
-        """Whether there is something to compute with or to read."""
-        self.check_alive()
-        self._errors.check_whole()
-        if self.updates is not None and not in_backward():
-            self.updates.check_whole()
-        if self.half_loaded:
-            raise ZeroOffloadError(
-                f"loading {self.half_loaded} failed half-way, so this model's states are a mix of two. Load a whole "
-                "checkpoint by zo.load_checkpoint, or start again with zo.offload (existing='resume' goes on from the "
-                "last generation)"
-            )
-        if self.lacks_weights:
-            raise ConfigError(
-                'this model was built by zo.deferred_init(values="skip") and has no weights yet. Load them by '
-                'zo.load_pretrained(model, "folder/") or zo.load_checkpoint, or build it by zo.deferred_init()'
-            )
 
     __reduce_ex__ = refuse_copy
 
@@ -342,7 +284,7 @@ class Session:
 
     def begin(self, inputs: Iterable[Any] = ()) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
-        self.check_usable()
+        self._life.check_usable()
         if self._backward_runs or any(unit.runs for unit in self._units):
             self._recover()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"
@@ -360,7 +302,7 @@ class Session:
     def settle(self) -> None:
         """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients
         are not whole, and none may be used; units that it used are at rest then."""
-        self.check_alive()
+        self._life.check_alive()
         if self._backward_runs and not self.active:
             self._recover()
 
@@ -495,7 +437,7 @@ class Session:
         if self._backward_runs and self._ending is not None and self._ending() is None:
             self._recover(in_forward=bool(self.forwards))  # no forward has come between
         if not self._backward_runs:
-            self.check_alive()
+            self._life.check_alive()
             torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())
 
     def begin_backward(self) -> partial[None]:

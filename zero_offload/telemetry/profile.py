@@ -173,7 +173,7 @@ def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profil
     record some steps; the newest `SPANS_MAX` spans are kept. One at a time. Raises ConfigError, StorageError.
     """
     owner = need_runtime(model, "zo.profile")
-    spans, ranks = owner.parts.store.counters.spans, owner.parts.ranks
+    spans, ranks = owner.store.counters.spans, owner.ranks
     if spans.on:
         raise ConfigError("this model is being recorded already; end the other zo.profile first")
     recorded = Profile(spans, ranks.rank, ranks.world_size)
@@ -183,7 +183,7 @@ def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profil
     try:
         yield recorded
     finally:
-        owner.parts.device.tell_copies()
+        owner.device.tell_copies()
         spans.end()
         recorded.keep()
         if path is not None:

@@ -94,7 +94,7 @@ def test_what_rests_on_disk_is_shared_and_not_read(
     monkeypatch.setattr(fcntl, "ioctl", ioctl)
     reads.clear()
     zo.save_checkpoint(model, optimizer, tmp_path / "saved")
-    on_disk = [shard for shard in runtime(model).parts.store.shards if shard.on_disk]
+    on_disk = [shard for shard in runtime(model).store.shards if shard.on_disk]
     blocks = sum(len(each.blocks) for shard in on_disk for each in shard.slots[shard.current].values())
     assert ioctl.calls == 1 + blocks > 1  # the first is a trial
     assert reads == []

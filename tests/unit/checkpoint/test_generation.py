@@ -80,7 +80,7 @@ def test_frozen_shards_are_not_written_again(nvme: Path) -> None:
     model, optimizer = open_model(nvme, _frozen())
     train(model, optimizer, 0, 4)
     drain(model)
-    for shard in runtime(model).parts.store.shards:
+    for shard in runtime(model).store.shards:
         assert len(shard.slots) == (2 if shard.layout.trainable else 1)
     zo.close(model)
 
@@ -90,7 +90,7 @@ def test_the_committed_slot_is_never_the_one_that_is_written(nvme: Path) -> None
     for step in range(7):
         train(model, optimizer, step, step + 1)
         drain(model)
-        for shard in runtime(model).parts.store.shards:
+        for shard in runtime(model).store.shards:
             assert shard.committed is None or shard.writable_slot() != shard.committed
             committed_now = (step + 1) % 3 == 0
             assert (shard.committed == shard.current) == committed_now or step < 2

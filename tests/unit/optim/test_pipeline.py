@@ -60,7 +60,7 @@ def train(config: zo.OffloadConfig) -> tuple[dict[str, Any], list[tuple[dict[str
 
 
 def _states(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    store = runtime_of(model).parts.store
+    store = runtime_of(model).store
     return {
         str(shard.layout.index): {each.value: store.read_component(shard, each).clone() for each in shard.components}
         for shard in store.shards
@@ -105,7 +105,7 @@ def test_a_commit_under_way_is_waited_for_chunk_by_chunk(nvme: Path, monkeypatch
     monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1 << 40)
     model = zo.offload(build(Wide), zo.OffloadConfig(overlap="none", nvme=nvme, commit_every=100), units=[""])
     optimizer = zo.AdamW(model.parameters())
-    (shard,) = (store := runtime_of(model).parts.store).shards
+    (shard,) = (store := runtime_of(model).store).shards
     assert -(-shard.layout.shard_numel // CHUNK_NUMEL) == NUM_CHUNKS
     calls = Calls(monkeypatch)
     for is_under_way, expected in ((False, 1), (True, NUM_CHUNKS), (False, 1)):

@@ -77,14 +77,14 @@ def test_a_run_writes_what_the_plan_says(placement: dict[str, Any], nvme: Path) 
 
     def train(num_steps: int) -> float:
         """Bytes written in so many steps."""
-        before = runtime(model).parts.store.counters.snapshot().get("written.nvme", 0)
+        before = runtime(model).store.counters.snapshot().get("written.nvme", 0)
         for _ in range(num_steps):
             model(torch.ones(1, 256)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             zo.commit(model, optimizer)
         runtime(model).drain()
-        return runtime(model).parts.store.counters.snapshot().get("written.nvme", 0) - before
+        return runtime(model).store.counters.snapshot().get("written.nvme", 0) - before
 
     train(3)
     assert train(6) == 6 * wear.states_bytes + 2 * wear.commit_bytes == 6 * wear.bytes_per_step

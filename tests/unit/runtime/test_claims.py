@@ -102,7 +102,7 @@ def test_gradients_to_drives_cost_units_neither_memory_nor_reads(nvme: Path) -> 
             model(tokens_of(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        frames[grads] = runtime_of(model).parts.store.arena.frame_bytes // FRAME
+        frames[grads] = runtime_of(model).store.arena.frame_bytes // FRAME
         read[grads] = zo.stats(model).read_bytes["nvme"]
         zo.close(model)
     assert frames["nvme"] == frames["cpu"]

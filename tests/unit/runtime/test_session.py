@@ -15,28 +15,28 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from zero_offload.api import runtime_of
-from zero_offload.offloaded_model import OffloadedModel
+from zero_offload.model_runtime import ModelRuntime
 from zero_offload.runtime.inputs import InputsWatch
 from zero_offload.runtime.units.guard import GuardedParameter
 from zero_offload.shards.state import UnitState
 
 
-def offloaded(nvme: Path, make: object = partial(TinyLM, WIDE)) -> tuple[nn.Module, OffloadedModel]:
+def offloaded(nvme: Path, make: object = partial(TinyLM, WIDE)) -> tuple[nn.Module, ModelRuntime]:
     model = zo.offload(build(make), placed("fp32", ("nvme", "cpu", "nvme"), nvme, "8MiB"))
     owner = runtime_of(model)
     assert owner is not None
     return model, owner
 
 
-def in_use(owner: OffloadedModel) -> list[str]:
-    return [unit.name for unit in owner.parts.units if unit.in_use]
+def in_use(owner: ModelRuntime) -> list[str]:
+    return [unit.name for unit in owner.units if unit.in_use]
 
 
-def uses(owner: OffloadedModel) -> list[str]:
+def uses(owner: ModelRuntime) -> list[str]:
     """Names in the order of the cycle that just ended."""
-    schedule = owner.parts.residency.schedule
+    schedule = owner.residency.schedule
     schedule.begin_cycle("grad")
-    return [owner.parts.units[i].name for i in schedule.trace.uses]
+    return [owner.units[i].name for i in schedule.trace.uses]
 
 
 def test_a_cycle_goes_there_and_back(nvme: Path) -> None:
@@ -73,10 +73,10 @@ def test_only_the_running_unit_is_open(nvme: Path) -> None:
 
 def test_no_more_than_the_budget_is_present(nvme: Path) -> None:
     model, owner = offloaded(nvme)
-    arena = owner.parts.store.arena
+    arena = owner.store.arena
     for seed in range(3):
         model(tokens_of(seed)).backward()
-        present = [unit for unit in owner.parts.units if unit.state is not UnitState.AWAY]
+        present = [unit for unit in owner.units if unit.state is not UnitState.AWAY]
         assert sum(unit.num_frames for unit in present) <= arena.frame_limit == 4
         assert arena.frame_bytes <= arena.frame_limit * (2 << 20)
         owner.grads.drop()
@@ -168,7 +168,7 @@ def test_the_heap_is_trimmed_where_units_leave_memory(
     model = zo.offload(build(partial(TinyLM, WIDE)), placed("fp32", (tier, "cpu", "nvme"), nvme, "8MiB"))
     owner = runtime_of(model)
     assert owner is not None
-    monkeypatch.setattr("zero_offload.memory.heap.TRIM_BYTES", 2 * owner.parts.units[-2].layout.nbytes)
+    monkeypatch.setattr("zero_offload.memory.heap.TRIM_BYTES", 2 * owner.units[-2].layout.nbytes)
     for backwards in range(1, 3):
         model(tokens_of(0)).backward()
         assert len(trimmed) == backwards * trims

@@ -140,7 +140,7 @@ def test_spans_of_a_lane_lie_beside_or_inside_each_other(nvme: Path) -> None:
 def test_drives_are_seen_with_their_bytes(nvme: Path) -> None:
     model, optimizer = offloaded(nvme)
     train(model, optimizer, 2)
-    counters = runtime(model).parts.store.counters
+    counters = runtime(model).store.counters
     runtime(model).drain()
     before = counters.snapshot()
     with zo.profile(model) as recorded:
@@ -158,7 +158,7 @@ def test_after_the_end_nothing_is_recorded(nvme: Path) -> None:
     model, optimizer = offloaded(nvme)
     with zo.profile(model) as recorded:
         train(model, optimizer, 1)
-    spans = runtime(model).parts.store.counters.spans
+    spans = runtime(model).store.counters.spans
     before, ended_ns = recorded.spans(), now()
     train(model, optimizer, 2)
     # What was under way, or waited for a drive, is seen to end, and is not this recording's.

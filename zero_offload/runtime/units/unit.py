@@ -307,9 +307,6 @@ def _loses(unit: Unit, section: Section) -> bool:
 class UpdatesInBackward(Protocol):
     """Who updates units in the backward that makes their gradients, and is told where that backward is."""
 
-    def check_whole(self) -> None:
-        """Outside of backward: raise if one was left with some units updated and others not."""
-
     def before_use(self, unit: Unit) -> None:
         """Backward is about to read parameters of this unit."""
 

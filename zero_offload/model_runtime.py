@@ -1,4 +1,4 @@
-"""`OffloadedModel`: what parameters, optimizers and the public functions talk to once a model is offloaded.
+"""`ModelRuntime`: what parameters, optimizers and the public functions talk to once a model is offloaded.
 
 Owns the step: which gradients an update takes, and what is recorded of it. Moves no bytes: it
 asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,30 +25,42 @@ from torch import nn
 
 from zero_offload.backward_updates import BackwardUpdates, check_holds_grads
 from zero_offload.checkpoint.format import Generation, StepRecord
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.commits import Commits
+from zero_offload.config import OffloadConfig
+from zero_offload.device import Device
 from zero_offload.ends import at_exit
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.memory.heap import HeapRoom
+from zero_offload.memory.resizable import FrameBudget
+from zero_offload.model_end import ModelEnd
+from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
-from zero_offload.parts import Parts, Sizes
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.plan.memory import Sizes
 from zero_offload.probe import free_memory_bytes
+from zero_offload.run_files import RunFiles
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice
-from zero_offload.runtime.residency import replaced
+from zero_offload.runtime.residency import Residency, replaced
+from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.registry import LossScaler, Trainer, not_adopted, owner_of
+from zero_offload.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
+from zero_offload.shards.store import ShardStore
 from zero_offload.step import StepInput, section_updates
 from zero_offload.telemetry.spans import Lane
 from zero_offload.telemetry.stats import Stats, StatsKeeper
-from zero_offload.threads import THREAD_PREFIX, UpdateInterrupted, start
+from zero_offload.threads import FirstError
 from zero_offload.types import Durability
-from zero_offload.updates import Updates, failing, overlaps
+from zero_offload.updates import Updates, failing
 
 SAME = 1e-6
 """Sums of squares of the same gradients may differ by so much of them, between machines."""
@@ -58,59 +69,117 @@ Capture = Callable[[], dict[str, Any]]
 """What a generation has of the program: `StepRecord.rng` and `.buffers`."""
 
 
-class OffloadedModel:
-    """Ties one model's pieces together; implements `shards.registry.Owner`."""
+@dataclass(eq=False, repr=False)
+class ModelRuntime:
+    """One offloaded model, built by `offload()`; implements `shards.registry.Owner`."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    config: OffloadConfig
+    layout: ShardLayout
+    sizes: Sizes
+    group: RankGroup
+    ranks: Ranks
+    collectives: Collectives
+    device: Device
+    store: ShardStore
+    frames: FrameBudget
+    """Of the compute device's own memory, if it has any."""
+    errors: FirstError
+    """Of updates, commits and transfers."""
+    update_worker: Worker
+    commit_worker: Worker | None
+    """None where there are no generations."""
+    units: list[Unit]
+    """One list for all that go over the units."""
+    residency: Residency
+    files: RunFiles
+    activations: Activations | None
+    left_out: dict[int, Recipe]
+    """By id: parameters without values, until weights are loaded."""
+    close_files: InitVar[Callable[[], None]]
+
+    def __post_init__(self, close_files: Callable[[], None]) -> None:
         # Weak: hooks of modules hold this object.
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """That the model had when it was offloaded, or when parameters were last adopted."""
-        self.grads = GradReducer(parts.units, parts.store, parts.residency, parts.collectives, parts.device)
-        self.grads.keeper.keeps_small = parts.stay_in_memory
+        units, store, residency = self.units, self.store, self.residency
+        self.life = ModelLife(self.errors)
+        self.grads = GradReducer(units, store, residency, self.collectives, self.device)
+        self.grads.keeper.keeps_small = self._stays_in_memory()
         grad_bytes = sum(grads.layout.nbytes for grads in self.grads.ledger.sections)
-        room = HeapRoom(grad_bytes, free_memory_bytes) if parts.stay_in_memory else None
-        self.session = Session(parts.units, parts.residency, self.grads, parts.activations, room, parts.errors)
-        self.access = ParamAccess(parts.units, parts.store, self.grads.ledger, self.session, parts.residency)
+        room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
+        self.session = Session(units, residency, self.grads, self.activations, room, self.life)
+        self.access = ParamAccess(units, store, self.grads.ledger, self.session, self.life, residency)
         self.step_count = 0
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
         """Param groups as the last step or commit gave them."""
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
-        self._stats = StatsKeeper(parts.store.counters, lambda: parts.store.arena.taken)
-        self._first_uses = _first_uses_of(parts)
-        parts.errors.tell(_weakly(parts.store.snapshots.fail))
+        self._stats = StatsKeeper(store.counters, lambda: store.arena.taken)
+        self.errors.tell(_weakly(store.snapshots.fail))
         self._commits = Commits(
-            parts.keeper,
-            parts.store.snapshots,
-            (parts.update_worker, parts.commit_worker),
-            self._first_uses,
-            parts.config.commit_every,
-            is_first_rank=parts.ranks.rank == 0,
+            self.keeper,
+            store.snapshots,
+            (self.update_worker, self.commit_worker),
+            residency.step_order,
+            self.config.commit_every,
+            is_first_rank=self.ranks.rank == 0,
         )
-        index = parts.collectives.shard_index
-        self._states = OptimizerStates(self.access, parts.store, self._commits, index, parts.sizes.plan)
-        self._updates = Updates(parts, self.grads.ledger, self._states, self._commits)
+        index = self.collectives.shard_index
+        self._states = OptimizerStates(self.access, store, self._commits, index, self.sizes.plan)
+        self._updates = Updates(
+            store,
+            units,
+            residency,
+            self.device,
+            self.config.overlap,
+            self.update_worker,
+            self.errors,
+            self.grads.ledger,
+            self._states,
+            self._commits,
+        )
         self._in_backward: BackwardUpdates | None = None
-        if parts.store.grad_ring is not None:
-            self._in_backward = BackwardUpdates(parts, parts.store.grad_ring, self.grads, self.access, self._updates)
+        if store.grad_ring is not None:
+            self._in_backward = BackwardUpdates(
+                units,
+                self.device,
+                self.collectives,
+                residency,
+                self.errors,
+                self.life,
+                store.grad_ring,
+                self.grads,
+                self.access,
+                self._updates,
+            )
             # Weak: it knows the session too, and a cycle would outlive a dropped model.
             self.session.updates = weakref.proxy(self._in_backward)
-        self.resume_pending = parts.keeper is not None and parts.keeper.found is not None
+        self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
+        self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
         at_exit(self._close_at_exit)
+
+    @property
+    def keeper(self) -> GenerationKeeper | None:
+        return self.files.keeper
+
+    def _stays_in_memory(self) -> bool:
+        """Whether a CPU computes, all units stay with it, and nothing of this model is on a drive."""
+        shards = [section.shard for unit in self.units for section in unit.sections]
+        resident = all(unit.on_host and unit.resident for unit in self.units)
+        return resident and self.activations is None and all(shard.placement.all_in_memory for shard in shards)
 
     @property
     def states(self) -> OptimizerStates:
         """For optimizers."""
-        self.session.check_alive()
+        self.life.check_alive()
         return self._states
 
     @property
     def makes_generations(self) -> bool:
-        return self.parts.keeper is not None
+        return self._commits.makes_generations
 
     # Gradients
 
@@ -132,7 +201,7 @@ class OffloadedModel:
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         with self.together("scaler.unscale_"):
-            check_holds_grads(self.parts.config, "zo.GradScaler")
+            check_holds_grads(self.config, "zo.GradScaler")
             self._scaler = scaler
             self.session.settle()
         self.grads.reduce_waiting()
@@ -158,9 +227,9 @@ class OffloadedModel:
 
     def prepare_growth(self) -> None:
         """Raise where parameters cannot be adopted now; updates and commits are over."""
-        self.session.check_alive()
-        self.parts.errors.check_whole()
-        if self.session.active or self.session.forwards or any(unit.gathered_uses for unit in self.parts.units):
+        self.life.check_alive()
+        self.errors.check_whole()
+        if self.session.active or self.session.forwards or any(unit.gathered_uses for unit in self.units):
             raise ZeroOffloadError(
                 "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
             )
@@ -176,25 +245,24 @@ class OffloadedModel:
     ) -> None:
         """Have further units, which are filled with states of so many updates. Nothing is under way, and nothing here
         fails."""
-        parts = self.parts
-        parts.layout, parts.sizes = layout, sizes
-        parts.units.extend(units)
-        parts.residency.grow(landing_bytes)
+        self.layout, self.sizes = layout, sizes
+        self.units.extend(units)
+        self.residency.grow(landing_bytes)
         self.grads.grow(units)
-        self.grads.keeper.keeps_small = parts.stay_in_memory
+        self.grads.keeper.keeps_small = self._stays_in_memory()
         self.session.grow(units)
         self.access.grow(units)
         self._states.grow(sizes.plan, param_steps)
 
     def found_steps(self) -> Mapping[str, int]:
         """Of the generation found: how many updates each parameter has had."""
-        assert self.parts.keeper is not None and self.parts.keeper.found is not None
-        steps: dict[str, int] = self.parts.keeper.found.payload.get("param_steps", {})
+        assert self.keeper is not None and self.keeper.found is not None
+        steps: dict[str, int] = self.keeper.found.payload.get("param_steps", {})
         return steps
 
     def check_whole(self, call: str) -> None:
         """Raise if a generation has more than this model: what is made of the rest would be all that is kept."""
-        keeper = self.parts.keeper
+        keeper = self.keeper
         if keeper is not None and (names := keeper.awaited):
             raise ConfigError(
                 f"{call}: {keeper.found} has {len(names)} further parameters ({_some(names)}), which a second "
@@ -204,7 +272,7 @@ class OffloadedModel:
 
     def added_since(self) -> dict[nn.Parameter, str]:
         found: dict[nn.Parameter, str] = {}
-        for root in self._live_roots() if not self.session.closed else ():
+        for root in self._live_roots() if not self.life.is_closed else ():
             held = (param for module in root.modules() for param in module._parameters.values() if param is not None)
             # In every commit: names are asked for where there are some, and what is at rest answers through Python.
             if any(not self.access.has(param) and _is_ordinary(param) for param in held):
@@ -218,10 +286,10 @@ class OffloadedModel:
             raise not_adopted(call, list(added.values()))
 
     def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
-        if self.parts.ranks.world_size == 1:
+        if self.ranks.world_size == 1:
             return
         total = squares()
-        least, most = self.parts.collectives.extremes(total if math.isfinite(total) else math.inf)
+        least, most = self.collectives.extremes(total if math.isfinite(total) else math.inf)
         if least != most and (math.isinf(most) or most - least > SAME * most):
             raise ConfigError(
                 f"{call}: the gradients of parameters that are not offloaded differ between ranks: their norm is "
@@ -234,23 +302,23 @@ class OffloadedModel:
 
     def together(self, call: str) -> AbstractContextManager[None]:
         """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise."""
-        self.session.check_alive()  # a forked child has its parent's channel to the others
-        return self.parts.collectives.together(call)
+        self.life.check_alive()  # a forked child has its parent's channel to the others
+        return self.collectives.together(call)
 
     @contextmanager
     def together_in_step(self, call: str) -> Iterator[None]:
         """As `together`; rank 0 says in the same message whether this step becomes a generation."""
-        self.session.check_alive()
+        self.life.check_alive()
         notice = Notice(self._commits.is_due_by_clock())
-        with self.parts.collectives.together(call, notice):
+        with self.collectives.together(call, notice):
             yield
         self._commits.note_due(notice.given)
 
     def check_step(self) -> None:
         """Raise where no step can be made now."""
-        self.session.check_usable()
+        self.life.check_usable()
         self.check_whole("step()")
-        if written := next((unit.name for unit in self.parts.units if unit.writable), ""):
+        if written := next((unit.name for unit in self.units if unit.writable), ""):
             raise ZeroOffloadError(
                 f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
                 "over the update; call step() after it"
@@ -258,14 +326,14 @@ class OffloadedModel:
 
     def check_between_steps(self, call: str) -> None:
         """Raise where the states are not those of a whole step."""
-        self.session.check_usable()
+        self.life.check_usable()
         self.check_whole(call)
         self.check_adopted(call)
         check_closed(self.grads.ledger, call)
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
-        spans = self.parts.store.counters.spans
+        spans = self.store.counters.spans
         opened = spans.open(Lane.STEP, "")
         self.check_step()
         self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
@@ -319,16 +387,16 @@ class OffloadedModel:
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()
-            step = StepInput(hypers, self._first_uses(), self.parts.collectives.shard_index, self._states.begun)
+            step = StepInput(hypers, self.residency.step_order(), self.collectives.shard_index, self._states.begun)
             sections = section_updates(ledger, ledger.sections, step, counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
-        with failing(self.parts.errors) if finite else nullcontext():
+        with failing(self.errors) if finite else nullcontext():
             self.step_count += 1
             self.groups = list(groups)
             if finite:
                 self._states.param_steps = counts
-                if overlaps(self.parts, sections):
+                if self._updates.overlaps(sections):
                     self._stats.cut()
                 self._updates.launch(hypers, sections)
             else:
@@ -363,7 +431,7 @@ class OffloadedModel:
 
     def commit(self, capture: Capture, extra: Any) -> None:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
-        config = self.parts.config
+        config = self.config
         if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
             warnings.warn(
                 f"zo.commit keeps nothing, neither step {self.step_count} nor later ones: there is no directory for "
@@ -379,9 +447,9 @@ class OffloadedModel:
 
     def save(self, path: Path, capture: Capture, extra: Any) -> None:
         """Write a checkpoint of the states as they are now, after `check_between_steps` and `drain`. Collective."""
-        with self.parts.ranks.exchange.together():
+        with self.ranks.exchange.together():
             record = self._record(capture, extra)
-        save(path, self.parts.layout, self.parts.store, self.parts.ranks, record)
+        save(path, self.layout, self.store, self.ranks, record)
 
     def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:
         """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective.
@@ -389,27 +457,27 @@ class OffloadedModel:
         `check` may raise before anything is replaced. A failure after that leaves a mix, which is neither used nor
         committed: the model has to be loaded again. What is under way is over.
         """
-        index, exchange = self.parts.collectives.shard_index, self.parts.ranks.exchange
-        with SavedCheckpoint.open(path, self.parts.layout, self.parts.ranks) as saved:
+        index, exchange = self.collectives.shard_index, self.ranks.exchange
+        with SavedCheckpoint.open(path, self.layout, self.ranks) as saved:
             with exchange.together():
                 check(saved.generation)
-                same_ranks = saved.generation.world_size == self.parts.ranks.world_size
-                rng = saved.rng_of(self.parts.ranks.rank) if same_ranks else None
+                same_ranks = saved.generation.world_size == self.ranks.world_size
+                rng = saved.rng_of(self.ranks.rank) if same_ranks else None
                 generation = saved.generation
-            self._states.readers.before_replacing(param for unit in self.parts.units for param in unit.params)
+            self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
             self.grads.drop()
             self._commits.drop()
-            self.session.half_loaded = str(path)
-            saved.tell_conversion(self.parts.layout)
+            self.life.half_loaded = str(path)
+            saved.tell_conversion(self.layout)
             with exchange.together():
-                for shard in self.parts.store.shards:
-                    self.parts.store.add_states(shard, saved.states(shard.layout))
-                    self.parts.store.write_components(shard, saved.source(shard.layout, index))
-        replaced(self.parts.residency, [(unit, param) for unit in self.parts.units for param in unit.params])
+                for shard in self.store.shards:
+                    self.store.add_states(shard, saved.states(shard.layout))
+                    self.store.write_components(shard, saved.source(shard.layout, index))
+        replaced(self.residency, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:
             self._in_backward.forget()
-        self.session.lacks_weights, self.session.half_loaded = False, ""
-        self.parts.left_out.clear()
+        self.life.lacks_weights, self.life.half_loaded = False, ""
+        self.left_out.clear()
         self.resume_pending = False
         self.adopt_generation(generation, loaded=True)
         return generation, rng
@@ -441,123 +509,36 @@ class OffloadedModel:
     # Life
 
     def stats(self) -> Stats:
-        room = self.parts.residency.room
+        room = self.residency.room
         params = None if room is None else room.params
         return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params)
 
     def _resident_bytes(self) -> dict[str, int]:
-        store = self.parts.store
+        store = self.store
         return {
             "device": store.device_bytes + sum(grads.device_bytes for grads in self.grads.ledger.sections),
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
-            "nvme": sum(file.nbytes for file in (store.swap, self.parts.scratch) if file is not None),
+            "nvme": sum(file.nbytes for file in (store.swap, self.files.scratch) if file is not None),
         }
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
-        self.session.check_process()
-        if not self.session.closed:
+        self.life.check_process()
+        if not self.life.is_closed:
             self._states.readers.before_step()
-        _close(self.session, self._commits, self.parts)
+        self._end.close()
 
     def close_when_dropped(self) -> None:
         """From here on files and threads live as long as this object, which the model's hooks and graphs keep."""
-        weakref.finalize(self, _close_dropped, self.session, self._commits, self.parts).atexit = False
+        weakref.finalize(self, self._end.drop).atexit = False
 
     def _close_at_exit(self) -> None:
-        # With several ranks a commit needs all of them, and an exit may be one rank's failure: nothing is waited for.
-        if self.parts.ranks.world_size == 1 and self.session.in_own_process:
-            self.parts.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
-            told = self.parts.errors.is_raised
-            try:
-                self.close()
-            except ZeroOffloadError as error:
-                if not told:  # else the program has had it, and the user
-                    _say(f"the last step is not made a generation: {error}")
-
-
-def _close(session: Session, commits: Commits, parts: Parts) -> None:
-    if session.closed:
-        return
-    session.close()
-    raised, exchange = sys.exc_info()[1] is not None, parts.ranks.exchange
-    whole = together = same = False
-    try:
-        parts.store.read_lazy()
-        commits.forget_unfit()
-        try:
-            # First of all: a commit under way talks to the other ranks, on the same group.
-            commits.drain()
-            whole = True
-        except UpdateInterrupted:
-            pass  # the program has had its KeyboardInterrupt
-        finally:
-            if not whole:
-                commits.drop()
-            # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
-            together = exchange.all_come("zo.close, which all ranks call", surely=whole and not raised)
-            # It may also have struck ranks at different steps.
-            same = together and len(set(exchange.gather_digests(f"{commits.pending_step:016x}"))) == 1
-        if same:
-            commits.launch_latest()
-        if whole:
-            commits.drain()
-    finally:
-        try:
-            commits.shutdown()
-        finally:
-            # When one rank returns, none holds the directory's lock: it can be opened again at once.
-            with exchange.together() if together else nullcontext():
-                parts.close_files()
-
-
-def _close_dropped(session: Session, commits: Commits, parts: Parts) -> None:
-    """End a model that nothing refers to any more; its directory is free when this returns.
-
-    The garbage collector may call this on one of the model's own threads, which cannot wait for itself.
-    """
-    if session.closed or not session.in_own_process:
-        return
-    session.close()
-    if threading.current_thread().name.startswith(THREAD_PREFIX):
-        start(threading.Thread(target=_end_dropped, args=(commits, parts), name="zero-offload-end"))
-    else:
-        _end_dropped(commits, parts)
-
-
-def _end_dropped(commits: Commits, parts: Parts) -> None:
-    """Finish what is under way, and release files and locks. Nothing more is committed: an exception between `step` and
-    `zo.commit` drops a model too, and other ranks may be elsewhere."""
-    told, step = parts.errors.is_raised, commits.pending_step
-    try:
-        parts.store.read_lazy()
-        commits.drop()
-        with suppress(UpdateInterrupted):
-            commits.drain()
-        if step and parts.keeper is not None:
-            _say(f"step {step} is not made a generation: the model was dropped. Call zo.close(model) to keep it")
-    except ZeroOffloadError as error:
-        if not told:  # else the program has had it, and the user
-            _say(f"an error after the model was dropped: {error}")
-    finally:
-        try:
-            commits.shutdown()
-        finally:
-            parts.close_files()
-
-
-def _say(text: str) -> None:
-    print(f"zero_offload: {text}", file=sys.stderr)
+        self._end.close_at_exit(self.close)
 
 
 def _is_ordinary(param: nn.Parameter) -> bool:
     """Whether it is trained, and no model's."""
     return owner_of(param) is None and param.requires_grad
-
-
-def _first_uses_of(parts: Parts) -> Callable[[], tuple[int, ...]]:
-    """Units in the order in which a step first needs them."""
-    return lambda: parts.residency.schedule.first_uses("grad", len(parts.units))
 
 
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
