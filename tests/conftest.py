@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import subprocess
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before torch loads OpenMP: waiting threads sleep, since tests often share their cores with others.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -26,10 +28,15 @@ from hypothesis import settings  # noqa: E402
 from tests.fake_gpu import build as fake_gpu_build  # noqa: E402
 from zero_offload import native  # noqa: E402
 
+if TYPE_CHECKING:
+    from tests.helpers.ranks import RankPool, RankPools
+
 # The same examples in every run, and none too slow: a core may be away for as long as it likes.
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 
+LONG_RUNS = frozenset({"measured", "whole", "whole_run", "uninterrupted"})
+"""Fixtures of a module that train for seconds."""
 _BUILD = pytest.StashKey[subprocess.Popen[bytes] | None]()
 _ISA = native.isa() if native.available() else None
 
@@ -54,11 +61,15 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Where workers share the tests, those of several ranks come last, on one of them: ranks that share their cores
-    with other tests wait for each other most of the time."""
+    with other tests wait for each other most of the time. Tests of one long run are on one worker, too: it runs once.
+    """
     alone = [item for item in items if _starts_ranks(item)]
-    for item in alone if config.pluginmanager.hasplugin("xdist") else ():
-        item.add_marker(pytest.mark.xdist_group("ranks"))
     known = set(alone)
+    for item in items if config.pluginmanager.hasplugin("xdist") else ():
+        if item in known:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif found := LONG_RUNS.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {min(found)}"))
     items[:] = [item for item in items if item not in known] + alone
 
 
@@ -80,6 +91,32 @@ def _same_start() -> None:
     torch.manual_seed(0)
     if _ISA is not None and native.isa() is not _ISA:
         native.set_isa(_ISA)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[RankPools]:
+    """Ranks for all tests of this process."""
+    from tests.helpers.ranks import RankPools
+
+    made = RankPools()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    """Two ranks."""
+    return pools.of(2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Ranks that a failed test has left in the midst of a job do not serve the next one."""
+    report = yield
+    found = getattr(item, "funcargs", {}).get("pools")
+    if report.failed and found is not None:
+        found.renew()
+    return report
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from zero_offload.errors import StorageError
 from zero_offload.recipes.run_dir import Metrics
 from zero_offload.storage.directory import RunDirectory
 
+pytestmark = pytest.mark.usefixtures("quick_endings")
 SIZES = ["--model", "tiny", "--seq", "16", "--batch", "1", "--steps", "3"]
 NOBODY = 65534
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tests.helpers import ranks
 from tests.helpers.disk import SWAP, committed_blocks, flip_bit, open_model, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.pretrained import Everything, read_folder
-from tests.helpers.ranks import Case, RankPool
+from tests.helpers.ranks import Case, RankPool, RankPools
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.checkpoint.saved_export import export_saved
 from zero_offload.cli.main import main
@@ -91,11 +90,9 @@ def test_an_older_generation(tmp_path: Path) -> None:
     assert _export(run, tmp_path / "none", "--generation", 1) == 2
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(3)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(3)
 
 
 def close_after(rank: int, world_size: int, case: Case, path: str) -> None:

@@ -26,6 +26,7 @@ from zero_offload.cli.main import main
 from zero_offload.recipes import train as recipe
 from zero_offload.recipes.stop import StopRequest
 
+pytestmark = pytest.mark.usefixtures("quick_endings")
 STEPS = 14
 SIZES = ["--model", "tiny", "--seq", "32", "--batch", "2", "--steps", str(STEPS), "--eval-every", "7"]
 DEADLINE_S = 600

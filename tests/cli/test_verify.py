@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +150,6 @@ def test_striped_directories(tmp_path: Path, capsys: Capture) -> None:
     places[1].rename(tmp_path / "elsewhere")
     assert main(["verify", str(places[0])]) == 2
     assert f"{places[1]} cannot be found" in capsys.readouterr().err
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def test_two_ranks(pool: RankPool, nvme: Path, capsys: Capture) -> None:

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -213,13 +213,6 @@ def test_one_rank_has_less_data(tmp_path: Path) -> None:
 
 
 # Ranks that see different things
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 ON_DISK = {"params": "nvme", "optimizer": "nvme", "precision": "fp32", "existing": "resume"}

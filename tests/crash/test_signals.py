@@ -231,15 +231,29 @@ def test_what_a_program_has_caught_is_not_said_again_at_the_end(tmp_path: Path) 
     assert _ended(child, time.monotonic()) == (0, "caught\n", "")
 
 
-@pytest.mark.parametrize("send", [lambda child: child.send_signal(signal.SIGTERM), _raise_twice])
-def test_at_any_moment(send: Callable[[subprocess.Popen[str]], None], tmp_path: Path) -> None:
-    """While torch is imported, while the model moves in, in the first steps: twenty moments, one directory.
+def _terminate(child: subprocess.Popen[str]) -> None:
+    child.send_signal(signal.SIGTERM)
+
+
+EVERY = range(20)
+
+
+@pytest.mark.parametrize(
+    ("send", "moments"),
+    [
+        (_terminate, EVERY[::2]),
+        (_raise_twice, EVERY[1::2]),
+        *(pytest.param(each, EVERY, marks=pytest.mark.full) for each in (_terminate, _raise_twice)),
+    ],
+)
+def test_at_any_moment(send: Callable[[subprocess.Popen[str]], None], moments: range, tmp_path: Path) -> None:
+    """While torch is imported, while the model moves in, in the first steps: many moments, one directory.
 
     C code of torch and numpy drops a Ctrl-C that strikes while they are imported, one in fifty on a loaded machine: the
     program trains on, and its user strikes again. One that has trained is to end at the first.
     """
     printed = tmp_path / "printed"
-    for moment in range(20):
+    for moment in moments:
         with printed.open("w") as file:
             child = _start("-c", SCRIPT, tmp_path / "nvme", stdout=file)
         time.sleep(0.15 * moment)

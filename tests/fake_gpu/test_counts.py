@@ -14,7 +14,7 @@ from torch import nn
 
 import zero_offload as zo
 from tests.fake_gpu import device
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankPool, RankPools
 from zero_offload.api import runtime_of
 
 WIDTH, BLOCKS = 64, 6
@@ -117,11 +117,9 @@ def test_an_update_on_the_device_is_one_launch_set_per_section() -> None:
         assert found["step"]["launches"] <= 250 * SECTIONS
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2, on_device=True)
-    yield made
-    made.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2, on_device=True)
 
 
 def last_step(

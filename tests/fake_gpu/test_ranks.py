@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,13 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers import ranks
 from tests.helpers.pairwise import Row, label, pairwise
-from tests.helpers.ranks import Case, Outcome, RankPool
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.runtime.ranks.group import all_gather, reduce_scatter
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2, on_device=True)
-    yield made
-    made.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2, on_device=True)
 
 
 def late(rank: int, world_size: int, policy: Policy, seed: int, job: Any, *args: Any) -> Any:
@@ -105,16 +103,14 @@ def case_of(settings: dict[str, Any], job: tuple[int, float | None], how: str) -
 
 
 @pytest.fixture(scope="module")
-def on_cpu() -> Iterator[Callable[..., list[Outcome]]]:
+def on_cpu(pools: RankPools) -> Callable[..., list[Outcome]]:
     """What ranks on the CPU make of the same case, whose states rest in memory."""
-    made = RankPool(2)
 
     @functools.cache
     def outcomes(stage: int, precision: str, job: tuple[int, float | None], how: str) -> list[Outcome]:
-        return made.succeed(ranks.train, case_of({"stage": stage, "precision": precision}, job, how))
+        return pools.of(2).succeed(ranks.train, case_of({"stage": stage, "precision": precision}, job, how))
 
-    yield outcomes
-    made.close()
+    return outcomes
 
 
 @pytest.mark.parametrize("row", pairwise(MATRIX), ids=label)

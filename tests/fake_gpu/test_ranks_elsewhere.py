@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_ranks import late
 from tests.helpers.models import TinyLM, build, tokens_of
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankPool, RankPools
 from tests.models import test_memory_ranks
 from tests.parity import test_branches
 from zero_offload.api import runtime_of
@@ -26,11 +25,9 @@ NUM_BLOCKS, SMALL = 4, "6MiB"
 """Units come and go."""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, on_device=True)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2, on_device=True)
 
 
 def succeed(pool: RankPool, job: Any, *args: Any) -> list[Any]:

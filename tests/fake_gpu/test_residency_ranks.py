@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +12,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_residency import BLOCK_FRAMES, NUM_BLOCKS, make
 from tests.helpers.models import WIDE
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankPool, RankPools
 from zero_offload.types import FRAME
 
 TIGHT = 300 * 10**6
@@ -21,11 +20,9 @@ TIGHT = 300 * 10**6
 IN_FLIGHT, WHOLE = 3 * BLOCK_FRAMES, NUM_BLOCKS * BLOCK_FRAMES + 1
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    made = RankPool(2, on_device=True)
-    yield made
-    made.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2, on_device=True)
 
 
 class Seen(NamedTuple):

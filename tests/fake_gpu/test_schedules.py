@@ -6,7 +6,6 @@ As tests/parity/test_schedules.py: on one rank compared with plain tensors, on t
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tests.fake_gpu.device import LATE
 from tests.fake_gpu.test_ranks import late
 from tests.helpers.models import WIDE
 from tests.helpers.offloaded_player import play_on_ranks
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankPool, RankPools
 from tests.parity.test_schedules import (
     OF_ONE,
     ON_RANKS,
@@ -78,11 +77,9 @@ def test_many_scripts_give_the_bits_of_plain_tensors(**drawn: Any) -> None:
 # Several ranks
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2, on_device=True)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(2, on_device=True)
 
 
 def play_on_host(*job: Any) -> list[list[Any]]:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ COMMITS = sorted(path.stem for path in FOLDER.glob("*.json"))
 def expected_of(commit: str) -> dict[str, list[dict[str, Any]]]:
     expected: dict[str, list[dict[str, Any]]] = json.loads((FOLDER / f"{commit}.json").read_text())
     return expected
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 @pytest.fixture(params=COMMITS)

@@ -1,7 +1,7 @@
 """Several ranks on one machine: a pool of processes in one gloo group that runs jobs, and the jobs.
 
-`RankPool.call` runs a function on every rank and returns what each returned or raised. The pool outlives its jobs, so
-a test that leaves ranks out of step breaks the next one: that is wanted.
+`RankPool.call` runs a function on every rank and returns what each returned or raised. A pool serves all tests that
+need so many ranks, so one that passes and leaves ranks out of step breaks the next: that is wanted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class RankPool:
     """Ranks that wait for jobs.
 
     They are started anew now and then: the process groups of a model live as long as the program, with three threads
-    each, and when there are hundreds of them everything slows down.
+    each, and when there are hundreds of them everything slows down. After a job that left them out of step, `renew`
+    does so.
     """
 
     JOBS_MAX = 50
@@ -115,13 +116,17 @@ class RankPool:
 
     def call(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """`job(rank, world_size, *args)` on every rank; results and failures by rank."""
-        if self.num_jobs == self.JOBS_MAX:
+        if self.num_jobs >= self.JOBS_MAX:
             self.close()
             self._start()
         self.num_jobs += 1
         for connection in self.connections:
             connection.send((job, args))
         return [self._receive(connection) for connection in self.connections]
+
+    def renew(self) -> None:
+        """Let the next job find new ranks."""
+        self.num_jobs = self.JOBS_MAX
 
     def succeed(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """The same for a job that must not fail."""
@@ -147,12 +152,18 @@ class RankPools:
     """A pool per number of ranks, each started when it is first asked for."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[tuple[int, bool], RankPool] = {}
 
-    def of(self, world_size: int) -> RankPool:
-        if world_size not in self._pools:
-            self._pools[world_size] = RankPool(world_size)
-        return self._pools[world_size]
+    def of(self, world_size: int, on_device: bool = False) -> RankPool:
+        """See `RankPool`."""
+        if (world_size, on_device) not in self._pools:
+            self._pools[world_size, on_device] = RankPool(world_size, on_device)
+        return self._pools[world_size, on_device]
+
+    def renew(self) -> None:
+        """A test has failed, maybe in the midst of a job."""
+        for pool in self._pools.values():
+            pool.renew()
 
     def close(self) -> None:
         for pool in self._pools.values():

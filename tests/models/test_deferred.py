@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,13 +157,6 @@ def _start_ranks(rank: int, world_size: int, case: Case, values: str) -> Outcome
         return out
     finally:
         zo.close(model)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.mark.parametrize("stage", [3, 2, 0])

@@ -254,13 +254,6 @@ def train_on_ranks(rank: int, world_size: int, make: type[nn.Module], settings: 
         zo.close(model)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize(("make", "stage"), [(Reversible, 1), (Saved, 3), (Segments, 3), (ReentrantSegment, 1)])
 def test_ranks_run_them_together(make: type[nn.Module], stage: int, pool: RankPool, nvme: Path) -> None:
     expected = pool.succeed(train_on_ranks, make, {"stage": stage})

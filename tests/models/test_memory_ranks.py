@@ -5,7 +5,6 @@ Sizes are multiples of a frame however they are divided, so that nothing is roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,6 @@ class TwoUnits(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 def measure(rank: int, world_size: int, settings: dict[str, Any]) -> dict[str, Any]:

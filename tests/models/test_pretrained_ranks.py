@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,6 @@ from tests.helpers.ranks import UNEVEN, Case, Failure, RankPool
 IN_MEMORY: dict[str, Any] = {}
 ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "device_memory": "6MiB"}
 """Most units are away when they are exported."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def _case(tmp_path: Path, settings: dict[str, Any], precision: str, stage: int = 3) -> Case:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -199,13 +198,6 @@ def test_damaged_values_are_one_error() -> None:
     wrong = "here has a manifest with values that this version does not write"
     with pytest.raises(zo.IntegrityError, match=wrong), reading("here"):
         check_buffers(nn.BatchNorm1d(WIDTH), saved, "here")
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 def trained(rank: int, world_size: int, nvme: Path) -> dict[str, Tensor]:

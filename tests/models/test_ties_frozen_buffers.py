@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
+from tests.helpers.reference import Recipe, train_offloaded, train_plain
 from tests.helpers.twins import assert_same, train
 
 SEEDS = range(6)
@@ -136,6 +137,12 @@ class PartlyUnused(TinyLM):
 
 def test_unused_parameters_are_left_alone(config: zo.OffloadConfig) -> None:
     assert_same(script, PartlyUnused, config)
+
+
+def test_the_norm_counts_sections_of_which_a_part_is_unused(config: zo.OffloadConfig) -> None:
+    """No gradient completes them: the end of backward does."""
+    recipe = Recipe(PartlyUnused, config.numerics.compute, num_steps=6, max_norm=0.5)
+    assert train_offloaded(recipe, config) == train_plain(recipe)
 
 
 def test_a_model_without_gradients_at_all(fp32_config: zo.OffloadConfig) -> None:

@@ -235,13 +235,6 @@ def test_a_dropped_model_is_gone_at_once(nvme: Path) -> None:
 # Several ranks
 
 
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
 RANKS: dict[str, Any] = {
     "stage": list(STAGES),
     "params": ["nvme", "cpu"],

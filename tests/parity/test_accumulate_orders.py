@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -52,13 +52,6 @@ class Blocks(nn.Module):
         for number in batch.order:
             x = self.blocks[number](x, {each - 2 * number for each in batch.spared})
         return x.float().square().mean()
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 Steps = list[list[Batch]]

@@ -31,13 +31,6 @@ TIERS: dict[str, dict[str, Any]] = {
 make = partial(TinyLM, UNEVEN)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.fixture(params=[tier if tier != "mixed" else pytest.param(tier, marks=pytest.mark.full) for tier in TIERS])
 def settings(request: pytest.FixtureRequest, nvme: Path) -> dict[str, Any]:
     return TIERS[request.param] | {"nvme": nvme}

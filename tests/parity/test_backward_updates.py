@@ -6,7 +6,7 @@ import gc
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -197,13 +197,6 @@ def test_gradients_stay_until_the_update_has_read_them(
 
 
 # Several ranks
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def train_and_list(rank: int, world_size: int, case: Case) -> tuple[ranks.Outcome, list[Any]]:

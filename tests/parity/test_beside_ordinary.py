@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,6 @@ from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import Failure, RankPool, read_params
 
 NVME = {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 class Valued(nn.Module):

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zero_offload as zo
 from tests.helpers.models import Block, build
 from tests.helpers.pairwise import Row, label, pairwise
-from tests.helpers.ranks import Failure, RankPool, read_params
+from tests.helpers.ranks import Failure, RankPool, RankPools, read_params
 from tests.helpers.reference import clip_factor, global_norm
 from zero_offload.api import runtime_of
 from zero_offload.optim.pipeline import UpdatePipeline
@@ -103,11 +103,9 @@ class Outcome:
         return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.full)])
+def pool(request: pytest.FixtureRequest, pools: RankPools) -> RankPool:
+    return pools.of(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -261,15 +259,11 @@ def test_the_ways_differ() -> None:
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_in_a_hybrid_mesh(stage: int, nvme: Path) -> None:
+def test_in_a_hybrid_mesh(stage: int, nvme: Path, pools: RankPools) -> None:
     settings = {"stage": stage, "branches": "any"}
-    four = RankPool(4)
-    try:
-        found = four.succeed(train, Case("dropping", settings, mesh=((0, 1), (2, 3))))
-        disk = settings | {"params": "nvme", "nvme": nvme, "device_memory": "8MiB"}
-        assert four.succeed(train, Case("dropping", disk, mesh=((0, 1), (2, 3)))) == found
-    finally:
-        four.close()
+    found = pools.of(4).succeed(train, Case("dropping", settings, mesh=((0, 1), (2, 3))))
+    disk = settings | {"params": "nvme", "nvme": nvme, "device_memory": "8MiB"}
+    assert pools.of(4).succeed(train, Case("dropping", disk, mesh=((0, 1), (2, 3)))) == found
     check(found, train_plain(4, Case("dropping", settings), []))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import assert_finishes, drain, generation_file, open_model, reference, runtime, train
-from tests.helpers.ranks import Case, Outcome, RankPool
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.checkpoint import commit_clock
 from zero_offload.checkpoint.commit_clock import PLAIN_MIN
 from zero_offload.checkpoint.format import StepRecord
@@ -26,11 +26,9 @@ FIRST_STEP = PLAIN_MIN + 2
 """The first one that "auto" commits."""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(WORLD_SIZE)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(WORLD_SIZE)
 
 
 def _step_clock(patches: pytest.MonkeyPatch, now_s: Callable[[], float]) -> None:

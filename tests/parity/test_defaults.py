@@ -177,15 +177,11 @@ def on_ranks(rank: int, world_size: int, default: str | None, stage: int, folder
     return found
 
 
-def test_ranks_are_the_same(nvme: Path) -> None:
-    pool = RankPool(2)
-    try:
-        for stage in (1, 3):
-            expected = pool.succeed(on_ranks, None, stage, str(nvme / str(stage)))
-            for default in ("bfloat16", "set_default_device"):
-                assert pool.succeed(on_ranks, default, stage, str(nvme / f"{stage}{default}")) == expected
-    finally:
-        pool.close()
+def test_ranks_are_the_same(nvme: Path, pool: RankPool) -> None:
+    for stage in (1, 3):
+        expected = pool.succeed(on_ranks, None, stage, str(nvme / str(stage)))
+        for default in ("bfloat16", "set_default_device"):
+            assert pool.succeed(on_ranks, default, stage, str(nvme / f"{stage}{default}")) == expected
 
 
 # Ordinary parameters

@@ -19,13 +19,6 @@ Call = Callable[[Any, zo.AdamW, Path, bool], object]
 """call(model, optimizer, folder, whether this is the rank that fails)."""
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 def load_what_one_lacks(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) -> None:
     zo.load_checkpoint(model, optimizer, folder / ("nothing" if fails else "saved"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.helpers import ranks
-from tests.helpers.ranks import Case, Outcome, RankPool
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.runtime.grads import reductions
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.ranks import collectives
@@ -24,10 +24,8 @@ GATHER, REDUCE = "gather", "reduce"
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+def pool(request: pytest.FixtureRequest, pools: RankPools) -> RankPool:
+    return pools.of(request.param)
 
 
 @pytest.fixture(scope="module")

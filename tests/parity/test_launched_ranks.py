@@ -76,12 +76,8 @@ def ranks_of_model(rank: int) -> tuple[int, bool]:
     return runtime.ranks.world_size, dist.is_initialized()
 
 
-def test_ranks_without_a_process_group_train_together() -> None:
-    pool = RankPool(2)
-    try:
-        expected = pool.succeed(ranks.train, CASE)
-    finally:
-        pool.close()
+def test_ranks_without_a_process_group_train_together(pool: RankPool) -> None:
+    expected = pool.succeed(ranks.train, CASE)
     assert start(train) == [(outcome, 2) for outcome in expected]
 
 
@@ -184,13 +180,9 @@ def on_one_gpu(rank: int, world_size: int) -> None:
         device.DeviceChoice.here = before  # type: ignore[method-assign]
 
 
-def test_two_ranks_on_one_gpu_are_an_error_on_both() -> None:
-    pool = RankPool(2)
-    try:
-        for failure in pool.call(on_one_gpu):
-            assert failure.kind == "ConfigError" and "ranks 0 and 1 on host compute on the same GPU" in failure.message
-    finally:
-        pool.close()
+def test_two_ranks_on_one_gpu_are_an_error_on_both(pool: RankPool) -> None:
+    for failure in pool.call(on_one_gpu):
+        assert failure.kind == "ConfigError" and "ranks 0 and 1 on host compute on the same GPU" in failure.message
 
 
 def choice(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import TinyLM, build
-from tests.helpers.ranks import Case, Failure, Outcome, RankPool
+from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.types import Tier
 
 HYBRID, STRIDED = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 CASE = Case({"precision": "fp32"}, num_steps=4, micro_batches=2, max_norm=0.5, num_frozen=1)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(4)
 
 
 def at(stage: int, case: Case = CASE, **settings: Any) -> Case:
@@ -75,12 +72,8 @@ def train_in_two_halves(rank: int, world_size: int, case: Case) -> Outcome:
     return ranks.train(rank % 2, 2, replace(case, mesh=halves["shard"], num_steps=case.num_steps - rank // 2))
 
 
-def test_meshes_of_part_of_the_ranks(pool: RankPool) -> None:
-    two = RankPool(2)
-    try:
-        first, second = (two.succeed(ranks.train, replace(CASE, num_steps=steps)) for steps in (4, 3))
-    finally:
-        two.close()
+def test_meshes_of_part_of_the_ranks(pool: RankPool, pools: RankPools) -> None:
+    first, second = (pools.of(2).succeed(ranks.train, replace(CASE, num_steps=steps)) for steps in (4, 3))
     assert pool.succeed(train_in_two_halves, CASE) == first + second
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,6 @@ TIERS: dict[str, dict[str, Any]] = {
     "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "device_memory": "10MiB"},
     "mixed": {"params": {"cpu": 0.5, "nvme": 0.5}, "grads": "device", "optimizer": {"cpu": 0.5, "nvme": 0.5}},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(params=["cpu", "nvme", pytest.param("mixed", marks=pytest.mark.full)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import ranks
-from tests.helpers.ranks import Case, Failure, Outcome, RankPool
+from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload import native
 from zero_offload.runtime.ranks import neighbours
 from zero_offload.runtime.ranks.lanes import HostLane
@@ -24,11 +23,9 @@ from zero_offload.runtime.ranks.watch import Place
 WORLD_SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(WORLD_SIZE)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(WORLD_SIZE)
 
 
 def channel_of(world_size: int) -> Channel | None:

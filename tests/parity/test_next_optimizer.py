@@ -66,13 +66,6 @@ SCRIPTS: dict[str, Script] = {name: partial(one_after_the_other, name) for name 
 SCRIPTS |= {"some": of_some_parameters, "momentum": momentum_comes_later}
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("tiers", TIERS)
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_as_on_plain_parameters(name: str, tiers: str, nvme: Path) -> None:

@@ -30,13 +30,6 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.fixture(params=["cpu", "nvme", pytest.param("mixed", marks=pytest.mark.full)])
 def settings(request: pytest.FixtureRequest, nvme: Path) -> dict[str, Any]:
     return TIERS[request.param] | {"nvme": nvme}

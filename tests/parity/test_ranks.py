@@ -7,7 +7,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,18 +44,6 @@ ALL += [
 """Two ranks with every placement; other numbers with every recipe, and every two tiers of two kinds."""
 ON_DISK: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "precision": "fp32"}
 FP32_TOLERANCE: dict[str, Any] = {"rtol": 2e-4, "atol": 2e-5}
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
-
-
-@pytest.fixture(scope="module")
-def pool(pools: RankPools) -> RankPool:
-    return pools.of(2)
 
 
 class _References:
@@ -314,12 +302,8 @@ def offload_beside_other_groups(rank: int, world_size: int) -> None:
             dist.destroy_process_group(group)
 
 
-def test_other_process_groups_may_come_and_go() -> None:
-    pool = RankPool(2)
-    try:
-        pool.succeed(offload_beside_other_groups)
-    finally:
-        pool.close()
+def test_other_process_groups_may_come_and_go(pool: RankPool) -> None:
+    pool.succeed(offload_beside_other_groups)
 
 
 def ask_on_several_ranks(rank: int, world_size: int) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,6 @@ FULL = [
     (3, {"precision": "fp16"}, 2, {"stage": 1, "precision": "fp16"}),
     (2, {"stage": 3}, 2, {"stage": 1}),
 ]
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 def first_steps(rank: int, world_size: int, case: Case, saved: str) -> None:

@@ -28,10 +28,6 @@ def train_and_open(rank: int, world_size: int, case: Case) -> list[float]:
     return losses
 
 
-def test_a_closed_run_is_free_on_all_ranks(nvme: Path) -> None:
-    pool = RankPool(2)
-    try:
-        settings = {"nvme": nvme, "optimizer": "nvme"}
-        assert all(len(losses) == 2 for losses in pool.succeed(train_and_open, Case(settings, num_steps=2)))
-    finally:
-        pool.close()
+def test_a_closed_run_is_free_on_all_ranks(nvme: Path, pool: RankPool) -> None:
+    settings = {"nvme": nvme, "optimizer": "nvme"}
+    assert all(len(losses) == 2 for losses in pool.succeed(train_and_open, Case(settings, num_steps=2)))

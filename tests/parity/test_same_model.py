@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -13,13 +13,6 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import TinyLM, tokens_of
 from tests.helpers.ranks import Failure, RankPool
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def other_seed(rank: int) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ OVERFLOWS = {1: 0, 2: 1, 5: 1}
 
 Seen = tuple[Outcome, list[float], int]
 """What was trained, the scale after each step, and how many were skipped."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def case_of(stage: int, **settings: Any) -> Case:

@@ -6,7 +6,6 @@ Derandomised: the same scripts every time. To try others, raise `FEW` or take `d
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +172,6 @@ def test_many_scripts_give_the_bits_of_plain_tensors(**drawn: Any) -> None:
 
 SHARED = ("stage", "precision", "commit_every", "durability", "overlap")
 """What a run in memory has in common with one whose states are placed."""
-
-
-@pytest.fixture(scope="module")
-def pools() -> Iterator[RankPools]:
-    pools = RankPools()
-    yield pools
-    pools.close()
 
 
 def check_ranks(script: Script, choices: dict[str, Any], dim: int, pool: RankPool, *, as_one: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import build, tokens_of
-from tests.helpers.ranks import Case, Outcome, RankPool
+from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.api import runtime_of
 from zero_offload.types import STAGES
 
@@ -23,11 +22,9 @@ MICRO_BATCHES = 3
 ACCUMULATING = Case({"precision": "fp32"}, num_steps=3, micro_batches=MICRO_BATCHES, max_norm=0.5)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.full)])
-def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
-    pool = RankPool(request.param)
-    yield pool
-    pool.close()
+@pytest.fixture(params=[2, pytest.param(3, marks=pytest.mark.full)])
+def pool(request: pytest.FixtureRequest, pools: RankPools) -> RankPool:
+    return pools.of(request.param)
 
 
 def at_stage(case: Case, stage: int, **settings: Any) -> Case:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch.nn import functional as F
 
 import zero_offload as zo
 from tests.helpers.models import Block, build
-from tests.helpers.ranks import Failure, RankPool
+from tests.helpers.ranks import Failure, RankPool, RankPools
 from tests.helpers.reference import clip_factor
 from zero_offload.api import runtime_of
 from zero_offload.checkpoint import commit_clock
@@ -114,11 +113,9 @@ class Outcome:
         return same and all(torch.equal(self.params[name], other.params[name]) for name in self.params)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(4)
 
 
 def batch_of(step: int, rows: slice) -> tuple[Tensor, Tensor]:
@@ -363,16 +360,14 @@ def load(rank: int, world_size: int, case: Case, path: str) -> Outcome:
     return after
 
 
-def test_a_checkpoint_loads_at_other_stages_and_on_other_data_ranks(pool: RankPool, tmp_path: Path) -> None:
+def test_a_checkpoint_loads_at_other_stages_and_on_other_data_ranks(
+    pool: RankPool, pools: RankPools, tmp_path: Path
+) -> None:
     path = str(tmp_path / "saved")
     saved = pool.succeed(save, at(FP32, stage=3), path)
     assert pool.succeed(load, at(FP32, stage=1), path) == saved
     assert pool.succeed(load, at(FP32, stage=3, params="nvme", nvme=tmp_path / "run"), path) == saved
-    two = RankPool(2)
-    try:
-        half = two.succeed(load, replace(at(FP32, stage=3), shape=(1, 2)), path)
-    finally:
-        two.close()
+    half = pools.of(2).succeed(load, replace(at(FP32, stage=3), shape=(1, 2)), path)
     for name, param in saved[0].params.items():
         torch.testing.assert_close(half[0].params[name], param, rtol=2e-4, atol=2e-5)
 

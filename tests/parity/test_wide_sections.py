@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import build
-from tests.helpers.ranks import Failure, RankPool
+from tests.helpers.ranks import Failure, RankPool, RankPools
 from zero_offload.runtime.grads.reductions import BUCKET_BYTES
 from zero_offload.types import STAGES
 
@@ -47,11 +47,9 @@ def loss_of(model: nn.Module, rank: int, micro: int, trained: Sequence[int], oth
     return loss
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(WORLD_SIZE)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(pools: RankPools) -> RankPool:
+    return pools.of(WORLD_SIZE)
 
 
 def norm_on_ranks(rank: int, world_size: int, stage: int, branches: str, uses: Uses) -> float:

@@ -307,12 +307,8 @@ def _recorded_on_a_rank(rank: int, world_size: int, folder: Path) -> tuple[set[s
     return {span.lane.value for span in recorded.spans()}, exposed
 
 
-def test_ranks_write_a_file_each(tmp_path: Path) -> None:
-    pool = RankPool(2)
-    try:
-        outcomes = pool.succeed(_recorded_on_a_rank, tmp_path)
-    finally:
-        pool.close()
+def test_ranks_write_a_file_each(tmp_path: Path, pool: RankPool) -> None:
+    outcomes = pool.succeed(_recorded_on_a_rank, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.rank0.json", "trace.rank1.json"]
     for rank, (lanes, exposed) in enumerate(outcomes):
         assert {"gather", "reduce"} <= lanes and exposed["grads"] > 0

@@ -131,12 +131,8 @@ def profiled_rank(rank: int, world_size: int, directory: Path) -> list[str]:
     return [name for names in by_thread.values() for name in names]
 
 
-def test_gathers_and_reductions_of_several_ranks(tmp_path: Path) -> None:
-    pool = RankPool(2)
-    try:
-        outcomes = pool.succeed(profiled_rank, tmp_path)
-    finally:
-        pool.close()
+def test_gathers_and_reductions_of_several_ranks(tmp_path: Path, pool: RankPool) -> None:
+    outcomes = pool.succeed(profiled_rank, tmp_path)
     for names in outcomes:
         assert "zo fetch: gather blocks.0" in names
         assert any(name.startswith("zo gradients: reduce ") for name in names)  # small sections cross together
