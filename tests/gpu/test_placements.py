@@ -165,7 +165,7 @@ def test_sums_of_squares_have_the_bits_of_the_kernels(
 ) -> None:
     if way != "triton":
         monkeypatch.setattr(device_grads, "has_device_update", lambda grad: False)
-        monkeypatch.setattr(device_grads, "_scans_in_order", lambda device: way == "scan")
+        monkeypatch.setattr(device_grads, "scans_in_order", lambda device: way == "scan")
     else:
         pytest.importorskip("triton")
     draw = torch.Generator().manual_seed(0)
@@ -182,7 +182,7 @@ def test_sums_of_squares_have_the_bits_of_the_kernels(
 
 def test_a_scan_over_rows_adds_in_order() -> None:
     """If not, sums without Triton take a thousand launches each: slow, and no wrong bits."""
-    assert device_grads._scans_in_order(torch.device(TYPE, torch.accelerator.current_device_index()))
+    assert device_grads.scans_in_order(torch.device(TYPE, torch.accelerator.current_device_index()))
 
 
 @with_real_sizes

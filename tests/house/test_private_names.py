@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-LATER = ("kernels/", "memory/test_heap.py", "storage/test_tuning.py")
 UNIT = Path(__file__).resolve().parents[1] / "unit"
 FOREIGN = frozenset({"torch", "os", "sys", "atexit", "numba", "FunctionIdentity"})
 """Modules and classes of others, whose underscores are not ours to choose."""
@@ -53,7 +52,6 @@ def test_unit_tests_use_no_private_names() -> None:
     found = [
         f"{path.relative_to(UNIT)}, {text}"
         for path in sorted(UNIT.rglob("*.py"))
-        if not str(path.relative_to(UNIT)).startswith(LATER)
         for text in private_names(path.read_text())
     ]
     assert not found, "\n".join([f"{len(found)} private names; test by what the module offers:", *found])

@@ -79,11 +79,11 @@ def description() -> str:
 def has_device_update(tensor: torch.Tensor) -> bool:
     """Whether `triton_update` updates this tensor: it is on a GPU, and Triton is here and compiles for that one."""
     accelerator = ACCELERATORS.get(tensor.device.type)
-    return accelerator is not None and accelerator.has_triton and _triton_compiles_for(tensor.device)
+    return accelerator is not None and accelerator.has_triton and triton_compiles_for(tensor.device)
 
 
 @functools.cache
-def _triton_compiles_for(device: torch.device) -> bool:
+def triton_compiles_for(device: torch.device) -> bool:
     """Tried once for each device. Warns where there is a Triton that does not; its absence is no defect."""
     try:
         from zero_offload.kernels.triton_update import try_on

@@ -53,7 +53,7 @@ def total(chunks: Tensor) -> GradSum:
 
 def _sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
     """Fill `sums` by torch's operations."""
-    scans = _may_scan(sums.device)
+    scans = may_scan(sums.device)
     # Chunks side by side, each of `width` values. Zeros behind a gradient's values change no bit of its sum.
     longest = max(grad.numel() for grad in grads)
     width = CHUNK if longest > CHUNK else -(-longest // LANES) * LANES
@@ -88,13 +88,13 @@ def _add_rows(values: Tensor, *, scans: bool) -> Tensor:
     return lanes
 
 
-def _may_scan(device: torch.device) -> bool:
+def may_scan(device: torch.device) -> bool:
     # With deterministic algorithms alone torch refuses scans of floats on CUDA, whatever they do.
-    return not torch.are_deterministic_algorithms_enabled() and _scans_in_order(device)
+    return not torch.are_deterministic_algorithms_enabled() and scans_in_order(device)
 
 
 @functools.cache
-def _scans_in_order(device: torch.device) -> bool:
+def scans_in_order(device: torch.device) -> bool:
     """Whether a scan over rows, which torch may do in any order, adds one after the other there; tried once."""
     draw = torch.Generator("cpu").manual_seed(0)
     values = host_empty((3, CHUNK // LANES, LANES), torch.float32).uniform_(generator=draw).to(device)

@@ -21,7 +21,7 @@ ROW = 4096
 """Words that are added up at once; what their sums are is added up in the same way."""
 PIECE = 1024 * ROW
 """Words whose products are in memory at once: 32 MiB."""
-_LEVELS = 4
+LEVELS = 4
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
@@ -44,14 +44,14 @@ def _words(tensor: Tensor) -> Tensor:
 
 def _weighted_sum(words: Tensor) -> Tensor:
     """(1,) int64."""
-    for weights in _weights(words.device):
-        words = torch.cat([sums for piece in words.split(PIECE) for sums in _row_sums(piece, weights)])
+    for weights in weights_of(words.device):
+        words = torch.cat([sums for piece in words.split(PIECE) for sums in row_sums(piece, weights)])
         if words.numel() == 1:
             break
     return words
 
 
-def _row_sums(piece: Tensor, weights: Tensor) -> Iterator[Tensor]:
+def row_sums(piece: Tensor, weights: Tensor) -> Iterator[Tensor]:
     """Of its whole rows, and of what is left."""
     whole = piece.numel() // ROW * ROW
     if whole:
@@ -62,9 +62,9 @@ def _row_sums(piece: Tensor, weights: Tensor) -> Iterator[Tensor]:
 
 
 @functools.cache
-def _weights(device: torch.device) -> tuple[Tensor, ...]:
+def weights_of(device: torch.device) -> tuple[Tensor, ...]:
     """(ROW,) int64 for each level: odd, so that no bit is lost; at random, so that no pattern of changes adds up to
     nothing; of each level others, so that an element and its mirror image are not weighed alike."""
     draw = torch.Generator("cpu").manual_seed(0)
-    drawn = host_empty((_LEVELS, ROW), torch.int64).random_(-(1 << 63), (1 << 63) - 1, generator=draw) | 1
+    drawn = host_empty((LEVELS, ROW), torch.int64).random_(-(1 << 63), (1 << 63) - 1, generator=draw) | 1
     return drawn.to(device).unbind()

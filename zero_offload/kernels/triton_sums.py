@@ -43,7 +43,7 @@ def sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
         is_bf16 = first.dtype is torch.bfloat16
         # Triton launches on the current device, whatever device the tensors are on.
         with torch.accelerator.device_index(first.device.index):
-            _sum_chunks[(triton.cdiv(len(chunks), PROGRAM_CHUNKS),)](
+            sum_chunks_kernel[(triton.cdiv(len(chunks), PROGRAM_CHUNKS),)](
                 first.view(torch.int16) if is_bf16 else first,
                 chunks,
                 sums,
@@ -68,7 +68,7 @@ def _chunks(places: tuple[tuple[int, int, int], ...], device: torch.device) -> T
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _sum_chunks(
+def sum_chunks_kernel(
     values: tl.tensor,
     chunks: tl.tensor,
     sums: tl.tensor,

@@ -56,7 +56,7 @@ def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> No
     # Triton launches on the current device, whatever device the tensors are on.
     with torch.accelerator.device_index(tensors.value.device.index):
         for begin, end, numbering in _runs(tensors, segment):
-            _update[(triton.cdiv(end - begin, BLOCK),)](
+            update_elements[(triton.cdiv(end - begin, BLOCK),)](
                 *(_part(array, begin) for array in arrays),
                 *(_part(scale, begin // STATE_BLOCK) for scale in scales),
                 scalars,
@@ -89,10 +89,10 @@ def _runs(tensors: UpdateTensors, segment: Segment) -> Iterator[tuple[int, int, 
         before = between = 0  # where nothing is rounded at random
         if tensors.state_format is not StateFormat.FP32:
             before, between = random_key(tensors.seed, segment.step, turn)
-        yield begin, end, (_int32(tensors.origin + begin), _int32(before), _int32(between))
+        yield begin, end, (int32(tensors.origin + begin), int32(before), int32(between))
 
 
-def _int32(word: int) -> int:
+def int32(word: int) -> int:
     """With the same lower 32 bits."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
@@ -114,7 +114,7 @@ def _part(tensor: Tensor | None, begin: int) -> Tensor | None:
 
 # The first element's number and the key change from step to step, and so no kernel is made for special values of them.
 @triton.jit(do_not_specialize=["number", "before", "between"])
-def _update(
+def update_elements(
     grad: tl.tensor,
     value: tl.tensor,
     beside: tl.tensor,

@@ -187,7 +187,7 @@ def lost_beside(
 
 
 def _lost_once(trial: _Trial, work: Callable[[], object]) -> float:
-    alone_s = _seconds(work)
+    alone_s = seconds_of(work)
     ends, moved_bytes = threading.Event(), 0
 
     def move() -> None:
@@ -201,7 +201,7 @@ def _lost_once(trial: _Trial, work: Callable[[], object]) -> float:
     with ThreadPoolExecutor(1) as pool:
         moving = pool.submit(move)
         try:
-            beside_s = _seconds(work)
+            beside_s = seconds_of(work)
         finally:
             ends.set()
         # What is moved after the work has ended takes nothing from it.
@@ -211,7 +211,7 @@ def _lost_once(trial: _Trial, work: Callable[[], object]) -> float:
     return (beside_s - alone_s) / (moved_bytes * beside_s / (beside_s + rest_s))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds_of(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -49,7 +49,7 @@ def wild(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture(params=["scan", "rows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_grads, "_scans_in_order", lambda device: request.param == "scan")
+    monkeypatch.setattr(device_grads, "scans_in_order", lambda device: request.param == "scan")
 
 
 @pytest.mark.usefixtures("way")
@@ -107,21 +107,21 @@ def test_no_scan_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
 
     grad = tame(40000, torch.float32)
-    monkeypatch.setattr(device_grads, "_scans_in_order", lambda device: True)
+    monkeypatch.setattr(device_grads, "scans_in_order", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "cumsum", refuse)
     torch.use_deterministic_algorithms(True)
     try:
         assert same(sums_of([grad]), [native(grad)])
-        assert not device_grads._may_scan(grad.device)
+        assert not device_grads.may_scan(grad.device)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_scan_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert device_grads._scans_in_order.__wrapped__(device)
+    assert device_grads.scans_in_order.__wrapped__(device)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: x.flip(dim).sum(dim, keepdim=True))
-    assert not device_grads._scans_in_order.__wrapped__(device)
+    assert not device_grads.scans_in_order.__wrapped__(device)
 
 
 # By Triton
@@ -166,7 +166,7 @@ def test_what_triton_compiles_keeps_every_bit(kind: str, monkeypatch: pytest.Mon
     constants = {"IS_BF16": kind == "*i16", "CHUNKS": module.PROGRAM_CHUNKS, "ROWS": module.ROWS_AT_ONCE}
     signature = {"values": kind, "chunks": "*i64", "sums": "*fp64", "num_chunks": "i32"}
     signature |= dict.fromkeys(constants, "constexpr")
-    source = ASTSource(fn=module._sum_chunks, signature=signature, constexprs=constants)
+    source = ASTSource(fn=module.sum_chunks_kernel, signature=signature, constexprs=constants)
     compiled = compile(source, target=GPUTarget("cuda", 80, 32), options=module.OPTIONS)
     text = compiled.asm["ptx"]
     assert "ftz" not in text and "approx" not in text and "fma" not in text

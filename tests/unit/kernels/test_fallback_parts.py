@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.locks import locks_taken
 from zero_offload.kernels.fallback import parts
 from zero_offload.kernels.fallback.parts import in_parts
+from zero_offload.threads import Monitor
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
@@ -65,24 +66,31 @@ def test_the_caller_takes_no_lock_that_an_interrupt_could_leave_taken() -> None:
 
 
 def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = parts._Job(lambda begin, end: None, [])
-    job._num_helping = 1
-    wait_for, interrupts = job._changed.wait_for, iter([True, False])
+    helping, go_on, ended = threading.Event(), threading.Event(), threading.Event()
 
-    def wait(predicate: Callable[[], bool]) -> None:
+    def work(begin: int, end: int) -> None:
+        helping.set()
+        assert go_on.wait(60)
+        ended.set()
+
+    job, interrupts, wait_for = parts.Job(work, [(0, 1)]), iter([True, False]), Monitor.wait_for
+
+    def wait(monitor: Monitor, is_so: Callable[[], bool]) -> None:
         if next(interrupts):
             raise KeyboardInterrupt
-        job._num_helping = 0
-        wait_for(predicate)
+        go_on.set()
+        wait_for(monitor, is_so)
 
-    monkeypatch.setattr(job._changed, "wait_for", wait)
+    monkeypatch.setattr(Monitor, "wait_for", wait)
+    threading.Thread(target=job.help).start()
+    assert helping.wait(60)
     with pytest.raises(KeyboardInterrupt):
         job.end()
-    assert job._num_helping == 0
+    assert ended.is_set()
 
 
 def test_a_helper_that_comes_late_finds_nothing_to_do() -> None:
-    job = parts._Job(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
+    job = parts.Job(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
     job.end()
     job.help()
 

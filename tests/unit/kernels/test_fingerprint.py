@@ -61,8 +61,8 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         row, rows = request.param
         monkeypatch.setattr(fingerprint, "ROW", row)
         monkeypatch.setattr(fingerprint, "PIECE", row * rows)
-        monkeypatch.setattr(fingerprint, "_LEVELS", 12)
-        monkeypatch.setattr(fingerprint, "_weights", fingerprint._weights.__wrapped__)
+        monkeypatch.setattr(fingerprint, "LEVELS", 12)
+        monkeypatch.setattr(fingerprint, "weights_of", fingerprint.weights_of.__wrapped__)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -103,13 +103,13 @@ def test_any_dtype_and_size(dtype: torch.dtype, size: tuple[int, ...]) -> None:
 
 
 def test_a_million_elements_take_a_bounded_part_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, row_sums = [], fingerprint._row_sums
+    sizes, row_sums = [], fingerprint.row_sums
 
     def note(piece: Tensor, weights: Tensor) -> object:
         sizes.append(piece.numel())
         return row_sums(piece, weights)
 
-    monkeypatch.setattr(fingerprint, "_row_sums", note)
+    monkeypatch.setattr(fingerprint, "row_sums", note)
     monkeypatch.setattr(fingerprint, "PIECE", 16 * fingerprint.ROW)
     device_fingerprints([torch.ones(1 << 20, dtype=torch.bfloat16)])
     assert max(sizes) == 16 * fingerprint.ROW and len(sizes) == 17

@@ -31,7 +31,7 @@ class Counted:
     def __init__(self, counts: Counts, kind: str = "real") -> None:
         self.counts, self.kind = counts, kind  # real, whole (a real number that is an integer), or bits
 
-    def _note(self, operation: str, other: object) -> Counted:
+    def note(self, operation: str, other: object) -> Counted:
         if self.kind == "bits":
             return self
         # What is taken off an integer is one, and exact; the sum with a negative number is a difference.
@@ -44,13 +44,13 @@ class Counted:
         return self
 
     def __add__(self, other: object) -> Counted:
-        return self._note("add", other)
+        return self.note("add", other)
 
     def __mul__(self, other: object) -> Counted:
-        return self._note("mul", other)
+        return self.note("mul", other)
 
     def __truediv__(self, other: object) -> Counted:
-        return self._note("div", other)
+        return self.note("div", other)
 
     def _bits(self, other: object) -> Counted:
         """Of integers, or a comparison: nothing is rounded."""
@@ -70,9 +70,9 @@ class Roundings:
         self.real, self.whole, self.bits = (Counted(self.counts, kind) for kind in ("real", "whole", "bits"))
         self.words = SimpleNamespace(
             function=lambda body, name="": body,
-            fma=lambda a, b, c: self.real._note("fma", b),
-            sqrt=lambda x: self.real._note("sqrt", None),
-            divide=lambda a, b: self.real._note("div", b),
+            fma=lambda a, b, c: self.real.note("fma", b),
+            sqrt=lambda x: self.real.note("sqrt", None),
+            divide=lambda a, b: self.real.note("div", b),
             greater=lambda a, b: a,
             sign=lambda x: self.real,
             select=lambda condition, then, otherwise: otherwise if isinstance(otherwise, Counted) else then,
@@ -88,7 +88,7 @@ def of_an_element(rule: Rule, format: StateFormat) -> Counts:
     """The gradient's scale among them."""
     made = Roundings()
     make_rule(made.words, rule)(*[made.real] * 6)
-    made.real._note("mul", None)
+    made.real.note("mul", None)
     if format is StateFormat.COMPACT:
         for state in range(NUM_STATES[rule]):
             codes = make_codes(made.words, signed=state < NUM_SIGNED[rule])
@@ -140,11 +140,11 @@ def compiled(module: Any, rule: Rule, format: StateFormat, value: Kind, grad: Ki
         signature[f"state{k}"] = {StateFormat.FP32: "*fp32", StateFormat.BF16: "*i16"}.get(format, codes)
         signature[f"scales{k}"] = "*fp32"
     signature |= dict.fromkeys(constants, "constexpr")
-    signature = {name: signature[name] for name in module._update.arg_names}
+    signature = {name: signature[name] for name in module.update_elements.arg_names}
     # As arrays from torch's allocator are: the reads and writes of a thread are as wide as they can be.
     aligned = [k for k, kind in enumerate(signature.values()) if isinstance(kind, str) and kind.startswith("*")]
     multiples: dict[Any, Any] = {(k,): [["tt.divisibility", 16]] for k in aligned}
-    source = ASTSource(fn=module._update, signature=signature, constexprs=constants, attrs=multiples)
+    source = ASTSource(fn=module.update_elements, signature=signature, constexprs=constants, attrs=multiples)
     return compile(source, target=GPUTarget("cuda", 80, 32), options=module.OPTIONS)
 
 
@@ -188,7 +188,7 @@ def test_a_kernel_is_compiled_once_for_all_steps_and_places(triton_update: Modul
     from triton.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    kernel = triton_update._update
+    kernel = triton_update.update_elements
     backend = make_backend(GPUTarget("cuda", 80, 32))
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     rest = [None] * kernel.arg_names.index("c")
@@ -197,7 +197,7 @@ def test_a_kernel_is_compiled_once_for_all_steps_and_places(triton_update: Modul
     def kinds(*numbering: int) -> Any:
         return bind(*rest, (0.5,) * NUM_SCALARS, 1024, *numbering, **constants)[1]
 
-    int32 = triton_update._int32
+    int32 = triton_update.int32
     seen = [kinds(*(int32(word) for word in words)) for words in [(0, 1, 16), (1, 0, 2**32 - 1), (2**31, 2**33 + 5, 3)]]
     assert seen[0] == seen[1] == seen[2]
     assert kinds(0, 1, 2**31) != seen[0]  # which is why they are int32

@@ -452,9 +452,9 @@ def test_steps_are_counted_on_the_host() -> None:
 @pytest.fixture
 def unasked() -> Iterator[None]:
     """As in a process that has not looked for Triton yet."""
-    choice._triton_compiles_for.cache_clear()
+    choice.triton_compiles_for.cache_clear()
     yield
-    choice._triton_compiles_for.cache_clear()
+    choice.triton_compiles_for.cache_clear()
 
 
 def on_gpu(index: int = 0) -> Any:
@@ -463,7 +463,7 @@ def on_gpu(index: int = 0) -> Any:
 
 def test_only_a_gpu_is_asked(unasked: None) -> None:
     assert not choice.has_device_update(torch.ones(1))
-    assert choice._triton_compiles_for.cache_info().currsize == 0
+    assert choice.triton_compiles_for.cache_info().currsize == 0
 
 
 def test_without_triton_there_is_none_and_no_warning(unasked: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_what_work_loses_to_transfers_beside_it(
     """Work that takes half a second longer while something is moved: the whole file at least, once."""
     alone_s, beside_s = 1.0, 1.5
     times = itertools.cycle([alone_s, beside_s])
-    monkeypatch.setattr(engines, "_seconds", lambda work: next(times))
+    monkeypatch.setattr(engines, "seconds_of", lambda work: next(times))
     monkeypatch.setattr(engines, "time", SimpleNamespace(perf_counter=float, process_time=float))
     lost_s = lost_beside(directory, THREADS, scratch, lambda: None, 3)
     # By a clock that stands still: nothing of what is moved comes after the work.

@@ -26,7 +26,7 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         if count:
             body(0, count)
         return
-    job = _Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
+    job = Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
     try:
         for _ in range(team - 1):
             try:
@@ -39,7 +39,7 @@ def in_parts(count: int, num_threads: int, body: Body) -> None:
         job.end()
 
 
-class _Job:
+class Job:
     """Parts that are waiting, and how many helpers are at work on one."""
 
     def __init__(self, body: Body, parts: list[tuple[int, int]]) -> None:
