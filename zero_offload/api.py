@@ -292,7 +292,7 @@ def plan(
     fit; meta models too. Not collective: budgets are those of this rank.
 
     `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not.
-    `.predicted_step_s` and `.bottleneck` are a simulation's, for a step of `tokens` on each rank: of a machine as it is
+    `.predicted_step_s` and `.bottleneck` are predicted, for a step of `tokens` on each rank: of a machine as it is
     known by the name of its GPU, not measured; `zero-offload plan` measures.
     """
     if not isinstance(tokens, int) or tokens < 1:

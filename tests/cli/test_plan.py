@@ -234,7 +234,7 @@ def test_a_machine_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
         "GiB more RAM: ",
         "1 more drive: ",
         "1 more GPU: ",
-        "rates: rtx4090 computes at 0.887 of its 165 TFLOPS (a published run: LLMQ, Qwen2.5-7B, 2,777 tokens/s); ",
+        "rates: rtx4090 computes at 0.891 of its 165 TFLOPS (a published run: LLMQ, Qwen2.5-7B, 2,777 tokens/s); ",
         "reads and writes taking turns",
         "600 TBW last ",
     ):
@@ -352,7 +352,7 @@ def test_a_machine_with_a_gpu_is_planned_for_its_gpu(
     monkeypatch.setattr(plan_command, "find_gpu_here", lambda: GPU_HERE)
     code, result = plan(capsys, *HERE)
     assert code == 0 and result["step"]["predicted_s"] < on_cpu["step"]["predicted_s"] / 10
-    assert "not measured" in result["step"]["rates"] and "rtx4090 computes at 0.887" in result["step"]["rates"]
+    assert "not measured" in result["step"]["rates"] and "rtx4090 computes at 0.891" in result["step"]["rates"]
     available = int(22 * GIB * 0.95) - result["activation_bytes"]
     assert result["bytes"]["device"]["available"] == available
     assert main(["plan", *MEMORY, *HERE]) == 0
@@ -379,7 +379,7 @@ def test_rates_of_a_gpu_that_were_measured_here_are_used(
     named = {each: plan(capsys, *HERE, "--gpu", each)[1]["step"]["rates"] for each in ("rtx4090", "rtx5090")}
     assert named["rtx4090"].startswith("rtx4090, measured 2026-11-25") and "measured 20" not in named["rtx5090"]
     _, fp32 = plan(capsys, *HERE, "--precision", "fp32")
-    assert fp32["step"]["rates"].startswith("rtx4090 computes at 0.887 of its 82.6 TFLOPS, assumed from bf16")
+    assert fp32["step"]["rates"].startswith("rtx4090 computes at 0.891 of its 82.6 TFLOPS, assumed from bf16")
     assert main(["plan", *HERE, "--ram", "64GiB", "--gpu", "rtx5090"]) == 0
     assert "(zero-offload bench --device measures such a GPU where it is" in capsys.readouterr().out
 

@@ -35,7 +35,7 @@ from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import AUTO_FRACTION, Variant, assign_tiers, tier_budget, ways_to_fit
 from zero_offload.plan.search import Outlook
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
-from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.plan.step_time import Prediction, predict
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, value_bytes
 from zero_offload.plan.wear import Wear
 from zero_offload.probe import probe_hardware
@@ -87,8 +87,6 @@ class Request:
     """This machine's, where the plan is for it."""
     drives: Drives | None
     """None where they are directories of this machine."""
-    outlook: Outlook | None = None
-    """A former plan's, for the same model on the same machine: what it has simulated is known."""
 
     @classmethod
     def of(
@@ -248,16 +246,14 @@ class Planned:
     memory: MemoryPlan
     ways: tuple[str, ...]
     """To make it fit, where it does not."""
-    outlook: Outlook
 
 
 def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     """`machine` where it is another than the request's."""
     config, partition, machine = request.config, request.partition, machine or request.machine()
     job = Job.of(request.work, config, partition, request.batch)
-    outlook = request.outlook or Outlook(job, machine)
     hardware = request.hardware()
-    placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, outlook)
+    placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, Outlook(job, machine))
     memory = estimate_memory(job.units, placement, config, partition)
     wear = memory.wear.of_backwards(job.as_run(placement.tiers, machine).batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
@@ -265,7 +261,7 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     ways = []
     if not memory.fits:
         ways = ways_to_fit(job.units, config, hardware, partition, list(_variants(request)), WAYS_MAX)
-    return Planned(job, placement, machine, memory, tuple(ways), outlook)
+    return Planned(job, placement, machine, memory, tuple(ways))
 
 
 def _variants(request: Request) -> Iterator[Variant]:
@@ -298,7 +294,7 @@ def by_wear(request: Request, tbw: float, step_s: float | None) -> int | None:
     planned = plan_request(replace(request, config=replace(request.config, commit_every=_SELDOM)))
     if not planned.memory.fits or planned.memory.wear.commit_bytes == 0:
         return None
-    seconds = step_s or simulate(planned.job, planned.placement, planned.machine).step_s
+    seconds = step_s or predict(planned.job, planned.placement, planned.machine).step_s
     return drive_wear(request, planned.memory).interval(tbw, seconds)
 
 
@@ -318,7 +314,7 @@ class Offer:
 
 
 def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offer]:
-    """More memory, one more drive, one more GPU: each planned and simulated anew."""
+    """More memory, one more drive, one more GPU: each planned anew."""
     config, here = request.config, request.cluster.ranks_per_node
     where = " in each machine" if request.cluster.nodes > 1 else ""
     if any(isinstance(config.placement_of(kind), str) for kind in PLACED_KINDS):
@@ -328,7 +324,7 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offe
 
         def with_more(nbytes: int) -> Prediction | None:
             larger = replace(config, cpu_memory=cpu_bytes + nbytes // here)
-            return _predict(replace(request, config=larger, outlook=planned.outlook))
+            return _predict(replace(request, config=larger))
 
         gib, found = next_memory(now.step_s, with_more, MORE_GIB_MAX)
         yield Offer(f"GiB more RAM{where}", gib, found)
@@ -345,4 +341,4 @@ def offers(request: Request, planned: Planned, now: Prediction) -> Iterator[Offe
 def _predict(request: Request, machine: Machine | None = None) -> Prediction | None:
     """None where it does not fit."""
     planned = plan_request(request, machine)
-    return simulate(planned.job, planned.placement, planned.machine) if planned.memory.fits else None
+    return predict(planned.job, planned.placement, planned.machine) if planned.memory.fits else None

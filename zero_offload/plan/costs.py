@@ -1,33 +1,60 @@
 """Seconds that each lane spends on a unit in a step, from bytes, arithmetic and a machine's rates.
 
-Owns the arithmetic and nothing of time: what waits for what is `timeline`'s. What moves when is the runtime's rule,
-case by case: `offload._home` and `runtime/units/carrier.py` for values, `runtime/grads` for gradients,
-`optim/pipeline.py` for states. Calls: `Job.of`, then `step_costs` for all units, or `unit_costs` for one.
+Owns the arithmetic, not the time of a step: `step_time` adds up units and says what runs beside what. What moves when
+follows the runtime, case by case: `offload._home` and `runtime/units/carrier.py` for values, `runtime/grads` for
+gradients, `optim/pipeline.py` for states. Calls: `Job.of`, then `unit_seconds` for each unit.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from enum import IntEnum
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
 
 from zero_offload.config import OffloadConfig
-from zero_offload.plan.hardware import Machine
-from zero_offload.plan.lane_costs import NO_FETCH, Fetch, UnitCosts, UpdateCosts
-from zero_offload.plan.layout import CHUNK_NUMEL
+from zero_offload.plan.hardware import Lane, Machine
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork
-from zero_offload.plan.unit_bytes import UnitBytes, measure_units, value_bytes
-from zero_offload.types import Durability, StateKind, Tier, UpdateOverlap
+from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units, value_bytes
+from zero_offload.types import Durability, StateKind, Tier
 
-PIECES_MAX = 128
-"""Pieces that the updates of all units together are cut into. A piece is a chunk; where there are more, several."""
 TOKENS_UNKNOWN = 2048
-"""Tokens of a step where nobody has said how many."""
-
+"""Tokens of a step where the caller does not say how many."""
 
 Tiers = Mapping[StateKind, Tier]
+Numbers = npt.NDArray[np.float64]
+
+
+class Work(IntEnum):
+    """What a step does for a unit."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    SAVE = 2  # activations leave, in each forward
+    RESTORE = 3  # activations come back, in each backward
+    FETCH = 4  # new values, for the first forward after an update
+    FETCH_FROZEN = 5  # values that the update did not change, for the first forward; nothing if the unit stayed
+    FETCH_DELIVERED = 6  # new values that an update beside forward writes into the unit's pages; else as FETCH_FROZEN
+    FETCH_AGAIN = 7  # for each later forward and each backward; nothing if the unit stayed
+    KEEP = 8  # what was gathered goes to where parameters rest, once
+    GRADS = 9  # from each backward to where they rest
+    ADD = 10  # reads what each backward but the first adds to
+    REDUCE_LATE = 11  # once, before the update
+    UPDATE = 12  # on the host
+    UPDATE_ON_DEVICE = 13
+    COMMIT = 14
+
+
+FETCHES = [Work.FETCH, Work.FETCH_FROZEN, Work.FETCH_DELIVERED, Work.FETCH_AGAIN]
+COLUMN = {lane: index for index, lane in enumerate(Lane)}
+STALL = len(COLUMN)
+"""The column after the lanes': seconds that compute stands still, since a gather is not launched ahead."""
+Amount = tuple[Work, Lane, float]
+"""Bytes on a lane."""
 
 
 @dataclass(frozen=True)
@@ -95,71 +122,51 @@ class Job:
             units = measure_units([each.numel for each in work], config, partition, batch.micro_batches)
         return cls(tuple(work), tuple(units), config, partition, batch)
 
-    @cached_property
-    def piece_numel(self) -> int:
-        """Elements of a piece of the update: a chunk, or several of a large model."""
-        total = sum(unit.trained_numel for unit in self.units) / self.partition.optimizer_shards
-        return CHUNK_NUMEL * max(math.ceil(total / CHUNK_NUMEL / PIECES_MAX), 1)
-
     def as_run(self, tiers: Sequence[Tiers], machine: Machine) -> Job:
         """With these tiers: where no unit leaves, `zo.accumulate` is the loop."""
         placed = zip(self.units, tiers, strict=True)
-        if not self.batch.by_unit or any(_fetches(self, unit, at, machine)[2] for unit, at in placed):
+        if not self.batch.by_unit or any(buffer_bytes(self, unit, at, machine) for unit, at in placed):
             return self
+        return self.in_a_loop()
+
+    def in_a_loop(self) -> Job:
+        """With micro-batches one after the other."""
         return replace(self, batch=replace(self.batch, by_unit=False))
 
-    def overlaps(self, tiers: Sequence[Tiers], machine: Machine) -> bool:
-        """Whether the update runs beside compute: `updates.overlaps`."""
-        if self.config.overlap != UpdateOverlap.AUTO:
-            return self.config.overlap != UpdateOverlap.NONE
-        on_disk = any(Tier.NVME in (each[StateKind.OPTIMIZER], each[StateKind.GRADS]) for each in tiers)
-        return not machine.is_host or on_disk
+    def likeness(self, index: int) -> tuple[object, ...]:
+        """Equal for units of which all but the name is."""
+        unit, work = self.units[index], self.work[index]
+        measured = self.measured_s[index] if self.measured_s else None
+        return replace(unit, name="", in_use_with=()), replace(work, numel=UnitNumel("", 0)), measured
 
 
-def step_costs(job: Job, tiers: Sequence[Tiers], machine: Machine) -> list[UnitCosts]:
-    """Of every unit, with what compute on a CPU loses to those that use its cores meanwhile."""
-    beside = job.overlaps(tiers, machine)
-    known: dict[object, UnitCosts] = {}  # blocks are alike
-    found = []
-    for index, at in enumerate(tiers):
-        unit, work = job.units[index], job.work[index]
-        measured = job.measured_s[index] if job.measured_s else None
-        key = (replace(unit, name=""), replace(work, numel=replace(work.numel, name="")), tuple(at.values()), measured)
-        if key not in known:
-            known[key] = unit_costs(job, index, at, machine, update_beside=beside)
-        found.append(known[key])
-    return _charge_cores(job, found, machine, update_beside=beside) if machine.is_host else found
+def unit_seconds(job: Job, index: int, at: Tiers, machine: Machine) -> Numbers:
+    """(Work, lanes and `STALL`): seconds for one unit with these tiers.
 
-
-def unit_costs(job: Job, index: int, at: Tiers, machine: Machine, *, update_beside: bool) -> UnitCosts:
-    """Of one unit with these tiers; `update_beside`: the update has the cores that compute leaves."""
-    unit = job.units[index]
+    An update on the host has all cores here, and no drive takes any from it.
+    """
+    unit, batch = job.units[index], job.batch
+    found = np.zeros((len(Work), len(COLUMN) + 1))
+    for work, lane, nbytes in chain(
+        _saved(job, index, machine),
+        _fetches(job, unit, at, machine),
+        _grads(job, unit, at, machine),
+        _update(job, unit, at, machine),
+    ):
+        if rate := machine.streams(lane):  # what the machine has no lane for takes no time
+            found[work, COLUMN[lane]] += nbytes / rate
     forward_s, backward_s = _compute_seconds(job, index, machine)
     if machine.is_host:  # the thread of backward copies gradients to their places
-        backward_s += _per(2 * _made_bytes(job, unit), machine.host_bytes)
-    first, again, buffer_bytes = _fetches(job, unit, at, machine)
-    alone = job.partition.world_size == 1
-    grads = _grad_costs(job, unit, at, machine)
-    keeps = job.config.effective_durability is not Durability.SCRATCH and isinstance(job.config.commit_every, int)
-    committed = unit.optimizer_bytes if keeps and at[StateKind.OPTIMIZER] is not Tier.NVME else 0
-    costs = UnitCosts(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        buffer_bytes=buffer_bytes,
-        first=first,
-        again=again,
-        delivered=machine.is_host and alone and buffer_bytes > 0 and unit.trained_numel > 0,
-        **grads,
-        saved_out=_saved_costs(job, index, machine),
-        update=_update_costs(job, unit, at, machine, update_beside=update_beside),
-        commit_s=_per(committed, machine.write_bytes) / (int(job.config.commit_every) if keeps else 1),
-    )
-    return costs.taking_turns(job.batch.num_together)
-
-
-def _per(nbytes: float, rate: float) -> float:
-    """Seconds; what a machine has no lane for takes none."""
-    return nbytes / rate if rate else 0.0
+        backward_s += 2 * _made_bytes(job, unit) / machine.host_bytes
+    found[Work.FORWARD, COLUMN[Lane.COMPUTE]] = forward_s
+    found[Work.BACKWARD, COLUMN[Lane.COMPUTE]] = backward_s
+    # A gather is launched ahead where each rank has its part in memory.
+    if found[Work.FETCH_AGAIN, COLUMN[Lane.READ]] or job.partition.replicates_params:
+        found[FETCHES, STALL] = found[FETCHES, COLUMN[Lane.NETWORK]]
+    if batch.num_together > 1:  # they take turns at the unit; its gradients leave once, added up
+        found[[Work.FORWARD, Work.BACKWARD, Work.SAVE, Work.RESTORE]] *= batch.num_together
+        found[Work.ADD] = found[Work.GRADS, COLUMN[Lane.HOST]] = 0.0
+    return found
 
 
 def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, float]:
@@ -168,65 +175,77 @@ def _compute_seconds(job: Job, index: int, machine: Machine) -> tuple[float, flo
     work, batch = job.work[index], job.batch
     whole = job.units[index].params_bytes * job.partition.param_shards
     # Few tokens: the weights must still be read once.
-    floor_s = _per(whole, machine.device_bytes) if work.matmul_numel else 0.0
+    floor_s = whole / machine.device_bytes if work.matmul_numel else 0.0
     forward_s = max(batch.tokens * work.forward_flops(batch.sequence) / machine.flops, floor_s)
     passes = (2 if job.units[index].trained_numel else 1) + work.rerun_share(batch.sequence, batch.recompute)
     return forward_s, passes * forward_s
 
 
-def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> tuple[Fetch, Fetch, int]:
-    """What brings the unit after an update and what does later, and the bytes of its buffer."""
-    params, partition, trained = at[StateKind.PARAMS], job.partition, unit.trained_numel > 0
-    whole = unit.params_bytes * partition.param_shards
-    shards = partition.optimizer_shards
-    on_device = at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host and trained
-    in_place = params is Tier.DEVICE or (machine.is_host and params is Tier.CPU)
-    gather_s = _per(whole * (shards - 1) / shards, machine.network_bytes)
-    crosses = not machine.is_host
+def _saved(job: Job, index: int, machine: Machine) -> Iterator[Amount]:
+    """Activations of a micro-batch that leave the device and come back."""
+    batch, fractions = job.batch, job.config.activation_fractions
+    nbytes = batch.tokens * value_bytes(job.config) * job.work[index].saved_values(batch.recompute)
+    on_disk = nbytes * fractions.get(Tier.NVME, 0.0)
+    away = on_disk + nbytes * fractions.get(Tier.CPU, 0.0)
+    yield Work.SAVE, Lane.DOWNLOAD, away
+    yield Work.SAVE, Lane.WRITE, on_disk
+    yield Work.RESTORE, Lane.READ, on_disk
+    yield Work.RESTORE, Lane.UPLOAD, away
+
+
+def _is_in_place(at: Tiers, machine: Machine) -> bool:
+    """True if parameters rest where compute reads them."""
+    return at[StateKind.PARAMS] is Tier.DEVICE or (machine.is_host and at[StateKind.PARAMS] is Tier.CPU)
+
+
+def _is_updated_on_device(unit: UnitBytes, at: Tiers, machine: Machine) -> bool:
+    return at[StateKind.OPTIMIZER] is Tier.DEVICE and not machine.is_host and unit.trained_numel > 0
+
+
+def buffer_bytes(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> int:
+    """Of compute memory while the unit is there; 0 if it always is."""
+    partition, whole = job.partition, unit.params_bytes * job.partition.param_shards
     if partition.param_shards > 1:
-        reads = unit.params_bytes if params is Tier.NVME and not on_device else 0
-        uploads = unit.params_bytes if crosses and not on_device else 0
-        every = Fetch(_per(reads, machine.read_bytes), _per(uploads, machine.upload_bytes), gather_s)
-        return every, every, whole
-    later = Fetch(_per(whole * (params is Tier.NVME), machine.read_bytes), _per(whole * crosses, machine.upload_bytes))
-    if partition.replicates_params and trained:
-        # The states' shard of the new values, gathered, and kept where parameters rest.
-        own = whole / shards
-        first = Fetch(
-            _per(own * (at[StateKind.OPTIMIZER] is params is Tier.NVME and not machine.is_host), machine.read_bytes),
-            _per(own * (crosses and not on_device), machine.upload_bytes),
-            gather_s,
-            _per(whole * (crosses and not in_place), machine.download_bytes),
-            _per(whole * (params is Tier.NVME), machine.write_bytes),
-        )
-        return (first, NO_FETCH, 0) if in_place else (first, later, whole)
-    if on_device:
-        return NO_FETCH, NO_FETCH, 0
-    if in_place:
-        if machine.is_host or not trained:
-            return NO_FETCH, NO_FETCH, 0
-        return Fetch(upload_s=_per(whole, machine.upload_bytes)), NO_FETCH, 0
-    return later, later, whole
+        return whole
+    is_copy = partition.replicates_params and unit.trained_numel > 0
+    stays = _is_in_place(at, machine) or (_is_updated_on_device(unit, at, machine) and not is_copy)
+    return 0 if stays else whole
 
 
-def _grad_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> dict[str, float]:
-    tier, partition = at[StateKind.GRADS], job.partition
-    world = partition.world_size
-    crossing = unit.trained_numel * (4 if job.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
-    # An all-reduce where every rank keeps all, else a reduce-scatter.
-    crossing *= 2 if partition.optimizer_shards == 1 else 1
-    out = _made_bytes(job, unit)
-    leaves = not machine.is_host and tier is not Tier.DEVICE
-    on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
-    return {
-        "reduce_s": 0.0 if partition.defers_reduction else _per(crossing, machine.network_bytes),
-        "late_reduce_s": _per(crossing, machine.network_bytes) if partition.defers_reduction else 0.0,
-        "grad_download_s": _per(out * leaves, machine.download_bytes),
-        "grad_write_s": _per(out * on_disk, machine.write_bytes),
-        "grad_read_s": _per(out * on_disk, machine.read_bytes),
-        # From staging to where they rest, where the host adds them up: read and written.
-        "land_s": _per(2 * out * (leaves and not on_disk and job.batch.micro_batches > 1), machine.host_bytes),
+def _fetches(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+    params, optimizer, partition = at[StateKind.PARAMS], at[StateKind.OPTIMIZER], job.partition
+    whole, shards = unit.params_bytes * partition.param_shards, partition.optimizer_shards
+    on_device = _is_updated_on_device(unit, at, machine)
+    buffer, crosses = buffer_bytes(job, unit, at, machine), not machine.is_host
+    gathered = whole * (shards - 1) / shards
+    # This rank's part of the values, from where it rests.
+    own: float = unit.params_bytes * (buffer > 0 and not (on_device and partition.param_shards > 1))
+    again = {
+        Lane.READ: own * (params is Tier.NVME),
+        Lane.UPLOAD: own * crosses,
+        Lane.NETWORK: gathered * (partition.param_shards > 1),
     }
+    work, first = Work.FETCH, again
+    if unit.trained_numel == 0:
+        work = Work.FETCH_FROZEN
+    elif partition.replicates_params:
+        # The new values of the states' shard, gathered, and kept where parameters rest.
+        own = whole / shards
+        first = {
+            Lane.READ: own * (optimizer is params is Tier.NVME and crosses),
+            Lane.UPLOAD: own * (crosses and not on_device),
+            Lane.NETWORK: gathered,
+        }
+        yield Work.KEEP, Lane.DOWNLOAD, whole * (crosses and buffer > 0)
+        yield Work.KEEP, Lane.WRITE, whole * (params is Tier.NVME)
+    elif buffer == 0 and crosses and not on_device:
+        first = {Lane.UPLOAD: whole}
+    elif machine.is_host and partition.world_size == 1:
+        work = Work.FETCH_DELIVERED
+    for lane, nbytes in first.items():
+        yield work, lane, nbytes
+    for lane, nbytes in again.items():
+        yield Work.FETCH_AGAIN, lane, nbytes
 
 
 def _made_bytes(job: Job, unit: UnitBytes) -> int:
@@ -236,85 +255,45 @@ def _made_bytes(job: Job, unit: UnitBytes) -> int:
     return (unit.params_bytes - unit.frozen_bytes) if job.batch.micro_batches == 1 else unit.grads_bytes
 
 
-def _saved_costs(job: Job, index: int, machine: Machine) -> Fetch:
-    """Activations of a micro-batch that leave the device and come back."""
-    batch = job.batch
-    nbytes = batch.tokens * value_bytes(job.config) * job.work[index].saved_values(batch.recompute)
-    fractions = job.config.activation_fractions
-    on_disk = nbytes * fractions.get(Tier.NVME, 0.0)
-    away = 0.0 if machine.is_host else on_disk + nbytes * fractions.get(Tier.CPU, 0.0)
-    return Fetch(
-        read_s=_per(on_disk, machine.read_bytes),
-        upload_s=_per(away, machine.upload_bytes),
-        keep_download_s=_per(away, machine.download_bytes),
-        keep_write_s=_per(on_disk, machine.write_bytes),
-    )
+def _grads(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
+    tier, partition = at[StateKind.GRADS], job.partition
+    world = partition.world_size
+    crossing = unit.trained_numel * (4 if job.config.reduce_dtype_name == "float32" else 2) * (world - 1) / world
+    # An all-reduce where every rank keeps all, else a reduce-scatter.
+    crossing *= 2 if partition.optimizer_shards == 1 else 1
+    out = _made_bytes(job, unit)
+    leaves = not machine.is_host and tier is not Tier.DEVICE
+    on_disk = tier is Tier.NVME and unit.passing_grads_bytes == 0  # what passes is not written
+    yield Work.REDUCE_LATE if partition.defers_reduction else Work.GRADS, Lane.NETWORK, crossing
+    yield Work.GRADS, Lane.DOWNLOAD, out * leaves
+    yield Work.GRADS, Lane.WRITE, out * on_disk
+    yield Work.ADD, Lane.READ, out * on_disk
+    # From staging to where they rest, where the host adds them up: read and written.
+    yield Work.GRADS, Lane.HOST, 2 * out * (leaves and not on_disk and job.batch.micro_batches > 1)
 
 
-def _update_costs(job: Job, unit: UnitBytes, at: Tiers, machine: Machine, *, update_beside: bool) -> UpdateCosts:
+def _update(job: Job, unit: UnitBytes, at: Tiers, machine: Machine) -> Iterator[Amount]:
     if unit.trained_numel == 0:
-        return UpdateCosts()
+        return
     params, grads, optimizer = (at[kind] for kind in (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER))
-    numel = unit.trained_numel / job.partition.optimizer_shards
     grad_bytes = unit.grads_bytes + unit.passing_grads_bytes
     touched = 2 * unit.optimizer_bytes + grad_bytes
-    grad_reads = unit.grads_bytes if grads is Tier.NVME else 0
-    if optimizer is Tier.DEVICE and not machine.is_host:
-        return UpdateCosts(
-            device_read_s=_per(grad_reads, machine.read_bytes),
-            device_upload_s=_per(grad_bytes * (grads is not Tier.DEVICE), machine.upload_bytes),
-            device_s=_per(touched, machine.device_bytes),
-        )
+    grad_reads = unit.grads_bytes * (grads is Tier.NVME)
+    every = job.config.commit_every
+    if isinstance(every, int) and job.config.effective_durability is not Durability.SCRATCH:
+        yield Work.COMMIT, Lane.WRITE, unit.optimizer_bytes * (optimizer is not Tier.NVME) / every
+    if _is_updated_on_device(unit, at, machine):
+        yield Work.UPDATE_ON_DEVICE, Lane.READ, grad_reads
+        yield Work.UPDATE_ON_DEVICE, Lane.UPLOAD, grad_bytes * (grads is not Tier.DEVICE)
+        yield Work.UPDATE_ON_DEVICE, Lane.COMPUTE, touched
+        return
     on_disk = optimizer is Tier.NVME
-    values = numel * value_bytes(job.config)
+    values = unit.trained_numel / job.partition.optimizer_shards * value_bytes(job.config)
     # Where only parameters rest on NVMe their values there are a copy that the update writes.
-    copies = 0.0 if on_disk or params is not Tier.NVME or job.partition.replicates_params else values
-    delivers = values if on_disk and params is not Tier.NVME else 0.0
+    copies = values * (params is Tier.NVME and not on_disk and not job.partition.replicates_params)
     # Values that are in memory are not read with the states.
-    reads = grad_reads + (unit.optimizer_bytes - delivers) * on_disk
-    writes = unit.optimizer_bytes * on_disk + copies
-    on_gpu = grads is Tier.DEVICE and not machine.is_host
-    rate = machine.host_bytes_beside if update_beside else machine.host_bytes
-    lost_s = (reads + writes) * machine.drive_lost_s
-    is_staged = on_disk or reads > 0 or on_gpu
-    # In memory nothing is read ahead or written behind.
-    return UpdateCosts(
-        pieces=max(math.ceil(numel / job.piece_numel), 1) if is_staged or writes else 1,
-        read_s=_per(reads, machine.read_bytes),
-        download_s=_per(grad_bytes * on_gpu, machine.download_bytes),
-        host_s=_per(touched + delivers + copies, rate) + lost_s,
-        write_s=_per(writes, machine.write_bytes),
-        is_staged=is_staged,
-    )
-
-
-def _charge_cores(job: Job, costs: Sequence[UnitCosts], machine: Machine, *, update_beside: bool) -> list[UnitCosts]:
-    """On a CPU what runs beside compute takes its cores: spread evenly over the passes that it runs beside.
-
-    Units are counted as if none stayed from one pass to the next.
-    """
-    n = job.batch.num_passes
-    forward_s = sum(each.forward_s for each in costs)
-    backward_s = sum(each.backward_s for each in costs)
-    # Transfers that are the update's own are counted in its time.
-    moved_bytes = 0.0
-    for each in costs:
-        saved = each.saved_out
-        reads = (0 if each.delivered and update_beside else each.first.read_s) + (2 * n - 1) * each.again.read_s
-        reads += (n - 1) * each.grad_read_s + n * saved.read_s
-        writes = n * (each.grad_write_s + saved.keep_write_s) + each.commit_s
-        moved_bytes += reads * machine.read_bytes + writes * machine.write_bytes
-    # The update's threads are fewer than compute's, which wait for those whose cores they share.
-    shared_s = sum(each.update.host_s for each in costs) if update_beside else 0.0
-    passes_s = n * (forward_s + backward_s)
-    every = 1 + moved_bytes * machine.drive_lost_s / passes_s if passes_s else 1.0
-    # The update runs beside the first forward of a step, or beside its last backward.
-    in_backward = job.config.overlap == UpdateOverlap.BACKWARD
-    beside_s = backward_s if in_backward else forward_s
-    # Compute has at least half of its time meanwhile; while it waits for the update nothing is taken.
-    factor = every + (min(shared_s, beside_s) / (n * beside_s) if beside_s else 0.0)
-    forward_factor, backward_factor = (every, factor) if in_backward else (factor, every)
-    return [
-        replace(each, forward_s=each.forward_s * forward_factor, backward_s=each.backward_s * backward_factor)
-        for each in costs
-    ]
+    delivers = values * (on_disk and params is not Tier.NVME)
+    yield Work.UPDATE, Lane.READ, grad_reads + (unit.optimizer_bytes - delivers) * on_disk
+    yield Work.UPDATE, Lane.DOWNLOAD, grad_bytes * (grads is Tier.DEVICE and not machine.is_host)
+    yield Work.UPDATE, Lane.HOST, touched + delivers + copies
+    yield Work.UPDATE, Lane.WRITE, unit.optimizer_bytes * on_disk + copies

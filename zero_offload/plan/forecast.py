@@ -1,6 +1,6 @@
-"""What a simulated step means: the bottleneck, the break-even, and what one more of something would buy.
+"""What a predicted step means: the bottleneck, the break-even, and what one more of something would buy.
 
-Owns the questions; each is answered by simulating again with one thing changed. Pure. The calls: `Plan.of` for what
+Owns the questions; each is answered by predicting again with one thing changed. Pure. The calls: `Plan.of` for what
 `zo.plan` returns; `forecast` for what `zero-offload plan` prints, `next_memory` for what more of it would buy.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from zero_offload.plan.costs import Job
 from zero_offload.plan.hardware import Lane, Machine
 from zero_offload.plan.memory import Budget, MemoryPlan, Placement
-from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.plan.step_time import Prediction, predict
 from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.types import GIB, Tier
 
@@ -36,8 +36,8 @@ class Bottleneck:
 
 
 def find_bottleneck(job: Job, placement: Placement, machine: Machine, step_s: float) -> Bottleneck:
-    """By simulating every lane sped up. Of equals the first, so a step that waits for nothing is bound by compute."""
-    faster = {lane: simulate(job, placement, machine.faster(lane, SPEED_UP)).step_s for lane in machine.lanes()}
+    """By speeding up each lane. Of equals the first, so a step that waits for nothing is bound by compute."""
+    faster = {lane: predict(job, placement, machine.faster(lane, SPEED_UP)).step_s for lane in machine.lanes()}
     lane = min(faster, key=lambda each: faster[each])
     return Bottleneck(lane, machine.title(lane), step_s - faster[lane])
 
@@ -47,7 +47,7 @@ def without_offload(job: Job, machine: Machine) -> float:
     everything = dict.fromkeys(PLACED_KINDS, Tier.DEVICE)
     plain = replace(job, config=replace(job.config, durability="scratch", activations="device", overlap="none"))
     placement = Placement(tuple(everything for _ in job.units), Budget(0, 0, 0, machine.is_host))
-    return simulate(plain, placement, machine).step_s
+    return predict(plain, placement, machine).step_s
 
 
 def break_even_tokens(job: Job, placement: Placement, machine: Machine) -> int | None:
@@ -59,7 +59,7 @@ def break_even_tokens(job: Job, placement: Placement, machine: Machine) -> int |
     def meets(tokens: int) -> bool:
         each = max(tokens // job.batch.micro_batches, 1)
         larger = replace(job, batch=replace(job.batch, tokens=each))
-        return simulate(larger, placement, machine).step_s <= MEETS * without_offload(larger, machine)
+        return predict(larger, placement, machine).step_s <= MEETS * without_offload(larger, machine)
 
     low, high = 0.0, math.log2(TOKENS_MAX)
     if not meets(TOKENS_MAX):
@@ -97,7 +97,7 @@ class Forecast:
 
 
 def forecast(job: Job, placement: Placement, machine: Machine) -> Forecast:
-    prediction = simulate(job, placement, machine)
+    prediction = predict(job, placement, machine)
     return Forecast(
         prediction,
         find_bottleneck(job, placement, machine, prediction.step_s),
@@ -118,7 +118,7 @@ class Plan(MemoryPlan):
 
     @classmethod
     def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
-        step_s = simulate(job, placement, machine).step_s
+        step_s = predict(job, placement, machine).step_s
         bottleneck = find_bottleneck(job, placement, machine, step_s)
         values = {field.name: getattr(memory, field.name) for field in fields(memory)}
         return cls(**values, predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)

@@ -89,13 +89,13 @@ HOSTS: Mapping[str, Host] = {
     "ddr5-server": Host(2 * 461, 50, network_per_gpu=True),
 }
 
-_RTX4090 = Share(0.887, "LLMQ, Qwen2.5-7B, 2,777 tokens/s")
+_RTX4090 = Share(0.891, "LLMQ, Qwen2.5-7B, 2,777 tokens/s")
 _H100 = Share(0.602, "LLMQ, Qwen2.5-7B, 13,820 tokens/s")
 
 GPUS: Mapping[str, Gpu] = {
     "rtx3090": Gpu(24, 71, 35.6, 936, 32, 32, _RTX4090._replace(card="rtx4090")),
     "rtx4090": Gpu(24, 165, 82.6, 1008, 32, 32, _RTX4090),
-    "rtx5090": Gpu(32, 209, 104.8, 1792, 64, 64, Share(0.957, "LLMQ, Qwen2.5-7B on 4 GPUs, 3,475 tokens/s each")),
+    "rtx5090": Gpu(32, 209, 104.8, 1792, 64, 64, Share(0.97, "LLMQ, Qwen2.5-7B on 4 GPUs, 3,475 tokens/s each")),
     "l40s": Gpu(48, 181, 91.6, 864, 32, 32, Share(0.934, "LLMQ, Qwen2.5-7B, 3,900 tokens/s"), "ddr4-server"),
     "a100-40": Gpu(
         40, 312, 19.5, 1555, 32, 300, Share(0.666, "llm-foundry, MPT-7B on 8 GPUs, 3,854 tokens/s each"), "ddr4-server"
@@ -139,6 +139,10 @@ class Machine:
     """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
     """Where the figures come from: shown with each prediction."""
+
+    def streams(self, lane: Lane) -> float:
+        """Bytes a second; of compute, through the device's memory."""
+        return float(getattr(self, _RATES[lane][-1 if lane is Lane.COMPUTE else 0]))
 
     def faster(self, lane: Lane, factor: float) -> Machine:
         """The same with one lane sped up. A drive that takes turns is one lane."""

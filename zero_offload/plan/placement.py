@@ -195,9 +195,7 @@ def _try(
     units: Sequence[UnitBytes], config: OffloadConfig, hardware: HardwareProfile, partition: Partition
 ) -> MemoryPlan:
     budget = tier_budget(config, hardware)
-    # Whether it fits is the question, not how fast it is.
-    outlook = replace(_usual_outlook(units, config, budget, partition), simulations_max=0)
-    placement = assign_tiers(units, config, budget, partition, outlook)
+    placement = assign_tiers(units, config, budget, partition)
     return estimate_memory(units, placement, config, partition)
 
 

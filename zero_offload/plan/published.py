@@ -28,7 +28,7 @@ from zero_offload.plan.hardware import NO_DRIVES, Cluster, share_of_rank
 from zero_offload.plan.memory import Budget, Placement
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import SHAPES, Shape, UnitWork
-from zero_offload.plan.simulate import simulate
+from zero_offload.plan.step_time import predict as predict_step
 from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.types import Tier
 
@@ -137,7 +137,7 @@ def predict(run: Run) -> float:
     tiers = dict(zip(PLACED_KINDS, run.rest, strict=True))
     placement = Placement(tuple(tiers for _ in work), Budget(0, 0, 0, False))
     machine = share_of_rank(run.gpu, NO_DRIVES, Cluster(run.gpus))
-    return simulate(job, placement, machine).tokens_per_s / run.gpus
+    return predict_step(job, placement, machine).tokens_per_s / run.gpus
 
 
 def _as_published(work: UnitWork, run: Run) -> UnitWork:

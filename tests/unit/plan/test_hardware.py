@@ -100,7 +100,7 @@ def test_a_faster_lane_is_that_lane_alone() -> None:
 
 def test_a_rate_says_where_it_comes_from() -> None:
     own, assumed = (share_of_rank(name, NO_DRIVES, Cluster()).source for name in ("rtx4090", "b200"))
-    assert own.startswith("rtx4090 computes at 0.887 of its 165 TFLOPS (a published run: LLMQ, Qwen2.5-7B")
+    assert own.startswith("rtx4090 computes at 0.891 of its 165 TFLOPS (a published run: LLMQ, Qwen2.5-7B")
     assert assumed.startswith("b200 computes at 0.602 of its 2250 TFLOPS, assumed from h100 (a published run: LLMQ")
     fp32 = share_of_rank("h100", NO_DRIVES, Cluster(), "float32")
     assert "0.602 of its 67 TFLOPS, assumed from bf16" in fp32.source and fp32.flops == 0.602 * 67e12
@@ -110,5 +110,5 @@ def test_what_has_no_name_is_said_not_to_be_known() -> None:
     assert default_machine("cpu", 4).is_host
     assert "not measured" in default_machine("cpu", 4).source
     source = default_machine("A card of 2031", 4).source
-    assert source.startswith("A card of 2031 is not known here, so as if rtx4090 computes at 0.887")
+    assert source.startswith("A card of 2031 is not known here, so as if rtx4090 computes at 0.891")
     assert default_machine("NVIDIA H200", 4).name == "h200"

@@ -3,12 +3,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from zero_offload.config import OffloadConfig
-from zero_offload.plan import search
 from zero_offload.plan.costs import Batch, Job
 from zero_offload.plan.hardware import Machine
 from zero_offload.plan.memory import Budget, Placement, estimate_memory
@@ -16,16 +14,15 @@ from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import assign_tiers
 from zero_offload.plan.search import Outlook, UnitTiers, spread_order
 from zero_offload.plan.shapes import equal_blocks
-from zero_offload.plan.simulate import simulate
+from zero_offload.plan.step_time import predict
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
 from zero_offload.types import MIB, StateKind, Tier
 
-GPU = Machine("gpu", False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0, 16)
-CPU = Machine("cpu", True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0, 2)
+GPU = Machine("gpu", False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
+CPU = Machine("cpu", True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
 PARAMS, GRADS, OPTIMIZER = PLACED_KINDS
 ROOMY = 1 << 40
 NUMEL = 10_000_000
-ALL = 1 << 20
 
 
 def outlook_of(machine: Machine, count: int = 8, tokens: int = 256, **settings: Any) -> Outlook:
@@ -100,22 +97,6 @@ def test_the_same_input_gives_the_same_placement_and_asks_nothing_of_a_clock() -
     assert all(placed(outlook_of(GPU), device=300 * MIB, cpu=500 * MIB) == first for _ in range(2))
 
 
-def test_what_fits_is_found_without_a_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "simulate", None)
-    quick = replace(outlook_of(GPU), simulations_max=0)
-    tiers = placed(quick, device=300 * MIB, cpu=500 * MIB)
-    budget = Budget(300 * MIB, 500 * MIB, ROOMY, False)
-    assert estimate_memory(quick.job.units, Placement(tiers, budget), quick.job.config).fits
-
-
-def test_the_search_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
-    monkeypatch.setattr(search, "simulate", lambda *args: counted.append(args) or simulate(*args))
-    outlook = outlook_of(GPU, 32)
-    placed(outlook, device=600 * MIB, cpu=2000 * MIB)
-    assert 1 <= len(counted) <= outlook.simulations_max
-
-
 def test_where_nothing_fits_everything_is_on_the_last_tier() -> None:
     tiers = placed(outlook_of(GPU), device=MIB, cpu=MIB)
     assert all(share(tiers, kind, Tier.NVME) == 1.0 for kind in PLACED_KINDS)
@@ -142,7 +123,7 @@ def test_more_memory_is_never_slower(
         CPU if host else GPU, host_bytes=dram, host_bytes_beside=dram, read_bytes=drive, write_bytes=drive
     )
     machine = machine if host else replace(machine, upload_bytes=link, download_bytes=link)
-    outlook = replace(outlook_of(machine, 3, durability="scratch", grads="cpu"), simulations_max=ALL)
+    outlook = outlook_of(machine, 3, durability="scratch", grads="cpu")
 
     def step_s(device_mib: int, cpu_mib: int) -> float:
         tiers = placed(outlook, device_mib * MIB, cpu_mib * MIB)
@@ -151,7 +132,7 @@ def test_more_memory_is_never_slower(
             Placement(tiers, Budget(device_mib * MIB, cpu_mib * MIB, ROOMY, host)),
             outlook.job.config,
         ).fits
-        return simulate(outlook.job, Placement(tiers, Budget(0, 0, 0, host)), machine).step_s if fits else float("inf")
+        return predict(outlook.job, Placement(tiers, Budget(0, 0, 0, host)), machine).step_s if fits else float("inf")
 
     assert step_s(device, cpu + more) <= step_s(device, cpu) * (1 + 1e-9)
     assert step_s(device + more, cpu) <= step_s(device, cpu) * (1 + 1e-9)

@@ -1,10 +1,10 @@
-"""The simulator against this machine: predicted over measured step times of a small GPT, under a dozen placements.
+"""Predictions against this machine: predicted over measured step times of a small GPT, under a dozen placements.
 
 Rates are taken beside each placement, before and after it: the plain model's forward and backward, unit by unit, AdamW
 in memory on all cores and on those that it has beside forward, the drive under the engine that a run would choose. In
-fp32, since some processors have no instructions for bf16 products. Medians of steps are compared with the simulator's.
+fp32, since some processors have no instructions for bf16 products. Medians of steps are compared with predictions.
 
-    python benchmarks/simulate.py [--quick] [--nvme DIR] [--json FILE]
+    python benchmarks/predict.py [--quick] [--nvme DIR] [--json FILE]
 
 The bar: predicted / measured between 1 / 1.1 and 1.1, on eight placements or more.
 """
@@ -33,7 +33,7 @@ from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import assign_tiers, tier_budget
-from zero_offload.plan.simulate import simulate
+from zero_offload.plan.step_time import predict as predict_step
 from zero_offload.probe import probe_hardware
 from zero_offload.recipes.gpt import GPT, GPTConfig, next_token_loss
 
@@ -158,7 +158,7 @@ def predict(settings: dict[str, Any], directory: Path, rates: Sequence[Rates], a
     batch = Batch(TOKENS, 1, TOKENS, recompute=False)
     job = replace(Job.of(work, config, ONE_RANK, batch), measured_s=tuple(seconds))
     placement = assign_tiers(job.units, config, tier_budget(config, probe_hardware([directory])), ONE_RANK)
-    return simulate(job, placement, machine_of(rates)).step_s
+    return predict_step(job, placement, machine_of(rates)).step_s
 
 
 def machine_of(rates: Sequence[Rates]) -> Machine:
@@ -184,7 +184,7 @@ def machine_of(rates: Sequence[Rates]) -> Machine:
 
 @contextmanager
 def private_directory(parent: Path | None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="zero-offload-simulate-", dir=parent))
+    path = Path(tempfile.mkdtemp(prefix="zero-offload-predict-", dir=parent))
     try:
         yield path
     finally:

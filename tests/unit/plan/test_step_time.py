@@ -22,7 +22,7 @@ from zero_offload.plan.hardware import Cluster, Lane, Machine, parse_drives, sha
 from zero_offload.plan.memory import Budget, Placement
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import SHAPES, equal_blocks
-from zero_offload.plan.simulate import Prediction, simulate
+from zero_offload.plan.step_time import Prediction, predict
 from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.types import GIB, StateKind, Tier
 
@@ -52,7 +52,7 @@ DEVICE, HOST, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
 
 def test_everything_in_the_memory_of_a_cpu_is_compute_and_then_the_update() -> None:
     job = job_of(OffloadConfig())
-    found = simulate(job, placement_of(job, (HOST, HOST, HOST), shared=True), CPU)
+    found = predict(job, placement_of(job, (HOST, HOST, HOST), shared=True), CPU)
     flops = 3 * 64 * (2 * NUMEL + 2 * 64 * job.work[0].attention_width)
     stored_s = 2 * 2 * NUMEL / 8e9  # gradients, from where autograd makes them to where they rest
     compute_s, update_s = 4 * (flops / 1e9 + stored_s), 4 * (2 * 12 + 2) * NUMEL / 8e9
@@ -67,8 +67,9 @@ def test_what_moves_beside_a_cpu_takes_its_time() -> None:
     job = job_of(OffloadConfig(nvme="x", durability="scratch", overlap="none"))
     placement = placement_of(job, (NVME, HOST, HOST), shared=True)
     fast = replace(CPU, read_bytes=1e15, write_bytes=1e15, flops=1e6)
-    free, taking = (simulate(job, placement, replace(fast, drive_lost_s=lost_s)) for lost_s in (0.0, 1e-8))
-    read_bytes, written_bytes = 2 * 4 * 2 * NUMEL, 4 * 2 * NUMEL
+    free, taking = (predict(job, placement, replace(fast, drive_lost_s=lost_s)) for lost_s in (0.0, 1e-8))
+    # Three of four units stay from one pass to the next.
+    read_bytes, written_bytes = 2 * 4 * 2 * NUMEL * (1 - 3 / 4), 4 * 2 * NUMEL
     assert taking.step_s - free.step_s == pytest.approx((read_bytes + written_bytes) * 1e-8, rel=0.01)
 
 
@@ -76,12 +77,12 @@ def test_an_update_beside_forward_takes_the_time_of_a_cpu() -> None:
     """As much as it has itself, where there is as much: the loops of compute wait for the cores that they share."""
     job = job_of(OffloadConfig(overlap="forward"))
     placement = placement_of(job, (HOST, HOST, HOST), shared=True)
-    alone, beside = (simulate(with_overlap(job, each), placement, CPU) for each in ("none", "forward"))
+    alone, beside = (predict(with_overlap(job, each), placement, CPU) for each in ("none", "forward"))
     update_s = 4 * (2 * 12 + 2) * NUMEL / CPU.host_bytes_beside
     assert beside.compute_s == pytest.approx(alone.compute_s + update_s)
     # Of a forward that is shorter than the update, no more than that.
     quick = replace(CPU, flops=1e13)
-    alone, beside = (simulate(with_overlap(job, each), placement, quick) for each in ("none", "forward"))
+    alone, beside = (predict(with_overlap(job, each), placement, quick) for each in ("none", "forward"))
     assert beside.compute_s == pytest.approx(alone.compute_s + 4 * 2 * NUMEL / CPU.device_bytes)
 
 
@@ -89,7 +90,7 @@ def test_a_drive_slower_than_all_else_is_the_step() -> None:
     job = job_of(OffloadConfig(nvme="x"))
     slow = replace(GPU, read_bytes=2e8, write_bytes=1e8, flops=1e15)
     placement = placement_of(job, (HOST, HOST, NVME), shared=False)
-    found = simulate(job, placement, slow)
+    found = predict(job, placement, slow)
     # Values are in memory: written with the states, and not read with them.
     moved_s = 4 * NUMEL * (10 / 2e8 + 12 / 1e8)
     assert found.step_s == pytest.approx(moved_s, rel=0.02)
@@ -101,8 +102,8 @@ def test_reads_beside_writes_take_less_time_than_in_turn() -> None:
     job = job_of(OffloadConfig(nvme="x"))
     placement = placement_of(job, (HOST, HOST, NVME), shared=False)
     slow = replace(GPU, read_bytes=1e8, write_bytes=1e8, flops=1e15)
-    in_turn = simulate(job, placement, slow).step_s
-    apart = simulate(job, placement, replace(slow, drive_takes_turns=False)).step_s
+    in_turn = predict(job, placement, slow).step_s
+    apart = predict(job, placement, replace(slow, drive_takes_turns=False)).step_s
     assert in_turn == pytest.approx(4 * NUMEL * (10 + 12) / 1e8, rel=0.02)
     # What is written is the longer part.
     assert apart == pytest.approx(4 * NUMEL * 12 / 1e8, rel=0.03)
@@ -112,7 +113,7 @@ def test_reads_beside_writes_take_less_time_than_in_turn() -> None:
 def test_an_update_that_hides_costs_nothing(overlap: str) -> None:
     job = with_overlap(job_of(OffloadConfig()), overlap)
     placement = placement_of(job, (HOST, HOST, HOST), shared=False)
-    found = simulate(job, placement, replace(GPU, flops=1e9))
+    found = predict(job, placement, replace(GPU, flops=1e9))
     update_s = 4 * (2 * 12 + 2) * NUMEL / 50e9
     exposed = {"none": update_s, "forward": update_s / 4, "backward": update_s / 4}[overlap]
     assert found.exposed_s["update"] == pytest.approx(exposed, rel=0.2)
@@ -121,7 +122,7 @@ def test_an_update_that_hides_costs_nothing(overlap: str) -> None:
 def test_several_ranks_gather_and_reduce() -> None:
     machine = replace(GPU, network_bytes=1e8, flops=1e15)
     job = job_of(OffloadConfig(), partition=Partition(3, 4))
-    found = simulate(job, placement_of(job, (HOST, HOST, HOST), shared=False), machine)
+    found = predict(job, placement_of(job, (HOST, HOST, HOST), shared=False), machine)
     one = 4 * NUMEL * 3 / 4 / 1e8
     # A gather in each direction, but for what stays in frames; gradients cross once in fp32.
     assert found.step_s == pytest.approx(4 * one + (2 + 2 * (4 - 3) / 4 + 1.5) * 0.5 * one, rel=0.25)
@@ -135,7 +136,7 @@ def test_accumulation_updates_once(count: int) -> None:
     once = job_of(OffloadConfig())
     often = replace(once, batch=replace(BATCH, micro_batches=count))
     placement = placement_of(once, (HOST, HOST, HOST), shared=True)
-    one, many = simulate(once, placement, CPU), simulate(often, placement, CPU)
+    one, many = predict(once, placement, CPU), predict(often, placement, CPU)
     assert many.step_s - one.step_s == pytest.approx((count - 1) * one.compute_s)
     assert many.compute_s == pytest.approx(count * one.compute_s)
     assert many.tokens_per_s == pytest.approx(count * 64 / many.step_s)
@@ -145,14 +146,14 @@ def test_parameters_that_have_room_on_a_gpu_come_once_a_step() -> None:
     """After their update; with room for three of eight only those at the turn are not fetched again."""
     job = job_of(OffloadConfig(), 8)
     roomy, tight = (
-        simulate(job, placement_of(job, (HOST, HOST, HOST), shared=False, device_bytes=nbytes), GPU)
+        predict(job, placement_of(job, (HOST, HOST, HOST), shared=False, device_bytes=nbytes), GPU)
         for nbytes in (80 * GIB, 0)
     )
     once = 8 * 2 * NUMEL / 20e9
     assert seconds_of(roomy, Lane.UPLOAD) == pytest.approx(once)
     assert seconds_of(tight, Lane.UPLOAD) > 1.5 * once
     given = replace(job, config=replace(job.config, device_memory=80 * GIB))
-    assert simulate(given, placement_of(job, (HOST, HOST, HOST), shared=False), GPU) == roomy
+    assert predict(given, placement_of(job, (HOST, HOST, HOST), shared=False), GPU) == roomy
 
 
 def seconds_of(found: Prediction, lane: Lane) -> float:
@@ -166,7 +167,7 @@ def test_micro_batches_by_unit_move_weights_twice_and_gradients_once() -> None:
 
     def of(count: int, *, by_unit: bool) -> Prediction:
         batch = replace(BATCH, micro_batches=count, by_unit=by_unit)
-        return simulate(replace(job, batch=batch), placement, replace(GPU, drive_takes_turns=False))
+        return predict(replace(job, batch=batch), placement, replace(GPU, drive_takes_turns=False))
 
     few, many, loop = of(2, by_unit=True), of(8, by_unit=True), of(8, by_unit=False)
     for lane in (Lane.READ, Lane.WRITE, Lane.UPLOAD, Lane.DOWNLOAD):
@@ -181,7 +182,7 @@ def test_micro_batches_by_unit_keep_all_their_activations() -> None:
     job = job_of(OffloadConfig(nvme="x", durability="scratch", activations="cpu"), batch=replace(BATCH, recompute=True))
     placement = placement_of(job, (HOST, HOST, HOST), shared=False)
     one, four = (
-        simulate(replace(job, batch=replace(job.batch, micro_batches=count, by_unit=True)), placement, GPU)
+        predict(replace(job, batch=replace(job.batch, micro_batches=count, by_unit=True)), placement, GPU)
         for count in (1, 4)
     )
     saved_s = 64 * 2 * sum(each.boundary_values for each in job.work) / GPU.upload_bytes
@@ -193,7 +194,7 @@ def test_ranks_reduce_a_unit_once_for_all_micro_batches() -> None:
     placement = placement_of(job, (HOST, HOST, HOST), shared=False)
     machine = replace(GPU, network_bytes=1e8)
     two, four, loop = (
-        simulate(replace(job, batch=replace(BATCH, micro_batches=count, by_unit=by_unit)), placement, machine)
+        predict(replace(job, batch=replace(BATCH, micro_batches=count, by_unit=by_unit)), placement, machine)
         for count, by_unit in ((2, True), (4, True), (4, False))
     )
     reduced_s = 4 * 4 * NUMEL * 3 / 4 / 1e8
@@ -205,7 +206,7 @@ def test_where_no_unit_leaves_by_unit_is_the_loop() -> None:
     job = job_of(OffloadConfig())
     placement = placement_of(job, (DEVICE, HOST, HOST), shared=False)
     both = [
-        simulate(replace(job, batch=replace(BATCH, micro_batches=4, by_unit=by_unit)), placement, GPU)
+        predict(replace(job, batch=replace(BATCH, micro_batches=4, by_unit=by_unit)), placement, GPU)
         for by_unit in (True, False)
     ]
     assert both[0] == both[1]
@@ -215,7 +216,7 @@ TIERS = st.tuples(*[st.sampled_from(list(Tier))] * 3)
 RATES = st.floats(1e7, 1e11)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=150)
 @given(
     tiers=st.lists(TIERS, min_size=5, max_size=5),
     rates=st.tuples(*[RATES] * 6),
@@ -227,7 +228,7 @@ RATES = st.floats(1e7, 1e11)
     world=st.sampled_from([(0, 1), (1, 3), (2, 2), (3, 4)]),
     budget=st.sampled_from([None, 60_000_000, 90_000_000]),
 )
-def test_a_faster_lane_never_makes_a_step_slower(
+def test_a_faster_lane_never_makes_a_step_slower_and_no_lane_is_longer_than_a_step(
     tiers: list[tuple[Tier, Tier, Tier]],
     rates: tuple[float, ...],
     host: bool,
@@ -248,11 +249,12 @@ def test_a_faster_lane_never_makes_a_step_slower(
     job = with_overlap(job, overlap)
     at = tuple(dict(zip(PLACED_KINDS, each, strict=True)) for each in tiers)
     placement = Placement(at, Budget(1 << 60, 1 << 60, 1 << 60, host))
-    before = simulate(job, placement, machine)
+    before = predict(job, placement, machine)
     assert before.step_s >= before.compute_s * (1 - 1e-9) > 0
+    assert max(before.busy.values()) <= 1 + 1e-9
+    assert sum(before.exposed_s.values()) + before.compute_s >= before.step_s * (1 - 1e-9)
     for lane in machine.lanes():
-        # But for a hair: work that comes earlier may meet other work beside it (Graham 1969, anomalies of schedules).
-        assert simulate(job, placement, machine.faster(lane, 1.5)).step_s <= before.step_s * (1 + 1e-3), lane
+        assert predict(job, placement, machine.faster(lane, 1.5)).step_s <= before.step_s * (1 + 1e-9), lane
 
 
 def test_break_even_is_where_compute_hides_the_rest() -> None:
@@ -263,7 +265,7 @@ def test_break_even_is_where_compute_hides_the_rest() -> None:
 
     def ratio(count: int) -> float:
         larger = replace(job, batch=replace(BATCH, tokens=count))
-        return simulate(larger, placement, GPU).step_s / without_offload(larger, GPU)
+        return predict(larger, placement, GPU).step_s / without_offload(larger, GPU)
 
     assert ratio(round(tokens * 1.02)) <= MEETS < ratio(round(tokens * 0.97))
     everything = placement_of(job, (DEVICE, DEVICE, DEVICE), shared=False)
@@ -282,7 +284,7 @@ def test_more_memory_is_asked_for_until_it_helps() -> None:
     assert next_memory(1.0, with_more, 16) == (16, None)
 
 
-def test_a_trillion_parameters_are_simulated_quickly() -> None:
+def test_a_trillion_parameters_are_predicted_quickly() -> None:
     config = OffloadConfig(params="nvme", grads="nvme", optimizer="nvme", nvme="x")
     job = Job.of(SHAPES["gpt-1t"].units(), config, Partition(3, 64), Batch(8192, 1, 2048))
     drives = parse_drives(["8x7GB/s"])
@@ -291,6 +293,6 @@ def test_a_trillion_parameters_are_simulated_quickly() -> None:
     placement = placement_of(job, (NVME, NVME, NVME), shared=False)
     began = time.process_time()
     found = forecast(job, placement, machine)
-    assert time.process_time() - began < 10  # some 30 simulations; a guard against time by chunk
+    assert time.process_time() - began < 10  # some 30 predictions; a guard against time by chunk
     assert found.prediction.step_s > 100 and found.bottleneck.lane in machine.lanes()
     assert StateKind.PARAMS in placement.tiers[0]
