@@ -43,7 +43,7 @@ def test_a_gpu_is_measured_and_plans_use_it(capsys: pytest.CaptureFixture[str]) 
     plan = ["plan", "--model", "tiny"]
     before = said(capsys, plan)
     assert re.search(rf"on this machine's {NAME}, (4|3\.\d+) GiB free\n", before), "less what earlier tests left"
-    assert f"rates: {NAME} is not known here, so as if rtx4090 computes at 0.887 of its 165 TFLOPS" in before
+    assert f"rates: {NAME} is not known here, so as if rtx4090 computes at 0.891 of its 165 TFLOPS" in before
     assert "fix: zero-offload bench --device\n" in said(capsys, ["doctor"])
 
     table = said(capsys, BENCH)
