@@ -32,7 +32,7 @@ from zero_offload.config import OffloadConfig
 from zero_offload.device import Device
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
-from zero_offload.param_access import ParamAccess
+from zero_offload.param_places import ParamPlaces
 from zero_offload.runtime.grads.ledger import check_closed
 from zero_offload.runtime.grads.reducer import GradReducer
 from zero_offload.runtime.grads.sections import SectionGrads
@@ -53,8 +53,8 @@ _INSTEAD = "overlap='forward' updates after backward"
 class Trainers:
     """The optimizers of one model's parameters, as long as somebody holds them."""
 
-    def __init__(self, access: ParamAccess, params: Iterable[nn.Parameter]) -> None:
-        self._access = access
+    def __init__(self, places: ParamPlaces, params: Iterable[nn.Parameter]) -> None:
+        self._places = places
         self._params = set(params)
         self._optimizers: weakref.WeakSet[Trainer] = weakref.WeakSet()
 
@@ -69,7 +69,7 @@ class Trainers:
             found, twice = self._collect()
         if twice is not None:
             raise ConfigError(
-                f"two optimizers have {self._access.name_of(twice)}, and with overlap='backward' it is updated before "
+                f"two optimizers have {self._places.name_of(twice)}, and with overlap='backward' it is updated before "
                 f"either is stepped. Give each parameter to one optimizer; {_INSTEAD}"
             )
         return found
@@ -98,7 +98,7 @@ class BackwardUpdates:
         life: ModelLife,
         ring: GradRing,
         grads: GradReducer,
-        access: ParamAccess,
+        places: ParamPlaces,
         updates: Updates,
     ) -> None:
         self._units = units
@@ -109,7 +109,7 @@ class BackwardUpdates:
         self._ring = ring
         self._grads = grads
         self._ledger = grads.ledger
-        self._access = access
+        self._places = places
         self._updates = updates
         self._sections: dict[int, list[SectionGrads]] = {}
         for each in grads.ledger.sections:
@@ -117,7 +117,7 @@ class BackwardUpdates:
         self._any_on_device = any(each.section.shard.on_device for each in grads.ledger.sections)
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
         self._lag = 0 if device.is_host else 1
-        self.trainers = Trainers(access, (param for unit in units for param in unit.params))
+        self.trainers = Trainers(places, (param for unit in units for param in unit.params))
         self._hypers: Mapping[nn.Parameter, Hyper] = {}
         self._task = -1
         """Autograd's number of the backward; those of reentrant checkpoints inside of it have others."""
@@ -150,7 +150,7 @@ class BackwardUpdates:
             self.advance(unit)
         if unit.index in self._launched:
             raise ZeroOffloadError(
-                f"a gradient of {self._access.name_of(param)} arrives after its unit {unit.name} was updated in this "
+                f"a gradient of {self._places.name_of(param)} arrives after its unit {unit.name} was updated in this "
                 f"backward, which is left now; {_INSTEAD}"
             )
         unit.wait_for_update()
@@ -163,7 +163,8 @@ class BackwardUpdates:
     def _begin(self) -> None:
         """The first gradient of a backward; it has changed nothing yet."""
         hypers = self.trainers.hypers()
-        self._access.check_frozen(hypers)
+        self._life.check_usable()
+        self._places.check_frozen(hypers)
         self._updates.commits.launch_due()
         if self._any_on_device:
             self._updates.await_worker()

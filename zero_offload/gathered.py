@@ -1,12 +1,12 @@
 """`gathered()`: look at, or change, the full parameters of a module outside of its forward.
 
-Owns the meaning of its modes; units are made present by `Residency`, changes are written by `ParamAccess`. With
+Owns the meaning of its modes; units are made present by `Residency`, changes are written by `OptimizerStates`. With
 several ranks every rank must enter, since parameters are gathered from all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -16,7 +16,7 @@ from zero_offload.checkpoint.values import read_master
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.inputs import params_of
 from zero_offload.model_runtime import ModelRuntime
-from zero_offload.param_access import Place
+from zero_offload.param_places import Place
 from zero_offload.runtime.grads.ledger import check_not_updated
 from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.units.guard import unguard
@@ -57,12 +57,12 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
         owner.life.check_usable()
         owner.session.settle()
     owned = [param for param in params if owner_of(param) is owner]
-    places = {owner.access.place(param): param for param in owned}
+    places = [owner.places[param] for param in owned]
     if mode == "write":
         _one_rank(owner, "params", owner.ranks.world_size)
         owner.store.read_lazy()
         owner.drain()  # a commit under way must not see half of what is written
-    read: dict[str, Callable[[ModelRuntime, dict[Place, nn.Parameter]], Values]] = {
+    read: dict[str, Callable[[ModelRuntime, Sequence[Place]], Values]] = {
         "master": _masters,
         "grads": _grads,
     }
@@ -78,15 +78,15 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
 
 
 @contextmanager
-def _params(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
+def _params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Values]:
     with _present(owner, places):
         # At rest for all that they are here: so they ask the owner, which lets them be read and no more.
-        yield {place.name: param for place, param in places.items()}
+        yield {place.name: place.param for place in places}
 
 
 @contextmanager
-def _changed_params(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator[Values]:
-    given: Values = {place.name: param for place, param in places.items()}
+def _changed_params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Values]:
+    given: Values = {place.name: place.param for place in places}
     values: Values = {}
     wrong: list[str] = []
     try:
@@ -109,32 +109,32 @@ def _changed_params(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> I
         )
 
 
-def _taken(places: dict[Place, nn.Parameter], given: Values) -> tuple[Values, list[str]]:
+def _taken(places: Sequence[Place], given: Values) -> tuple[Values, list[str]]:
     """Copies of what a program has left in these parameters, and what is wrong with some.
 
     They count as they are, whatever memory they are in: `param.data = values` and `param.set_(values)` replace it, and
     are taken with their dtype, so that an fp32 master has all their bits.
     """
     values, wrong = {}, []
-    for place, param in places.items():
-        value = given.get(place.name, param).detach()
+    for place in places:
+        value = given.get(place.name, place.param).detach()
         if value.shape == place.piece.spec.shape and not value.is_meta:
             values[place.name] = value.clone()
         else:
             wrong.append(f"{tuple(value.shape)} for {place.name}, which is {tuple(place.piece.spec.shape)}")
     for unit in {place.unit.index: place.unit for place in places}.values():
         unit.put_back()
-    for place, param in places.items():
+    for place in places:
         if place.name not in values:
-            values[place.name] = param.detach().clone()
+            values[place.name] = place.param.detach().clone()
     return values, wrong
 
 
 @contextmanager
-def _writable(places: dict[Place, nn.Parameter]) -> Iterator[None]:
+def _writable(places: Sequence[Place]) -> Iterator[None]:
     """These parameters are plain, and no others of their units: what is written to those would be lost."""
     units = {place.unit.index: place.unit for place in places}.values()
-    named = [(unit, [param for place, param in places.items() if place.unit is unit]) for unit in units]
+    named = [(unit, [place.param for place in places if place.unit is unit]) for unit in units]
     for unit, params in named:
         unguard(params)
         unit.writable.append(params)
@@ -147,7 +147,7 @@ def _writable(places: dict[Place, nn.Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _present(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator[None]:
+def _present(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[None]:
     """The units of these parameters are on the device, and stay."""
     held = []
     try:
@@ -163,7 +163,7 @@ def _present(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Iterator
             unit.close()
 
 
-def _masters(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Values:
+def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
     # Where nothing is divided every rank has them.
     _one_rank(owner, "master", owner.collectives.num_shards)
     values = {}
@@ -177,14 +177,14 @@ def _masters(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Values:
     return values
 
 
-def _grads(owner: ModelRuntime, places: dict[Place, nn.Parameter]) -> Values:
+def _grads(owner: ModelRuntime, places: Sequence[Place]) -> Values:
     _one_rank(owner, "grads", owner.ranks.world_size)
-    for place, param in places.items():
-        check_not_updated(owner.grads.ledger, param, place.name)
+    for place in places:
+        check_not_updated(owner.grads.ledger, place.param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
         place.unit.wait_for_update()
-    found = owner.grads.ledger.read(places.values())
-    return {place.name: found[param] for place, param in places.items() if param in found}
+    found = owner.grads.ledger.read([place.param for place in places])
+    return {place.name: found[place.param] for place in places if place.param in found}
 
 
 def _one_rank(owner: ModelRuntime, kind: str, num_ranks: int) -> None:
@@ -195,7 +195,7 @@ def _one_rank(owner: ModelRuntime, kind: str, num_ranks: int) -> None:
         )
 
 
-def _write_back(owner: ModelRuntime, places: dict[Place, nn.Parameter], values: Values) -> None:
+def _write_back(owner: ModelRuntime, places: Sequence[Place], values: Values) -> None:
     """Every unit's copy on the device is made again from what was written."""
     for place in places:
         if values[place.name].shape != place.piece.spec.shape:
@@ -205,12 +205,12 @@ def _write_back(owner: ModelRuntime, places: dict[Place, nn.Parameter], values: 
                 "one that is there in place"
             )
     try:
-        for section in {id(place.section): place.section for place in places}.values():
-            masters = {p.piece: values[p.name] for p in places if p.section is section}
-            owner.access.write_section(section, masters, {})
+        for first in {id(place.section): place for place in places}.values():
+            masters = {p.piece: values[p.name] for p in places if p.section is first.section}
+            owner.states.write_masters(first, masters)
         owner.note_written(whole=True)
     except BaseException:
         owner.note_written(whole=False)
         raise
     finally:
-        replaced(owner.residency, [(place.unit, param) for place, param in places.items()])
+        replaced(owner.residency, [(place.unit, place.param) for place in places])

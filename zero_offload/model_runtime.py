@@ -39,6 +39,7 @@ from zero_offload.model_end import ModelEnd
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_access import ParamAccess
+from zero_offload.param_places import ParamPlaces
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.probe import free_memory_bytes
@@ -104,12 +105,11 @@ class ModelRuntime:
         """That the model had when it was offloaded, or when parameters were last adopted."""
         units, store, residency = self.units, self.store, self.residency
         self.life = ModelLife(self.errors)
+        self.places = ParamPlaces(units)
         self.grads = GradReducer(units, store, residency, self.collectives, self.device)
         self.grads.keeper.keeps_small = self._stays_in_memory()
         grad_bytes = sum(grads.layout.nbytes for grads in self.grads.ledger.sections)
         room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
-        self.session = Session(units, residency, self.grads, self.activations, room, self.life)
-        self.access = ParamAccess(units, store, self.grads.ledger, self.session, self.life, residency)
         self.step_count = 0
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
@@ -126,8 +126,9 @@ class ModelRuntime:
             self.config.commit_every,
             is_first_rank=self.ranks.rank == 0,
         )
-        index = self.collectives.shard_index
-        self._states = OptimizerStates(self.access, store, self._commits, index, self.sizes.plan)
+        self._states = OptimizerStates(
+            self.places, store, residency, self.life, self._commits, self.collectives.shard_index, self.sizes.plan
+        )
         self._updates = Updates(
             store,
             units,
@@ -151,11 +152,13 @@ class ModelRuntime:
                 self.life,
                 store.grad_ring,
                 self.grads,
-                self.access,
+                self.places,
                 self._updates,
             )
-            # Weak: it knows the session too, and a cycle would outlive a dropped model.
-            self.session.updates = weakref.proxy(self._in_backward)
+        self.session = Session(units, residency, self.grads, self.activations, room, self.life, self._in_backward)
+        self.access = ParamAccess(
+            self.places, self._states, store, self.grads.ledger, self.session, self.life, residency
+        )
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
@@ -251,7 +254,7 @@ class ModelRuntime:
         self.grads.grow(units)
         self.grads.keeper.keeps_small = self._stays_in_memory()
         self.session.grow(units)
-        self.access.grow(units)
+        self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
 
     def found_steps(self) -> Mapping[str, int]:
@@ -275,7 +278,7 @@ class ModelRuntime:
         for root in self._live_roots() if not self.life.is_closed else ():
             held = (param for module in root.modules() for param in module._parameters.values() if param is not None)
             # In every commit: names are asked for where there are some, and what is at rest answers through Python.
-            if any(not self.access.has(param) and _is_ordinary(param) for param in held):
+            if any(param not in self.places and _is_ordinary(param) for param in held):
                 named = root.named_parameters()
                 found |= {param: name for name, param in named if param not in found and _is_ordinary(param)}
         return found
@@ -370,7 +373,7 @@ class ModelRuntime:
         torch.distributed.checkpoint has an optimizer make its states. It is no step here, and no generation."""
         if (moved := next((param for param, hyper in hypers.items() if hyper.lr), None)) is not None:
             raise ZeroOffloadError(
-                f"the gradient of {self.access.name_of(moved)} was assigned zeros, and a step with a learning rate "
+                f"the gradient of {self.places.name_of(moved)} was assigned zeros, and a step with a learning rate "
                 "above 0 would decay its value and states. Assign None to leave the parameter out, or call backward"
             )
         self._states.begin(hypers)
@@ -489,7 +492,7 @@ class ModelRuntime:
 
     def end_walk(self, module: nn.Module) -> None:
         """Write what load_state_dict has copied in."""
-        self.access.end_walk(module, self._states.values_replaced)
+        self.access.end_walk(module)
 
     def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
         """As load_state_dict does, but what stays as it was keeps its fp32 master. Inside of a walk, at its end."""
@@ -497,7 +500,7 @@ class ModelRuntime:
         self.begin_walk(walk, sys._getframe())
         with torch.no_grad():
             param.copy_(self.access.with_masters(param, values))
-        self.access.end_walk(walk, lambda names: self._states.values_replaced(()))
+        self.access.end_walk(walk, has_masters=True)
 
     def note_written(self, *, whole: bool) -> None:
         """Parameters are changed from outside; not `whole`: what broke off in between is nothing to resume from."""

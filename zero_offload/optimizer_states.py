@@ -1,8 +1,9 @@
-"""What optimizers keep of offloaded parameters, as they see it. One model's.
+"""What optimizers keep of offloaded parameters, as they see it, and the writes of masters and states. One model's.
 
 Owns how many updates each parameter has had, and what budgets leave for states that plans do not count. The states
 themselves are the shards': there are none before an optimizer is built, and of each section all that its parameters'
-optimizers keep.
+optimizers keep. With several ranks a parameter is spread over them: then reads and writes of one parameter raise,
+naming the call that works.
 """
 
 from __future__ import annotations
@@ -15,17 +16,32 @@ import torch
 from torch import nn
 
 from zero_offload.abi import Rule
+from zero_offload.checkpoint.values import (
+    Edited,
+    Edits,
+    completed,
+    master_edits,
+    master_part,
+    read_master_part,
+    read_state,
+)
 from zero_offload.commits import Commits
 from zero_offload.errors import CapacityError, ZeroOffloadError
 from zero_offload.host import host_tensor, host_zeros
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.optim.loading import BESIDE, STEP
 from zero_offload.optim.state import Entry, Readers, StateTensor, count_of, settled
-from zero_offload.param_access import ParamAccess, States
+from zero_offload.param_places import ParamPlaces, Place, need_whole
+from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
+from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.shards.shard import Component, Shard, unplanned_bytes
 from zero_offload.shards.store import ShardStore
 from zero_offload.types import Tier, format_bytes
+
+States = Mapping[str, torch.Tensor]
+"""By torch's names."""
 
 _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
 
@@ -34,10 +50,19 @@ class OptimizerStates:
     """Implements `shards.registry.OptimizerStates`."""
 
     def __init__(
-        self, access: ParamAccess, store: ShardStore, commits: Commits, shard_index: int, plan: MemoryPlan
+        self,
+        places: ParamPlaces,
+        store: ShardStore,
+        residency: Residency,
+        life: ModelLife,
+        commits: Commits,
+        shard_index: int,
+        plan: MemoryPlan,
     ) -> None:
-        self._access = access
+        self._places = places
         self._store = store
+        self._residency = residency
+        self._life = life
         self._commits = commits
         self._shard_index = shard_index
         self._plan = plan
@@ -55,7 +80,7 @@ class OptimizerStates:
 
     def adopt(self, param_steps: Mapping[str, int]) -> None:
         """The shards have states that were saved after so many updates of each parameter."""
-        self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._access.places()}
+        self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._places.all()}
         self._loaded_steps = dict(self.param_steps)
         self._completed.clear()
         self.begun.clear()
@@ -63,13 +88,13 @@ class OptimizerStates:
     def grow(self, plan: MemoryPlan, param_steps: Mapping[str, int]) -> None:
         """There are further parameters, and another plan; `param_steps` as `adopt` takes them."""
         self._plan = plan
-        for name in (place.name for place in self._access.places()):
+        for name in (place.name for place in self._places.all()):
             if name not in self.param_steps:
                 self.param_steps[name] = self._loaded_steps[name] = int(param_steps.get(name, 0))
 
     def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
         params = list(params)
-        places = [self._access.place(param) for param in params]
+        places = [self._places[param] for param in params]
         self.ensure((place.section.shard, names) for place in places)
         # What was loaded is for the optimizer built next; what an earlier one has made of it is not.
         self._start_anew(
@@ -83,8 +108,15 @@ class OptimizerStates:
             return
         self.readers.before_replacing(params)
         self._change()
-        places = [self._access.place(param) for param in params]
-        self._access.zero_states(places, self._shard_index)
+        places = [self._places[param] for param in params]
+        zeros = host_zeros(1, torch.float32)
+        by_section: dict[int, list[Place]] = {}
+        for place in places:
+            by_section.setdefault(id(place.section), []).append(place)
+        for of_section in by_section.values():
+            section = of_section[0].section
+            edits = [(*section.layout.in_shard(place.piece, self._shard_index), zeros) for place in of_section]
+            self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
         for place in places:
             self.param_steps[place.name] = self._loaded_steps[place.name] = 0
             self.begun.discard(place.name)
@@ -121,26 +153,37 @@ class OptimizerStates:
         self._unplanned = unplanned
 
     def step_of(self, param: nn.Parameter) -> int | None:
-        name = self._access.name_of(param)
+        name = self._places.name_of(param)
         return self.param_steps[name] if self.param_steps[name] or name in self.begun else None
 
     def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
         if self.step_of(param) is None:
             return {}
-        return {STEP: torch.float32} | self._access.kept_states(param, names)
+        shard = self._places[param].section.shard
+        kept = {name: torch.float32 for name in (STEP, *names) if name == STEP or shard.keeps([name])}
+        return kept | master_part(shard.layout)
 
     def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
-        self._access.check_readable(params, call)
+        self._life.check_usable()
+        instead = "zo.save_checkpoint(model, optimizer, path), and optimizer.state.clear() on all ranks to reset states"
+        need_whole((self._places[param] for param in params), call, instead)
 
     def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
         if (step := self.step_of(param)) is None:
             raise ZeroOffloadError(
-                f"{name} of {self._access.describe(param)} is gone: the optimizer's states were reset, and no step "
+                f"{name} of {self._places.describe(param)} is gone: the optimizer's states were reset, and no step "
                 "has made others. Take a copy before a reset (.clone())"
             )
         if name == STEP:
             return host_tensor(float(step), torch.float32)
-        return self._access.read_state(param, name)
+        self.check_readable([param], f"{name} of {self._places.name_of(param)} in optimizer.state")
+        place = self._places[param]
+        piece, shard = place.piece, place.section.shard
+        place.unit.wait_for_update()
+        span = piece.begin, piece.end
+        if name in master_part(shard.layout):
+            return read_master_part(self._store, shard, span).view(piece.spec.shape)
+        return read_state(self._store, shard, Component(name), span).view(piece.spec.shape)
 
     def begin(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Have states, as those of a step of zero gradients with a learning rate of 0 would be, and count no step."""
@@ -149,21 +192,21 @@ class OptimizerStates:
                 if hyper.rule is Rule.ADAGRAD and hyper.beta2:
                     initial = host_zeros(param.shape, torch.float32) + hyper.beta2
                     self.write(param, 0, {"sum": initial}, {})
-                self.begun.add(self._access.name_of(param))
+                self.begun.add(self._places.name_of(param))
 
     def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
-        place = self._access.place(param)
+        place = self._places[param]
         step = count_of(values, f"{name} of {place.name}") if name == STEP else self.param_steps[place.name]
         self._change()
         if name in BESIDE:
-            self._access.write_states(param, {}, {name: values})
+            self._write(place, {}, {name: values})
         elif name != STEP:
             self.ensure([(place.section.shard, (name,))])
-            self._access.write_states(param, {name: values}, {})
+            self._write(place, {name: values}, {})
         self._count_steps(place.name, step, has_states=True)
 
     def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
-        place, has_states = self._access.place(param), any(state is not None for state in states.values())
+        place, has_states = self._places[param], any(state is not None for state in states.values())
         if step == 0 and self.step_of(param) is None and not has_states:
             return  # all that there is is zero
         moved, beside = _moved(states, param), _moved(beside, param)
@@ -173,7 +216,7 @@ class OptimizerStates:
         self._change()
         self.ensure([(place.section.shard, tuple(moved))])
         if moved or beside:
-            self._access.write_states(param, moved, beside)
+            self._write(place, moved, beside)
         self._count_steps(place.name, step, has_states)
         self._loaded_steps[place.name] = step
         if beside:
@@ -188,6 +231,37 @@ class OptimizerStates:
 
     def reset(self, params: Iterable[nn.Parameter]) -> None:
         self._start_anew(param for param in params if self.step_of(param) is not None)
+
+    def _write(self, place: Place, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
+        """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
+        it to the master, as `read` returns it, or nothing: then the master stays as it is."""
+        call = f"changing the optimizer's states of {place.name}, by load_state_dict too,"
+        need_whole([place], call, "zo.load_checkpoint(model, optimizer, path)")
+        shard, span, zeros = place.section.shard, (place.piece.begin, place.piece.end), host_zeros(1, torch.float32)
+        place.unit.wait_for_update()
+        master = completed(self._store, shard, beside, span) if beside else None
+        edits = {} if master is None else master_edits(shard, master)
+        for name, state in states.items():
+            edits[Component(name)] = zeros if state is None else state.detach().reshape(-1)
+        self._edit(place, {component: [(*span, values)] for component, values in edits.items()})
+        # In bf16 what completes a value leaves it as it is; in fp16 it is its master, rounded.
+        if master is not None and shard.layout.dtype == torch.float16:
+            replaced(self._residency, [(place.unit, place.param)])
+
+    def write_masters(self, place: Place, masters: Mapping[ParamSlice, torch.Tensor]) -> None:
+        """Replace masters (fp32 or compute dtype) of some parameters of the place's section."""
+        edits: Edits = {}
+        for piece, values in masters.items():
+            for component, array in master_edits(place.section.shard, values).items():
+                edits.setdefault(component, []).append((piece.begin, piece.end, array))
+        self._edit(place, edits)
+
+    def _edit(self, place: Place, edits: Edits) -> None:
+        self._life.check_usable()
+        shard = place.section.shard
+        place.unit.wait_for_update()
+        source = Edited(self._store, shard, edits)
+        self._store.write_components(shard, source, (source.rows, list(edits)))
 
     def _change(self) -> None:
         """Before the program changes states."""

@@ -45,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "model_runtime",
         "optimizer_states",
         "param_access",
+        "param_places",
         "same_model",
         "step",
         "updates",

@@ -47,7 +47,7 @@ def _plain(name: str, value: Any) -> Any:
 
 def _name(param: nn.Parameter) -> str:
     owner = owner_of(param)
-    return "(not offloaded)" if owner is None else owner.access.name_of(param)
+    return "(not offloaded)" if owner is None else owner.places.name_of(param)
 
 
 def check_groups(optimizer: torch.optim.Optimizer, records: Sequence[Mapping[str, Any]], where: str) -> None:

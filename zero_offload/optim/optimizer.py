@@ -191,7 +191,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = group_records(self) if any(owner.makes_generations for owner in owners) else []
         for owner, params in owners.items():
             owner.check_step()
-            owner.access.check_frozen(params)
+            owner.places.check_frozen(params)
         return groups
 
     def hyper_of(self, param: nn.Parameter) -> Hyper | None:

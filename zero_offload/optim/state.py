@@ -609,7 +609,7 @@ def _states_of(param: nn.Parameter) -> OptimizerStates:
 
 def _where(param: nn.Parameter) -> str:
     owner = owner_of(param)
-    return "a parameter" if owner is None else owner.access.describe(param)
+    return "a parameter" if owner is None else owner.places.describe(param)
 
 
 def _names(names: Iterable[str]) -> str:

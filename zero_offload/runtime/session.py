@@ -76,7 +76,9 @@ class Session:
         activations: TensorStore | None,
         room: HeapRoom | None,
         life: ModelLife,
+        updates: UpdatesInBackward | None,
     ) -> None:
+        """`updates`: if gradients are used by the backward that makes them."""
         self._units = units
         self._life = life
         self._residency = residency
@@ -109,8 +111,7 @@ class Session:
         """Whether it matters that a use ends, and who holds views of parameters."""
         self._trimmer: HeapTrimmer | None = None
         self._room = room
-        self.updates: UpdatesInBackward | None = None
-        """If `grads` are used by the backward that makes them: set by whoever uses them, which knows this object."""
+        self._updates = updates
         self._saved = SavedTensors((), activations, always=grads.passing)
         self.grow(units)
 
@@ -173,7 +174,7 @@ class Session:
             self._use(unit)
         if units and not whole:
             scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=False))
-        if units and (self.any_leaves or self.updates is not None) and self.round is None:
+        if units and (self.any_leaves or self._updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
 
@@ -323,8 +324,8 @@ class Session:
             unit.backward_uses = unit.num_uses = 0
             unit.close()
         dropped = broken and self._grads.drop()
-        if self.updates is not None:
-            self.updates.abandon()
+        if self._updates is not None:
+            self._updates.abandon()
         if dropped:
             warnings.warn(
                 "the last backward was left by an exception: its gradients are dropped, no step used them",
@@ -342,8 +343,8 @@ class Session:
             unit.close()
             if self._trimmer is not None:
                 self._trimmer.freed(unit.layout.nbytes)
-        if self.updates is not None:
-            self.updates.advance()
+        if self._updates is not None:
+            self._updates.advance()
 
     def _enter_in_backward(self, scope: Scope, inputs: Iterable[Any], runtime: object) -> None:
         """A node runs a forward: a checkpoint's once more, or one with a graph, if any, and a backward of its own."""
@@ -355,10 +356,10 @@ class Session:
         self._inner_forwards.append(scope)
         scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._residency.use)
         for unit in scope.units:
-            if self.updates is not None:
-                self.updates.before_use(unit)
+            if self._updates is not None:
+                self._updates.before_use(unit)
             self._use(unit)
-        if scope.units and (self.any_leaves or self.updates is not None):
+        if scope.units and (self.any_leaves or self._updates is not None):
             watch_inputs(inputs, partial(self._leave_inner, scope.units))
 
     def _exit_in_backward(self, call: FrameType, output: Any) -> Any:
@@ -402,8 +403,8 @@ class Session:
         self._inner_uses.clear()
 
     def _recompute(self, unit: Unit) -> None:
-        if self.updates is not None:
-            self.updates.before_use(unit)
+        if self._updates is not None:
+            self._updates.before_use(unit)
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
         if unit.backward_uses > 0:
             unit.backward_uses += 1
@@ -418,8 +419,8 @@ class Session:
 
     def _use_in_backward(self, unit: Unit) -> None:
         self.note_backward()
-        if self.updates is not None:
-            self.updates.before_use(unit)
+        if self._updates is not None:
+            self._updates.before_use(unit)
         if self._spans.on:
             self._spans.backward.uses(unit.name)
         if unit.backward_uses > 0:
@@ -464,7 +465,7 @@ class Session:
             unit.close()
         self._residency.meet("the end of a backward")
         self._grads.finish_backward()
-        if self.updates is not None:
-            self.updates.end()
+        if self._updates is not None:
+            self._updates.end()
         if self._spans.on:
             self._spans.backward.end()

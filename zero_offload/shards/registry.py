@@ -33,11 +33,24 @@ class Touched(Enum):
     AWAY = "their data is not here"
 
 
-class ParamAccess(Protocol):
-    """What a guarded parameter may be asked."""
+class ParamPlaces(Protocol):
+    """Where parameters of a model are."""
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in its model."""
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Where the parameter rests, for repr and messages."""
+
+    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
+        """Raise unless the layout allows `requires_grad` to be `value`."""
 
     def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
         """Raise where no step of these may be taken, before any part of it is."""
+
+
+class ParamAccess(Protocol):
+    """What a guarded parameter may be asked."""
 
     def touch(self, params: Sequence[nn.Parameter]) -> Touched:
         """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
@@ -63,15 +76,6 @@ class ParamAccess(Protocol):
 
     def drop_grads(self, params: Collection[nn.Parameter]) -> None:
         """What `param.grad = None` does, for several."""
-
-    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
-        """Raise unless the layout allows `requires_grad` to be `value`."""
-
-    def name_of(self, param: nn.Parameter) -> str:
-        """The parameter's name in its model."""
-
-    def describe(self, param: nn.Parameter) -> str:
-        """Where the parameter rests, for repr and messages."""
 
 
 class StateReaders(Protocol):
@@ -145,6 +149,9 @@ class Trainer(Protocol):
 
 class Owner(Protocol):
     """One offloaded model, as parameters and optimizers see it."""
+
+    @property
+    def places(self) -> ParamPlaces: ...
 
     @property
     def access(self) -> ParamAccess: ...

@@ -174,7 +174,7 @@ class MicroBatches:
             return self._pieces.grads.arrive_together(leaf)
         if owner is not None:
             raise ConfigError(
-                f"zo.accumulate trains one offloaded model, and {owner.access.describe(leaf)}, belongs to another one. "  # type: ignore[arg-type]
+                f"zo.accumulate trains one offloaded model, and {owner.places.describe(leaf)}, belongs to another one. "  # type: ignore[arg-type]
                 "Freeze that one, or use a loop of loss_fn(model, batch).backward()"
             )
         return id(leaf)

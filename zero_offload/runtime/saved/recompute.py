@@ -251,5 +251,5 @@ def _name_of(module: nn.Module) -> str:
     """What tells it from its like: the name of its first parameter, which an offloaded model knows."""
     for param in module.parameters():
         owner = owner_of(param)
-        return "" if owner is None else f" (with the parameter {owner.access.name_of(param)})"
+        return "" if owner is None else f" (with the parameter {owner.places.name_of(param)})"
     return ""

@@ -150,7 +150,7 @@ def _set_grad(param: nn.Parameter, grad: Tensor | None = None) -> None:
 def _set_requires_grad(param: nn.Parameter, value: bool) -> None:
     owner = owner_of(param)
     if owner is not None:
-        owner.access.check_requires_grad(param, value)
+        owner.places.check_requires_grad(param, value)
     with torch._C.DisableTorchFunctionSubclass():
         param.requires_grad = value
 
@@ -312,7 +312,7 @@ class AtRest:
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         param = cast(nn.Parameter, self)
         owner = owner_of(param)
-        where = "" if owner is None else f", {owner.access.describe(param)}"
+        where = "" if owner is None else f", {owner.places.describe(param)}"
         with torch._C.DisableTorchFunctionSubclass():
             shape, dtype = tuple(param.shape), param.dtype
         return f"Parameter(shape={shape}, dtype={dtype}{where})"
@@ -384,7 +384,7 @@ def _call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
             if id(param) in changed_ids:
                 raise _changes(func, param)
         is_away |= touched is Touched.AWAY
-        lent += [(_part_of(param), owner.access.name_of(param)) for param in owned]
+        lent += [(_part_of(param), owner.places.name_of(param)) for param in owned]
     if is_away:
         try:
             return _answer(func, args, kwargs)
@@ -471,7 +471,7 @@ def _converts_module() -> bool:
 
 def _describe(param: nn.Parameter) -> str:
     owner = owner_of(param)
-    return "of a model that was deleted" if owner is None else owner.access.describe(param)
+    return "of a model that was deleted" if owner is None else owner.places.describe(param)
 
 
 class Away(View):
@@ -508,7 +508,7 @@ class Away(View):
             dispatch_device=True,
         )
         owner = owner_of(param)
-        view.of = "" if owner is None else owner.access.name_of(param)
+        view.of = "" if owner is None else owner.places.name_of(param)
         view.param, view.meta = param, meta
         same_dtype = meta.dtype == param.dtype and meta.storage_offset() == 0
         view.as_param = same_dtype and (meta.size(), meta.stride()) == (param.size(), param.stride())
