@@ -49,8 +49,8 @@ FAULTS = [
     fault(
         "a unit in use is evicted",
         "runtime/victims.py",
-        "u.state is UnitState.PRESENT and not u.in_use and u.may_be_evicted",
-        "u.state is UnitState.PRESENT and u.may_be_evicted",
+        "            and not (u.forward_uses or u.backward_uses or u.gathered_uses)\n",
+        "",
         PLACEMENTS,
     ),
     fault(

@@ -148,7 +148,8 @@ class Arena:
     @property
     def free_frames(self) -> int:
         """Frames that `lease_frames` can give now to anyone."""
-        return self._frame_limit - self._num_frames + len(self._free) - self.kept_frames
+        kept = max(self._num_kept - self._num_claimed, 0)
+        return self._frame_limit - self._num_frames + len(self._free) - kept
 
     @property
     def kept_frames(self) -> int:
@@ -233,11 +234,8 @@ class MovableBuffer:
         self._arena = arena
         self._claims = claims
         self.region = arena.reserve(nbytes)
+        self.num_frames = num_frames(nbytes)
         self._frames: list[int] | None = None
-
-    @property
-    def num_frames(self) -> int:
-        return num_frames(self.region.nbytes)
 
     @property
     def attached(self) -> bool:

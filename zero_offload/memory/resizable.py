@@ -30,8 +30,8 @@ class Budget(Protocol):
 class Buffer(Protocol):
     """Memory under a tensor of constant identity; `MovableBuffer` or `ResizableBuffer`."""
 
-    @property
-    def num_frames(self) -> int: ...
+    num_frames: int
+    """That it takes while it is attached."""
 
     @property
     def attached(self) -> bool: ...
@@ -95,12 +95,9 @@ class ResizableBuffer:
         self._budget = budget
         self._storage = tensor.untyped_storage()
         self._nbytes = tensor.nbytes
+        self.num_frames = num_frames(tensor.nbytes)
         self._attached = False
         self._storage.resize_(0)
-
-    @property
-    def num_frames(self) -> int:
-        return num_frames(self._nbytes)
 
     @property
     def attached(self) -> bool:

@@ -50,12 +50,17 @@ class FetchSchedule:
         return self.trace.next_use(unit, self.position)
 
     def upcoming(self) -> Iterator[int]:
+        """Units of the rest of the cycle, each once, in order of next use."""
         return self.trace.upcoming(self.position)
 
     def victim(self, candidates: Iterable[int], later_than: int = -1) -> int | None:
         """The candidate whose next use is the furthest, if that is later than `later_than`."""
-        best = max(candidates, key=self.next_use, default=None)
-        return best if best is not None and self.next_use(best) > later_than else None
+        trace, position = self.trace, self.position
+        best, furthest = None, later_than
+        for unit in candidates:
+            if (next_use := trace.next_use(unit, position)) > furthest:
+                best, furthest = unit, next_use
+        return best
 
     def first_uses(self, kind: str, num_units: int) -> tuple[int, ...]:
         """Units in the order in which a cycle of this kind first needs them."""

@@ -55,6 +55,8 @@ class Residency:
         self._shard_index = collectives.shard_index
         self.gatherer = Gatherer(collectives, carrier)
         self._carrier = carrier
+        self.use = carrier.use
+        """A unit in use is read once more, maybe on another stream."""
         self._budget = budget
         self.room = room
         self._is_refused = False
@@ -79,7 +81,7 @@ class Residency:
 
     def _advance(self, unit: Unit, to: UnitState) -> None:
         self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
-        unit.tracker.advance(to)
+        unit.advance(to)
 
     def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
         """A forward starts, with inputs of so many elements; `kind` tells cycles apart that use units differently."""
@@ -104,12 +106,16 @@ class Residency:
         if self.room is not None:
             self.room.refuse_capture()
         self.bring(unit)
-        self.gatherer.waited_for(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
+        if not self._is_alone:
+            self._gather_ahead(unit)
+
+    def _gather_ahead(self, in_use: Unit) -> None:
+        """Launch the gathers of the unit that comes next: they run beside the compute of the one in use."""
+        self.gatherer.waited_for(in_use)
         following = next(iter(self.schedule.upcoming()), None) if self._num_absent else None
         if following is not None and self.gatherer.may_run_ahead(self._units[following]):
-            # On its way it runs beside the compute of the unit in use.
             unit = self._units[following]
             if unit.state is UnitState.AWAITING:
                 self._resolve(unit, Urgency.NORMAL)
@@ -119,7 +125,7 @@ class Residency:
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
-        if unit.state is UnitState.PRESENT and not unit.is_updating:
+        if unit.state is UnitState.PRESENT and (unit.update is None or unit.update.is_done):
             unit.wait_for_update()
             self._carrier.use(unit)
             return
@@ -128,10 +134,6 @@ class Residency:
                 self._fetch(unit)
             while unit.state is not UnitState.PRESENT or unit.is_updating:
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
-
-    def use(self, unit: Unit) -> None:
-        """A unit in use is read once more, maybe on another stream."""
-        self._carrier.use(unit)
 
     def meet(self, place: str) -> None:
         """Where ranks use different units: take part in what others gather, until all have come to `place`."""

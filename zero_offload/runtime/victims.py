@@ -27,7 +27,14 @@ class Victims:
 
     def unused(self) -> list[int]:
         """Units that are here and that nobody uses."""
-        return [u.index for u in self._units if u.state is UnitState.PRESENT and not u.in_use and u.may_be_evicted]
+        # All units, at most uses: attributes, no properties.
+        return [
+            u.index
+            for u in self._units
+            if u.state is UnitState.PRESENT
+            and not (u.forward_uses or u.backward_uses or u.gathered_uses)
+            and not (u.resident or u.kept)
+        ]
 
     def choose(self, later_than: int = -1) -> Unit | None:
         """The unused unit whose next use is the furthest, if that is later than `later_than`."""

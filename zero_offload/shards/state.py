@@ -1,12 +1,11 @@
 """The states of a unit's parameters on the compute device, and the moves between them.
 
-Each state says what occupies memory. `advance` is the only way to change a state; an illegal move raises,
+Each state says what occupies memory. `Unit.advance` is the only way to change a state; an illegal move raises,
 with the unit's last moves, instead of corrupting a buffer.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from enum import Enum
 
 
@@ -23,19 +22,3 @@ TRANSITIONS: dict[UnitState, frozenset[UnitState]] = {
     UnitState.FETCHING: frozenset({UnitState.PRESENT, UnitState.AWAITING, UnitState.AWAY}),
     UnitState.PRESENT: frozenset({UnitState.AWAITING, UnitState.AWAY}),
 }
-
-
-class StateTracker:
-    """One unit's state and its history."""
-
-    def __init__(self, name: str, state: UnitState = UnitState.AWAY) -> None:
-        self._name = name
-        self._history: deque[str] = deque([state.value], maxlen=8)
-        self.state = state
-
-    def advance(self, to: UnitState) -> None:
-        if to not in TRANSITIONS[self.state]:
-            moves = " -> ".join(self._history)
-            raise AssertionError(f"unit {self._name}: {self.state.value} cannot become {to.value} ({moves})")
-        self.state = to
-        self._history.append(to.value)

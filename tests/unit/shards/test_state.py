@@ -4,27 +4,36 @@ import itertools
 
 import pytest
 
-from zero_offload.shards.state import TRANSITIONS, StateTracker, UnitState
+from zero_offload.plan.layout import UnitLayout
+from zero_offload.runtime.units.unit import Unit
+from zero_offload.shards.state import TRANSITIONS, UnitState
+from zero_offload.threads import FirstError
+
+
+def unit_in(state: UnitState) -> Unit:
+    unit = Unit(0, UnitLayout("blocks.3", ()), (), FirstError(), resident=False)
+    unit.state = state
+    return unit
 
 
 @pytest.mark.parametrize(("start", "to"), list(itertools.product(UnitState, repeat=2)))
 def test_only_listed_moves_are_legal(start: UnitState, to: UnitState) -> None:
-    tracker = StateTracker("blocks.3", start)
+    unit = unit_in(start)
     if to in TRANSITIONS[start]:
-        tracker.advance(to)
-        assert tracker.state is to
+        unit.advance(to)
+        assert unit.state is to
     else:
         with pytest.raises(AssertionError, match=rf"blocks\.3: {start.value} cannot become {to.value}"):
-            tracker.advance(to)
-        assert tracker.state is start
+            unit.advance(to)
+        assert unit.state is start
 
 
 def test_an_illegal_move_tells_the_last_ones() -> None:
-    tracker = StateTracker("u")
-    for state in (UnitState.AWAITING, UnitState.FETCHING, UnitState.PRESENT):
-        tracker.advance(state)
+    unit = unit_in(UnitState.PRESENT)
+    for state in (UnitState.AWAY, UnitState.AWAITING, UnitState.FETCHING, UnitState.PRESENT):
+        unit.advance(state)
     with pytest.raises(AssertionError, match="away -> awaiting -> fetching -> present"):
-        tracker.advance(UnitState.FETCHING)
+        unit.advance(UnitState.FETCHING)
 
 
 def test_every_state_can_be_reached_and_left() -> None:

@@ -9,6 +9,7 @@ storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Resi
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -24,7 +25,7 @@ from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.shards.shard import Shard
-from zero_offload.shards.state import StateTracker, UnitState
+from zero_offload.shards.state import TRANSITIONS, UnitState
 from zero_offload.shards.unit_update import UnitUpdate
 from zero_offload.threads import FirstError
 
@@ -81,6 +82,7 @@ class Unit:
         """A `resident` unit, once here, is never evicted. A wait for its update raises what `errors` has."""
         self.index = index
         self.layout = layout
+        self.name = layout.name
         self.sections = tuple(sections)
         self.params: list[nn.Parameter] = []
         """Section after section, in the order of the layout."""
@@ -90,7 +92,10 @@ class Unit:
         self._errors = errors
         self.updates_in_place = all(s.buffer is None and s.layout.num_shards == 1 for s in sections)
         """The buffers are where the whole values rest: an update leaves nothing to fetch."""
-        self.tracker = StateTracker(layout.name, UnitState.PRESENT if self.updates_in_place else UnitState.AWAY)
+        self.num_frames = sum(s.buffer.num_frames for s in sections if s.buffer is not None)
+        """Frames its buffers need while they are here."""
+        self.state = UnitState.PRESENT if self.updates_in_place else UnitState.AWAY
+        self._moves: deque[str] = deque([self.state.value], maxlen=8)
         self.on_host = all(section.flat.device.type == "cpu" for section in sections)
         self.to_read: tuple[Section, ...] = ()
         """Awaiting or fetching: the sections whose values are not here and will not be delivered."""
@@ -120,13 +125,13 @@ class Unit:
         self.writable: list[Sequence[nn.Parameter]] = []
         """Of `gathered` contexts that write: the parameters that each may change, plain until it ends."""
 
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
-    def state(self) -> UnitState:
-        return self.tracker.state
+    def advance(self, to: UnitState) -> None:
+        """Change the state. Raises AssertionError for a move that `TRANSITIONS` does not have."""
+        if to not in TRANSITIONS[self.state]:
+            moves = " -> ".join(self._moves)
+            raise AssertionError(f"unit {self.name}: {self.state.value} cannot become {to.value} ({moves})")
+        self.state = to
+        self._moves.append(to.value)
 
     @property
     def is_updating(self) -> bool:
@@ -135,10 +140,11 @@ class Unit:
 
     def wait_for_update(self) -> None:
         """Return when the newest values are computed. Raises the first error of the model's work."""
-        if self.update is not None:
+        if self.update is None:
+            self._errors.check()
+        else:
             self.update.wait()
             self.update = None
-        self._errors.check()
 
     @property
     def in_use(self) -> bool:
@@ -153,11 +159,6 @@ class Unit:
     def readable(self) -> bool:
         """Whether its parameters, once updated, can be read at any time without a move."""
         return self.updates_in_place or (self.resident and self.state is UnitState.PRESENT)
-
-    @property
-    def num_frames(self) -> int:
-        """Frames its buffers need while they are here."""
-        return sum(s.buffer.num_frames for s in self.sections if s.buffer is not None)
 
     @cached_property
     def placed_params(self) -> tuple[tuple[Section, ParamSlice, nn.Parameter], ...]:
