@@ -576,7 +576,7 @@ def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
         )
     unlimited = config.device_memory is None and config.cpu_memory is None
     host = grads + (units if device.is_host else 0)
-    # One rank on a CPU keeps frames in backward only, of the units' own where it can (`runtime/claims.py`).
+    # One rank on a CPU keeps frames in backward only, of the units' own where it can (`MemoryPool`).
     kept = 0 if device.is_host and build.collectives.world_size == 1 else grads
     there, least = units + staying, min(in_flight, units) + staying
     return (

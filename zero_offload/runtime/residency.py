@@ -8,30 +8,26 @@ and the update worker run beside it. The calls: `begin_cycle`; `acquire` before 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from zero_offload.errors import CapacityError
-from zero_offload.memory.arena import MovableBuffer
-from zero_offload.memory.pages import FRAME
 from zero_offload.memory.resizable import Budget
 from zero_offload.plan.schedule import FetchSchedule
-from zero_offload.runtime.claims import Claims
+from zero_offload.runtime.eviction import Evictor
 from zero_offload.runtime.loans import Loans
+from zero_offload.runtime.memory_pool import MemoryPool
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.runtime.victims import Victims
 from zero_offload.shards.shard import Component
 from zero_offload.shards.state import UnitState
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.engine import Urgency
 from zero_offload.telemetry.spans import Cause, Lane
-from zero_offload.types import format_bytes
 
 
 class Residency:
@@ -59,29 +55,21 @@ class Residency:
         """A unit in use is read once more, maybe on another stream."""
         self._budget = budget
         self.room = room
-        self._is_refused = False
-        """True if the device had no memory for a prefetch, and no unit has left since: to ask again would flush the
-        allocator's cache for nothing."""
-        self.claims = Claims(store.arena, budget)
-        self.give_way: Callable[[], bool] = lambda: False
-        """Others give their frames back once what is in them is written; says whether any did."""
+        self._refused_at = -1
+        """Evictions so far when the device last had no memory for a unit."""
         self.schedule = FetchSchedule()
-        self._num_absent = _count_absent(units)
         self._loans = Loans(units, collectives.world_size)
-        self._victims = Victims(units, self.schedule, self._loans, collectives.world_size)
+        self._evictor = Evictor(units, self.schedule, self._loans, self.gatherer, carrier, collectives.world_size)
+        self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._loans)
 
     def grow(self, landing_bytes: int) -> None:
         """The list of units has become longer, and so have the limits of memory."""
-        self._num_absent = _count_absent(self._units)
+        self._evictor.count()
         self._carrier.make_room(landing_bytes)
         if self.room is not None:
             self.room.measure()
-        self.claims.release()
-        self.claims = Claims(self._store.arena, self._budget)
-
-    def _advance(self, unit: Unit, to: UnitState) -> None:
-        self._num_absent += (to is not UnitState.PRESENT) - (unit.state is not UnitState.PRESENT)
-        unit.advance(to)
+        self.pool.end_backward()
+        self.pool.measure()
 
     def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
         """A forward starts, with inputs of so many elements; `kind` tells cycles apart that use units differently."""
@@ -94,8 +82,8 @@ class Residency:
                 unit.detach()  # what a Ctrl-C has left of it
         has_departed = self.schedule.has_departed
         self.schedule.begin_cycle(kind)
-        self.claims.release()
-        self._is_refused = False
+        self.pool.end_backward()
+        self._refused_at = -1
         if self.room is not None and self.room.begin(kind, num_elements, has_departed=has_departed):
             self._shrink()
             self.room.settle()
@@ -114,7 +102,7 @@ class Residency:
     def _gather_ahead(self, in_use: Unit) -> None:
         """Launch the gathers of the unit that comes next: they run beside the compute of the one in use."""
         self.gatherer.waited_for(in_use)
-        following = next(iter(self.schedule.upcoming()), None) if self._num_absent else None
+        following = next(iter(self.schedule.upcoming()), None) if self._evictor.num_absent else None
         if following is not None and self.gatherer.may_run_ahead(self._units[following]):
             unit = self._units[following]
             if unit.state is UnitState.AWAITING:
@@ -163,12 +151,12 @@ class Residency:
         stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
         self._loans.find(stale)
         if not in_backward:
-            self.claims.release()
+            self.pool.end_backward()
             self._hand_frames_on(stale)
         elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):
-            unused = self._victims.unused()
+            unused = self._evictor.unused()
             for unit in (unit for unit in stale if unit.index in unused):
-                self._evict(unit)
+                self._evictor.evict(unit)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
@@ -177,7 +165,7 @@ class Residency:
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
                 if unit.state is not UnitState.AWAITING:
-                    self._advance(unit, UnitState.AWAITING)
+                    self._evictor.advance(unit, UnitState.AWAITING)
                 self._offer(unit)
         # The step counts by now, and must not break off for what is only ahead: its next use asks for memory again.
         try:
@@ -203,7 +191,7 @@ class Residency:
 
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
-        evictable = set(self._victims.unused())  # those with views are kept, as `begin_update` has found
+        evictable = set(self._evictor.unused())  # those with views are kept, as `begin_update` has found
         holders = deque(unit for unit in stale if unit.index in evictable)
         missing = 0
         for unit in stale:
@@ -212,15 +200,7 @@ class Residency:
             elif unit.state is UnitState.AWAY:
                 missing += unit.num_frames
                 while holders and missing > self._budget.free_frames:
-                    self._evict(holders.pop())
-
-    def attach(self, buffer: MovableBuffer) -> None:
-        """Put pages under a host buffer that is no unit's. Raises CapacityError."""
-        if self._budget is self._store.arena:
-            self._make_room(buffer.num_frames, "a gradient buffer", is_claim=True)
-        if not buffer.attach() and not (self.give_way() and buffer.attach()):
-            raise _no_room(buffer.num_frames, "a gradient buffer", self._budget, self._units, self._loans)
-        self.claims.note()
+                    self._evictor.evict(holders.pop())
 
     def holds_value(self, section: Section) -> bool:
         """Whether a unit's buffer still has this rank's shard as it rests elsewhere, which is read."""
@@ -235,7 +215,7 @@ class Residency:
         """The unit's values were replaced where they rest: the copy on the device goes."""
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
             self._loans.find([unit])
-            self._evict(unit)
+            self._evictor.evict(unit)
         _outdate(unit.sections)
         if unit.kept:
             self.bring(unit)
@@ -245,7 +225,7 @@ class Residency:
 
     def _look_ahead(self) -> None:
         """Attach units in the order of the schedule as far as the budget goes; launch what can be read."""
-        if self._num_absent == 0:
+        if self._evictor.num_absent == 0:
             return
         for index in self.schedule.upcoming():
             unit = self._units[index]
@@ -267,57 +247,42 @@ class Residency:
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
         while unit.num_frames > self._budget.free_frames:
-            victim = self._victims.choose(self.schedule.next_use(unit.index))
+            victim = self._evictor.choose(self.schedule.next_use(unit.index))
             if victim is None:
                 return False
-            self._evict(victim)
+            self._evictor.evict(victim)
         return True
-
-    def _make_room(self, num_frames: int, name: str, *, is_claim: bool = False) -> None:
-        """Free frames for a use that cannot wait, whatever comes next; a claim is on those that are kept, too."""
-        while (missing := num_frames - self._budget.free_frames - self._store.arena.kept_frames * is_claim) > 0:
-            if self._evict_some():
-                continue
-            if (is_claim and self.claims.grow(missing)) or self._loans.release() or self.give_way():
-                continue
-            if not self._budget.raise_limit(missing, claimed=is_claim):
-                raise _no_room(num_frames, name, self._budget, self._units, self._loans)
 
     def _reserve_now(self, unit: Unit) -> None:
         """Reserve for a use that cannot wait: where the device refuses memory, units leave that are not in use."""
         while True:
-            self._make_room(unit.num_frames, unit.name)
+            self.pool.reserve(unit.num_frames, unit.name)
             try:
                 self._reserve(unit)
                 return
             except torch.OutOfMemoryError:
                 self._note_refusal()
                 # With several ranks a unit leaves on all of them.
-                if not self._is_alone or (self._is_refused and not self._evict_some()):
+                if not self._is_alone or (self._is_refused and not self._evictor.evict_one()):
                     raise
+
+    @property
+    def _is_refused(self) -> bool:
+        """True if the device had no memory for a unit, and none has left since: to ask again would flush the
+        allocator's cache for nothing."""
+        return self._refused_at == self._evictor.num_evictions
 
     def _note_refusal(self) -> None:
         """The device had no memory for a unit: several ranks lower their limits when they next agree."""
-        self._is_refused = True
+        self._refused_at = self._evictor.num_evictions
         if self._is_alone and self.room is not None:
             self.room.ran_out()
             self._shrink()
 
     def _shrink(self) -> None:
         """The limit has fallen: units above it leave, those in use apart."""
-        while self._budget.free_frames < 0 and self._evict_some():
+        while self._budget.free_frames < 0 and self._evictor.evict_one():
             pass
-
-    def _evict_some(self) -> bool:
-        """Evict one unit, whatever comes next; False if all that are here are in use or kept."""
-        victim = self._victims.choose() or self._victims.last_resort()
-        if victim is None:
-            return False
-        if victim.state is UnitState.PRESENT:
-            # What has not arrived keeps its uses: the call that brings it asks again, and nothing evicts it then.
-            victim.break_off()
-        self._evict(victim)
-        return True
 
     def _reserve(self, unit: Unit) -> None:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
@@ -325,12 +290,12 @@ class Residency:
         assert attached
         self._carrier.attached(unit)
         unit.to_read = unit.sections
-        self._advance(unit, UnitState.AWAITING)
+        self._evictor.advance(unit, UnitState.AWAITING)
         self._offer(unit)
 
     def _offer(self, unit: Unit) -> None:
         """Let the update deliver into the unit's buffers, if they are host memory and hold whole sections."""
-        if not self._is_alone or self._budget is not self._store.arena:
+        if not self._is_alone or not self.pool.is_of_host:
             return
         if unit.update is not None and unit.update.deliver_to(tuple(s.flat.data_ptr() for s in unit.sections)):
             unit.to_read = tuple(section for section in unit.to_read if not section.layout.trainable)
@@ -339,16 +304,16 @@ class Residency:
         """The unit's update is over: its values are here, or their fetch is launched."""
         if not unit.to_read:
             self._carrier.arrived(unit)
-            self._advance(unit, UnitState.PRESENT)
+            self._evictor.advance(unit, UnitState.PRESENT)
             return
-        self._advance(unit, UnitState.FETCHING)
+        self._evictor.advance(unit, UnitState.FETCHING)
         opened = self.spans.open(Lane.FETCH, unit.name)
         try:
             self._carrier.launch(unit, unit.to_read, urgency)
         except BaseException:
             # Only a part may be on its way: whoever asks next launches all of it.
             self._carrier.abandon(unit)
-            self._advance(unit, UnitState.AWAITING)
+            self._evictor.advance(unit, UnitState.AWAITING)
             raise
         self.spans.close(opened)
 
@@ -357,21 +322,7 @@ class Residency:
         self.gatherer.finish(unit)
         self._carrier.arrived(unit)
         unit.to_read = ()
-        self._advance(unit, UnitState.PRESENT)
-
-    def _evict(self, unit: Unit) -> None:
-        if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
-            unit.wait_for_update()
-        self.gatherer.abandon(unit)
-        # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
-        self._advance(unit, UnitState.AWAY)
-        self._carrier.leave(unit)
-        unit.detach()
-        self._is_refused = False
-
-
-def _count_absent(units: Sequence[Unit]) -> int:
-    return sum(unit.state is not UnitState.PRESENT for unit in units)
+        self._evictor.advance(unit, UnitState.PRESENT)
 
 
 def replaced(residency: Residency, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:
@@ -394,13 +345,3 @@ def _readable(unit: Unit, carrier: Carrier) -> bool:
     if unit.is_updating or not carrier.ready(unit):
         return False
     return all(write.done() for section in unit.sections for write in section.shard.writes)
-
-
-def _no_room(num_frames: int, name: str, budget: Budget, units: Sequence[Unit], loans: Loans) -> CapacityError:
-    used = [u.name for u in units if u.in_use and not u.resident]
-    return CapacityError(
-        f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
-        f"{format_bytes(budget.frame_limit * FRAME)} only "
-        f"{format_bytes(budget.free_frames * FRAME)} are free while these units are in use: "
-        f"{', '.join(used) or 'none'}{loans.describe()}. Raise device_memory, or name smaller units with units="
-    )

@@ -446,7 +446,7 @@ class Session:
         ending = partial(self._end_backward)
         self._backward_runs, self._ending = True, weakref.ref(ending)
         self.begin_part()
-        self._residency.claims.keep()
+        self._residency.pool.begin_backward()
         if self._spans.on:
             self._spans.backward.begin()
         if self._trimmer is not None:

@@ -48,7 +48,7 @@ class GradReducer:
     ) -> None:
         self._device = device
         self._units = units
-        self._partials = make_partials(device, store.arena, residency.attach)
+        self._partials = make_partials(device, store.arena, residency.pool.attach)
         self._reductions = Reductions(collectives, self._partials.here, self._reduced)
         self._residency = residency
         self._collectives = collectives
@@ -56,7 +56,7 @@ class GradReducer:
         self._spans = store.counters.spans
         self.keeper = self._new_keeper()
         # Weak: the keeper knows what leaves, and a cycle would outlive a dropped model.
-        residency.give_way = partial(_settle, weakref.ref(self.keeper))
+        residency.pool.flush_grads = partial(_settle, weakref.ref(self.keeper))
         self.ledger = GradLedger(units, self._new_shard, collectives, self.keeper)
         self.passing = store.grad_ring is not None
         """Whether gradients are used by the backward that makes them, unless it defers."""
@@ -81,7 +81,7 @@ class GradReducer:
         index = self._collectives.shard_index if layout.num_shards > 1 else 0
         if rests_on(self._device, section):
             return DeviceGradShard(self._store, layout, self._device, index)
-        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.attach, index)
+        return GradShard(self._store, layout, section.shard.placement.grads, self._residency.pool.attach, index)
 
     def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""

@@ -1,8 +1,9 @@
-"""Frames of gradients on their way to drives: of the units' own, in backward only."""
+"""Frames that units and gradients on their way to drives take in turns."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from torch import nn
@@ -12,53 +13,81 @@ from tests.helpers.models import WIDE, Block, TinyLM, tokens_of
 from zero_offload.api import runtime_of
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.memory.pages import FRAME
-from zero_offload.memory.resizable import FrameBudget
-from zero_offload.runtime.claims import Claims
+from zero_offload.memory.resizable import Budget, FrameBudget
+from zero_offload.plan.schedule import FetchSchedule
+from zero_offload.runtime.eviction import Evictor
+from zero_offload.runtime.loans import Loans
+from zero_offload.runtime.memory_pool import MemoryPool
 
 
-def _claim(arena: Arena, claims: Claims, *nums_frames: int) -> None:
-    """All at once, and given back."""
+def pool_of(arena: Arena, budget: Budget) -> MemoryPool:
+    """Without units: none moves, so nothing that moves them is asked."""
+    loans, nothing = Loans([], 1), cast(Any, None)
+    return MemoryPool(arena, budget, [], Evictor([], FetchSchedule(), loans, nothing, nothing, 1), loans)
+
+
+def take(arena: Arena, pool: MemoryPool, *nums_frames: int) -> None:
+    """For gradients, all at once, and given back."""
     buffers = [MovableBuffer(arena, count * FRAME, claims=True) for count in nums_frames]
     for buffer in buffers:
-        assert buffer.attach()
-        claims.note()
+        pool.attach(buffer)
     for buffer in buffers:
         buffer.detach()
 
 
-def test_as_many_as_were_claimed_at_once_are_kept_in_backward_only() -> None:
+def test_what_gives_memory_back_is_asked_before_the_limit_rises() -> None:
+    arena = Arena(4, 6)
+    pool, held = pool_of(arena, arena), MovableBuffer(arena, 3 * FRAME)
+    assert held.attach()
+
+    def flush() -> bool:
+        gives = held.attached
+        if gives:
+            held.detach()
+        return gives
+
+    pool.flush_grads = flush
+    pool.reserve(2, "blocks.1")
+    assert not held.attached and arena.frame_limit == 4
+    pool.reserve(6, "blocks.1")
+    assert arena.frame_limit == 6
+    with pytest.raises(zo.CapacityError, match=r"blocks\.1 needs 14 MiB .*; of 12 MiB only 12 MiB are free"):
+        pool.reserve(7, "blocks.1")
+
+
+def test_as_many_as_gradients_had_at_once_are_kept_in_backward_only() -> None:
     arena = Arena(10, 20)
-    claims = Claims(arena, arena)
-    claims.release()
-    claims.keep()
+    pool = pool_of(arena, arena)
+    pool.end_backward()
+    pool.begin_backward()
     assert (arena.free_frames, arena.kept_frames) == (10, 0)
-    _claim(arena, claims, 2, 1)
-    _claim(arena, claims, 1)
+    take(arena, pool, 2, 1)
+    take(arena, pool, 1)
     assert (arena.free_frames, arena.kept_frames) == (10, 0)
     for _ in range(2):
-        claims.keep()
+        pool.begin_backward()
         assert (arena.free_frames, arena.kept_frames, arena.frame_limit) == (7, 3, 10)
-        claims.release()
+        pool.end_backward()
         assert (arena.free_frames, arena.kept_frames) == (10, 0)
 
 
 def test_more_than_half_comes_on_top_once() -> None:
     arena = Arena(4, 10)
-    claims = Claims(arena, arena)
-    _claim(arena, claims, 2, 1)
+    pool = pool_of(arena, arena)
+    take(arena, pool, 2, 1)
     for _ in range(3):
-        claims.keep()
+        pool.begin_backward()
         assert (arena.free_frames, arena.kept_frames, arena.frame_limit) == (4, 3, 7)
-        claims.release()
+        pool.end_backward()
         assert arena.free_frames == 7
 
 
 def test_a_budget_is_kept() -> None:
     """Then units that are fetched ahead have less."""
     arena = Arena(4, 5)
-    claims = Claims(arena, arena)
-    _claim(arena, claims, 3)
-    claims.keep()
+    pool = pool_of(arena, arena)
+    take(arena, pool, 3)
+    pool.begin_backward()
     assert (arena.free_frames, arena.kept_frames, arena.frame_limit) == (1, 3, 4)
 
 
@@ -66,11 +95,11 @@ def test_a_budget_is_kept() -> None:
 def test_frames_that_are_kept_at_all_times_or_elsewhere_stay_so(units: FrameBudget | None) -> None:
     arena = Arena(4, 8, num_kept=2 if units is None else 0)
     before = arena.kept_frames
-    claims = Claims(arena, units or arena)
-    _claim(arena, claims, 2)
-    claims.keep()
+    pool = pool_of(arena, units or arena)
+    take(arena, pool, 2)
+    pool.begin_backward()
     assert (arena.kept_frames, arena.frame_limit) == (before, 4)
-    claims.release()
+    pool.end_backward()
     assert (arena.kept_frames, arena.frame_limit) == (before, 4)
 
 
