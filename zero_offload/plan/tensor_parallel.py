@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
+"""Types that are no DTensor's; asked for each tensor, and cheaper than `is_dtensor`."""
 
 
 def _placement_types() -> Any:
@@ -24,13 +25,13 @@ def _placement_types() -> Any:
 
 def is_dtensor(tensor: object) -> bool:
     """Whether the tensor is this rank's view of one that several ranks hold."""
-    module = None if type(tensor) in _PLAIN else _placement_types()
+    module = None if type(tensor) in PLAIN else _placement_types()
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of it: the tensor itself, or a DTensor's plain part, in the same memory."""
-    if type(tensor) in _PLAIN or not is_dtensor(tensor):
+    if type(tensor) in PLAIN or not is_dtensor(tensor):
         return tensor
     dtensor: Any = tensor
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
-from zero_offload.plan.tensor_parallel import is_dtensor, local_part
+from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
 from zero_offload.runtime.saved.frames import untraced
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.runtime.units.unit import Unit
@@ -235,7 +235,7 @@ class SavedTensors:
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """The unit whose buffer the tensor views."""
-        storage = storage_of(local_part(tensor))
+        storage = storage_of(tensor if type(tensor) in PLAIN else local_part(tensor))
         return None if storage is None else self._unit_of_storage.get(storage._cdata)
 
     def _save_in_backward(self, use: Use) -> None:
@@ -250,7 +250,8 @@ class SavedTensors:
 
     def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | SavedCast | SavedByOthers:
         unit = self.unit_of(tensor)
-        if unit is None and (cast := self._cast_of(tensor)) is not None:
+        may_be_cast = unit is None and tensor.dtype in _CASTS and self._cast_units
+        if may_be_cast and (cast := self._cast_of(tensor)) is not None:
             if cast.param.unit is not None:
                 reads(cast.param.unit)
             return cast
@@ -264,13 +265,7 @@ class SavedTensors:
 
     def _cast_of(self, tensor: Tensor) -> SavedCast | None:
         """What is saved in the tensor's place, if it views a cast of a parameter that leaves memory."""
-        if (
-            not self._cast_units
-            or self._writes_casts
-            or tensor.dtype not in _CASTS
-            or type(tensor) is not Tensor
-            or tensor._version
-        ):
+        if self._writes_casts or type(tensor) is not Tensor or tensor._version:
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
             return None

@@ -63,12 +63,6 @@ class Section:
         """A parameter's part of the buffer, of its (local) shape."""
         return self.flat[piece.begin : piece.end].view(piece.spec.shape)
 
-    def is_place(self, piece: ParamSlice, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is that part of a buffer that is here. Asked for each parameter after each use."""
-        address = self.flat.data_ptr() + piece.begin * self.flat.itemsize
-        at = tensor.data_ptr() == address or tensor.numel() == 0
-        return at and tensor.shape == piece.spec.shape and tensor.is_contiguous()
-
     def _num_tensors(self) -> int:
         return int(torch._C._storage_Use_Count(self._storage))
 
@@ -209,15 +203,14 @@ class Unit:
         What counts is the value. A new version says that a write is possible; without fingerprints of this use
         `holds_value` says whether a buffer still holds what rests elsewhere.
         """
-        names, doubtful = [], []
-        self._is_replaced = False
+        doubtful = []
         # Without versions it was never opened: there was no room for it.
+        misplaced = self._misplaced() if self._versions else []
+        self._is_replaced = bool(misplaced)
+        names = [piece.spec.name for s, piece, param in misplaced if not _equal(local_part(param), s.own_view(piece))]
+        elsewhere = {id(param) for _, _, param in misplaced}
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
-            part = local_part(param)
-            if not section.is_place(piece, part):
-                self._is_replaced = True
-                names += [piece.spec.name] * (not _equal(part, section.own_view(piece)))
-            elif param._version != version and _loses(self, section):
+            if param._version != version and id(param) not in elsewhere and _loses(self, section):
                 doubtful.append((section, piece.spec.name))
         if self._fingerprints is not None:
             differ = (self._take_fingerprints() != self._fingerprints).tolist()
@@ -232,6 +225,18 @@ class Unit:
         self.is_set |= bool(doubtful)
         return names
 
+    def _misplaced(self) -> list[tuple[Section, ParamSlice, nn.Parameter]]:
+        """Parameters that are not their part of the buffers, which are here. Asked for after each use."""
+        found = []
+        for place in self.placed_params:
+            section, piece, param = place
+            part = param if type(param) is nn.Parameter else local_part(param)
+            address = section.flat.data_ptr() + piece.begin * section.flat.itemsize
+            is_there = part.data_ptr() == address or part.numel() == 0
+            if not (is_there and part.shape == piece.spec.shape and part.is_contiguous()):
+                found.append(place)
+        return found
+
     def end_replacing(self) -> None:
         """After `changed`: put back what a forward has replaced, unless a program may write it now."""
         if self._is_replaced and not self.writable:
@@ -242,14 +247,14 @@ class Unit:
         again, which have the values that were there. To be called while the unit is here."""
         self._is_replaced = False
         with torch._C.DisableTorchFunctionSubclass():  # some may be at rest
-            for section, piece, param in self.placed_params:
-                if not is_dtensor(param) and not section.is_place(piece, param):
+            for section, piece, param in self._misplaced():
+                if not is_dtensor(param):
                     param.data = section.own_view(piece)
 
     def _take_replaced(self) -> None:
         """The same, with the values that the program gave them."""
-        for section, piece, param in self.placed_params:
-            if not section.is_place(piece, local_part(param)) and param.shape == piece.spec.shape:
+        for section, piece, param in self._misplaced():
+            if param.shape == piece.spec.shape:
                 section.own_view(piece).copy_(param.detach())
         self.put_back()
 
