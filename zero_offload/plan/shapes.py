@@ -33,8 +33,6 @@ class UnitWork:
     """Values of a token that enter the unit: what recompute keeps."""
     inside_values: int = 0
     """Values of a token that the unit keeps for backward without recompute."""
-    also_reads: int | None = None
-    """The index of another unit that it multiplies with: a tied head has the embedding's table."""
     last_numel: float = 0.0
     """Parameters of the unit's last product. Backward does not run it again: no saved tensor comes after it."""
 
@@ -109,8 +107,7 @@ class Shape:
         norm = self.width * (2 if self.positions else 1)
         first = UnitWork(UnitNumel("embedding", table + self.positions * self.width), 0.0, 0, 0, self.width)
         head_numel = norm + (0 if self.tied else table)
-        tied_to = 0 if self.tied else None
-        head = UnitWork(UnitNumel("head", head_numel), float(table), 0, self.width, 2 * self.width, tied_to)
+        head = UnitWork(UnitNumel("head", head_numel), float(table), 0, self.width, 2 * self.width)
         return (first, *(self._block(index) for index in range(self.layers)), head)
 
     @property
