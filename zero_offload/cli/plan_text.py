@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_offload.cli.planning import Offer, Planned, Request, drive_wear
-from zero_offload.plan.costs import Job
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
@@ -51,11 +50,6 @@ class Report:
         if self.given_step_s is not None or self.found is None:
             return self.given_step_s
         return self.found.prediction.step_s
-
-    @property
-    def job(self) -> Job:
-        """As it would run."""
-        return self.planned.job.as_run(self.planned.placement.tiers, self.planned.machine)
 
     @property
     def wear(self) -> Wear:
@@ -130,7 +124,7 @@ def _forecast_lines(report: Report) -> Iterator[str]:
     found, machine = report.found, report.planned.machine
     if found is None:
         return
-    step, batch = found.prediction, report.job.batch
+    step, batch = found.prediction, report.planned.job.batch
     tokens = batch.tokens * batch.micro_batches
     speed = f"{step.tokens_per_s:,.0f} tokens/s in all"
     micro = f" in {batch.micro_batches} micro-batches, {_ORDERS[batch.by_unit]}" if batch.micro_batches > 1 else ""

@@ -241,6 +241,7 @@ class Planned:
     """What follows from a request."""
 
     job: Job
+    """As it runs with this placement."""
     placement: Placement
     machine: Machine
     memory: MemoryPlan
@@ -254,8 +255,9 @@ def plan_request(request: Request, machine: Machine | None = None) -> Planned:
     job = Job.of(request.work, config, partition, request.batch)
     hardware = request.hardware()
     placement = assign_tiers(job.units, config, tier_budget(config, hardware), partition, Outlook(job, machine))
+    job = job.as_run(placement.tiers, machine)
     memory = estimate_memory(job.units, placement, config, partition)
-    wear = memory.wear.of_backwards(job.as_run(placement.tiers, machine).batch.num_passes)
+    wear = memory.wear.of_backwards(job.batch.num_passes)
     activations = request.kept_bytes(Tier.NVME) * request.batch.num_passes
     memory = replace(memory, wear=replace(wear, activation_bytes=activations))
     ways = []
