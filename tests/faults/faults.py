@@ -161,10 +161,17 @@ FAULTS = [
     ),
     fault(
         "zero_grad leaves the gradients for the next step",
+        "param_access.py",
+        "        self._grads.forget(params)",
+        "        pass",
+        "tests/parity/test_reference.py::test_dropped_steps_leave_no_trace",
+    ),
+    fault(
+        "a backward that broke off leaves its gradients for the next step",
         "runtime/grads/ledger.py",
         "            found = found or bool(indices)\n            for index in indices:\n",
         "            found = found or bool(indices)\n            for index in ():\n",
-        "tests/parity/test_reference.py::test_dropped_steps_leave_no_trace",
+        "tests/models/test_exceptions.py::test_without_zero_grad_the_broken_gradients_are_dropped",
     ),
     # Updates
     fault(
@@ -186,7 +193,7 @@ FAULTS = [
         "optim/pipeline.py",
         "            count = len(section.shard.layout.chunks())\n",
         "            count = max(1, section.shard.layout.shard_numel >> 20)\n",
-        PLACEMENTS,
+        "tests/parity/test_reference.py::test_attention_blocks_of_several_frames",
     ),
     fault(
         "the moments' bias is corrected for a step too many",
