@@ -53,7 +53,7 @@ def test_json_of_several_directories(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--io", "/nowhere"], "/nowhere is no directory; name one on the drive to measure"),
+        (["--io", "/nowhere"], "/nowhere is not a directory; name one on the drive to measure"),
         (["--io", ".", "--size", "1MiB"], "--size 1MiB is too little to measure; give 16 MiB or more"),
         (["--io", ".", "--size", "much"], "much"),
     ],

@@ -206,5 +206,5 @@ def test_what_is_no_run_directory(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["clean", "--yes", str(tmp_path / "data")]) == 2
     assert "holds neither files.json nor a manifest" in capsys.readouterr().err
     assert main(["clean", "--yes", str(tmp_path / "missing")]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     assert (tmp_path / "data" / "file").exists()

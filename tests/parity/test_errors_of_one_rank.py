@@ -91,7 +91,7 @@ def read_parameters(model: Any, optimizer: zo.AdamW, folder: Path, fails: bool) 
 
 
 CALLS: list[tuple[Call, str]] = [
-    (load_what_one_lacks, "nothing is no directory"),
+    (load_what_one_lacks, "nothing is not a directory"),
     (load_into_other_groups, "group"),
     (save_where_one_cannot, "file"),
     (save_what_one_cannot_keep, "extra= cannot be kept"),

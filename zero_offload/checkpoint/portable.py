@@ -173,7 +173,7 @@ class SavedCheckpoint:
         """
         with ranks.exchange.together():
             if not path.is_dir():
-                raise CheckpointError(f"{path} is no directory; name one that zo.save_checkpoint has written")
+                raise CheckpointError(f"{path} is not a directory; name one that zo.save_checkpoint has written")
         with contextlib.ExitStack() as cleanup:
             generation, directories = open_generation(path, ranks, cleanup)
             with ranks.exchange.together():

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.checkpoint.saved_export import export_saved
-from zero_offload.cli.saved import alone, described, find_home
+from zero_offload.cli.saved import RUN_HELP, alone, described, find_home
 from zero_offload.pretrained import EXPORT_DTYPES
 from zero_offload.storage.engines import open_engine
 from zero_offload.types import parse_bytes
@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Buffers are in no generation and so not in the folder. Runs of `train` get their model's sizes as "
         f"{CONFIG_NAME} too.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory, NVMe directory or checkpoint")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to make; it must not exist, or be empty")
     parser.add_argument("--generation", type=int, metavar="N", help="this one (default: the newest)")
     parser.add_argument(

@@ -17,10 +17,10 @@ from zero_offload.cli import bench, clean, doctor, export, plan, report, train, 
 from zero_offload.errors import StorageError, ZeroOffloadError
 from zero_offload.startup import interrupts_raise
 
-NOBODY_READS = 141  # 128 + SIGPIPE, as a shell reports it
+PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 
 _EPILOG = """exit codes: 0 ok, 2 configuration or usage, 3 environment or capacity, 4 storage, 5 integrity,
-6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted, 141 nobody reads the output"""
+6 directory in use, 7 gradients not finite, 8 another rank failed, 130 interrupted, 141 output pipe closed"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.INTERRUPTED_EXIT_CODE
     except BrokenPipeError:  # as of `report RUN | head`; what Python still flushes at its end goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NOBODY_READS
+        return PIPE_CLOSED
     except OSError as error:  # a place that this user may not look at, wherever a command looks first
         if error.filename is None:
             raise

@@ -180,7 +180,7 @@ def update_rates(dtype_name: str) -> Table:
 def private_directory(path: Path) -> Iterator[Path]:
     """A directory of our own in `path`, which may be anyone's, such as /tmp."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is no directory; name one on the drive to measure")
+        raise ConfigError(f"{path} is not a directory; name one on the drive to measure")
     try:
         holder = tempfile.TemporaryDirectory(prefix="zero-offload-bench-", dir=path)
     except OSError as error:

@@ -66,7 +66,7 @@ def _tables(summary: Mapping[str, Any], whose: str) -> Iterator[str]:
         yield from (_time(WAITS[cause][0], times[cause], times["step"]) for cause in Cause if times[cause])
         yield _time("step", times["step"], times["step"])
         if summary["update_overlap"] is not None:
-            yield f"of the update's time {summary['update_overlap']:.1%} was waited for by nobody"
+            yield f"{summary['update_overlap']:.1%} of the update was hidden"
     if traced := summary["traced_steps"]:
         yield from ("", f"{'steps {first} to {last}, traced'.format(**traced):<34}{'s per step':>12}{'share':>8}")
         for name in ("forward", "backward", "waited", "other", "step"):

@@ -29,7 +29,7 @@ RUN_HELP = "run directory of `train`, NVMe directory, or checkpoint"
 def find_home(path: Path) -> Path:
     """The directory that has the manifests of the generations."""
     if not path.is_dir():
-        raise ConfigError(f"{path} is no directory; give a {RUN_HELP}")
+        raise ConfigError(f"{path} is not a directory; give a {RUN_HELP}")
     if _has_generation(path):
         return path.absolute()
     identity = described(path).get("identity")

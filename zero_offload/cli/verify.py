@@ -19,7 +19,7 @@ from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import SavedGeneration, is_immutable, other_directories, take_directories
 from zero_offload.checkpoint.verify import Verdict, verify
-from zero_offload.cli.saved import alone, find_home
+from zero_offload.cli.saved import RUN_HELP, alone, find_home
 from zero_offload.errors import IntegrityError
 from zero_offload.storage.directory import RunDirectory
 from zero_offload.storage.engines import open_engine
@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Read every block of a run's generations, or of a checkpoint, and compare it with its checksum. "
         "Exit code 5 when something is not what was written, 6 when a run is at work there.",
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run directory, NVMe directory or checkpoint")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     parser.add_argument("--generation", type=int, metavar="N", help="this one only (default: all that are there)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)

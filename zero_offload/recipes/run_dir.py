@@ -236,7 +236,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read a run directory that may still be in use."""
     if not os.path.lexists(path / RUN_FILE):
-        raise ConfigError(f"{path} is no run directory: it has no {RUN_FILE}; name one that `train` wrote")
+        raise ConfigError(f"{path} is not a run directory: it has no {RUN_FILE}; name one that `train` wrote")
     description = _read_json(path / RUN_FILE, "put it back from a copy")
     if "identity" not in description:
         # Storage keeps a file of that name too.
@@ -487,7 +487,7 @@ def _refuse(path: Path, why: str, remedy: str = "") -> NoReturn:
 
 
 def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON number")
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _show(value: object) -> str:

@@ -158,7 +158,7 @@ def _as_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
     if not isinstance(config.model, str) or config.model not in PRESETS:
         near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
-        yield f"model={config.model!r} is no preset; did you mean {near!r}? There are {', '.join(PRESETS)}"
+        yield f"unknown preset model={config.model!r}; did you mean {near!r}? Choose one of {', '.join(PRESETS)}"
     for name in ("steps", "seq", "batch", "accumulate", "eval_every", "eval_batches", "sample_bytes"):
         if not _is_count(value := getattr(config, name), least=1):
             yield f"{name}={value!r} is not a positive whole number"

@@ -66,7 +66,7 @@ class Stats:
 
     @property
     def update_overlap(self) -> float | None:
-        """The share of `update_s` that nobody waited for; None without an update."""
+        """The share of `update_s` that was hidden: nothing waited for it. None without an update."""
         return update_overlap(self.update_s, self.exposed_s["update"])
 
 
