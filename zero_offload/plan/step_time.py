@@ -6,7 +6,7 @@ long as its busiest lane, and as long as one unit takes on the others, before th
 Commits, and what nothing in the step waits for, run beside all phases: no step is shorter than a lane's total.
 
 [Note] This leaves out the order within a phase, and buffers that are full. An event simulation of every transfer, in
-660 lines more, gave the same step within 1.2% for 21 published runs and within 8% for 13 placements on a CPU, and was
+640 lines more, gave the same step within 1.2% for 21 published runs and within 8% for 13 placements on a CPU, and was
 no nearer to what was measured (`docs/BENCHMARKS.md`).
 
 Pure, for any number of placements at once: `search` ranks all its candidates by one call. The calls: `predict` for one
