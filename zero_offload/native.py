@@ -14,7 +14,6 @@ import ctypes as C
 import errno
 import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from zero_offload import abi
 from zero_offload.abi import (
     Fault,
     GradMode,
+    IoConfigStruct,
     IoKind,
     IoOp,
     IoResultStruct,
@@ -29,8 +29,8 @@ from zero_offload.abi import (
     IoStatus,
     Isa,
     Kind,
-    Rule,
     StateFormat,
+    UpdateArgsStruct,
 )
 from zero_offload.errors import CapacityError, ConfigError, StorageError, ZeroOffloadError
 from zero_offload.threads import NO_THREAD
@@ -40,63 +40,6 @@ LIBRARY_PATH = Path(__file__).resolve().with_name("_native.so")
 # zo_status -> what to raise; anything else is a defect of ours.
 _ERRORS = {-1: ConfigError, -2: ConfigError, -3: CapacityError, -4: CapacityError, -5: StorageError}
 _GRAD_ARGS_SIZE = C.sizeof(abi.GradArgsStruct)
-
-
-@dataclass(frozen=True)
-class UpdateArgs:
-    """Addresses and counts of one `zo_update` call; `segments` is the address of `zo_segment` rows."""
-
-    rule: Rule
-    value: int
-    residual: int
-    master: int
-    states: tuple[int, ...]
-    grad: int
-    value_out: int
-    value_kind: Kind
-    grad_kind: Kind
-    segments: int
-    num_segments: int
-    num_threads: int
-    scales: tuple[int, ...]
-    state_format: StateFormat
-    seed: int
-    origin: int
-
-
-@dataclass(frozen=True)
-class StateArgs:
-    """One `zo_states_decode` or `zo_states_encode` call: addresses of the two sides, and how one of them rests."""
-
-    format: StateFormat
-    signed: bool
-    states: int
-    scales: int
-    fp32: int
-    numel: int
-    num_threads: int
-
-
-@dataclass(frozen=True)
-class IoConfig:
-    """One `zo_io_config`."""
-
-    kind: IoKind
-    num_lanes: int
-    threads_per_lane: int
-    depth: int
-    part_bytes: int
-
-
-@dataclass(frozen=True)
-class IoSubmission:
-    """One `zo_io_submit` call; `blocks` is the address of `zo_io_block` rows, `base` that of their memory."""
-
-    op: IoOp
-    blocks: int
-    num_blocks: int
-    base: int
-    urgency: int
 
 
 class SumOfSquares(NamedTuple):
@@ -174,9 +117,8 @@ def set_isa(isa: Isa) -> None:
     _check(lib().zo_set_isa(isa))
 
 
-def update(args: UpdateArgs) -> None:
-    struct = abi.UpdateArgsStruct(size=C.sizeof(abi.UpdateArgsStruct), **vars(args))
-    _check(lib().zo_update(C.byref(struct)))
+def update(args: UpdateArgsStruct) -> None:
+    _check(lib().zo_update(C.byref(args)))
 
 
 def master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
@@ -195,14 +137,16 @@ def short_master_join(half: int, residual: int, master: int, numel: int, num_thr
     _check(lib().zo_short_master_join(half, residual, master, numel, num_threads))
 
 
-def states_decode(args: StateArgs) -> None:
-    a = args
-    _check(lib().zo_states_decode(a.format, a.signed, a.states, a.scales, a.fp32, a.numel, a.num_threads))
+def states_decode(
+    format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+) -> None:
+    _check(lib().zo_states_decode(format, signed, states, scales, fp32, numel, num_threads))
 
 
-def states_encode(args: StateArgs) -> None:
-    a = args
-    _check(lib().zo_states_encode(a.format, a.signed, a.fp32, a.states, a.scales, a.numel, a.num_threads))
+def states_encode(
+    format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+) -> None:
+    _check(lib().zo_states_encode(format, signed, fp32, states, scales, numel, num_threads))
 
 
 def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
@@ -237,14 +181,14 @@ def word_wait(word: int, at_least: int, timeout_s: float) -> bool:
     return _check(lib().zo_word_wait(word, at_least, int(timeout_s * 1e6))) == 1
 
 
-def io_open(config: IoConfig) -> int:
+def io_open(kind: IoKind, num_lanes: int, threads_per_lane: int, depth: int, part_bytes: int) -> int:
     """Start an engine; the result is its handle for the other `io_` calls."""
     handle = C.c_void_p()
-    struct = abi.IoConfigStruct(size=C.sizeof(abi.IoConfigStruct), **vars(config))
+    config = IoConfigStruct(C.sizeof(IoConfigStruct), kind, num_lanes, threads_per_lane, depth, part_bytes)
     try:
-        _check(lib().zo_io_open(C.byref(struct), C.byref(handle)))
+        _check(lib().zo_io_open(C.byref(config), C.byref(handle)))
     except CapacityError as error:
-        num_threads = config.num_lanes * config.threads_per_lane
+        num_threads = num_lanes * threads_per_lane
         raise CapacityError(f"cannot start the file engine's {num_threads} threads: {error}. {NO_THREAD}") from error
     assert handle.value is not None
     return handle.value
@@ -283,10 +227,9 @@ def io_abandon(handle: int) -> None:
 # What these two give is in the caller's hands even where a signal's handler raises as the call returns.
 
 
-def io_submit(handle: int, submission: IoSubmission, ticket: C.c_uint64) -> None:
-    """Launch; `ticket` is what to wait for, not 0."""
-    s = submission
-    _check(lib().zo_io_submit(handle, s.op, s.blocks, s.num_blocks, s.base, s.urgency, C.byref(ticket)))
+def io_submit(handle: int, op: IoOp, blocks: int, num_blocks: int, base: int, urgency: int, ticket: C.c_uint64) -> None:
+    """Launch; `ticket` is what to wait for, not 0. `blocks` is the address of rows, `base` that of their memory."""
+    _check(lib().zo_io_submit(handle, op, blocks, num_blocks, base, urgency, C.byref(ticket)))
 
 
 def io_result() -> IoResultStruct:

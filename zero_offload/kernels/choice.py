@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from zero_offload import native
-from zero_offload.abi import GradMode, Kind
+from zero_offload.abi import GradMode, Kind, StateFormat, UpdateArgsStruct
 from zero_offload.accelerators import ACCELERATORS
 from zero_offload.errors import ConfigError
 
@@ -21,7 +21,7 @@ from zero_offload.errors import ConfigError
 class Kernels(Protocol):
     """The calls of `native` that need no file engine; see there."""
 
-    def update(self, args: native.UpdateArgs) -> None: ...
+    def update(self, args: UpdateArgsStruct) -> None: ...
 
     def master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None: ...
 
@@ -31,9 +31,13 @@ class Kernels(Protocol):
 
     def short_master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None: ...
 
-    def states_decode(self, args: native.StateArgs) -> None: ...
+    def states_decode(
+        self, format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+    ) -> None: ...
 
-    def states_encode(self, args: native.StateArgs) -> None: ...
+    def states_encode(
+        self, format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+    ) -> None: ...
 
     def convert(self, dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None: ...
 

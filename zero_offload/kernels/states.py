@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import torch
 
-from zero_offload import native
 from zero_offload.abi import StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import kernels
@@ -32,7 +31,7 @@ def decode_states(
 
     The first element of each is that of a block. Raises ConfigError for tensors that do not fit.
     """
-    kernels().states_decode(_arguments(format, states, scales, fp32, signed, num_threads))
+    kernels().states_decode(*_arguments(format, states, scales, fp32, signed, num_threads))
 
 
 def encode_states(
@@ -45,7 +44,7 @@ def encode_states(
     num_threads: int = 1,
 ) -> None:
     """Write to `states` and `scales` what is nearest to `fp32`; otherwise as `decode_states`."""
-    kernels().states_encode(_arguments(format, states, scales, fp32, signed, num_threads))
+    kernels().states_encode(*_arguments(format, states, scales, fp32, signed, num_threads))
 
 
 def _arguments(
@@ -55,7 +54,7 @@ def _arguments(
     fp32: torch.Tensor,
     signed: bool,
     num_threads: int,
-) -> native.StateArgs:
+) -> tuple[StateFormat, bool, int, int, int, int, int]:
     numel, expected = fp32.numel(), num_scales(format, fp32.numel())
     found = 0 if scales is None else scales.numel()
     if states.numel() != numel or found != expected:
@@ -63,12 +62,12 @@ def _arguments(
             f"{format.name} states of {numel} elements have {numel} in their own array and {expected} scales, "
             f"got {states.numel()} and {found}"
         )
-    return native.StateArgs(
-        format=format,
-        signed=signed,
-        states=address_of(states, state_dtype(format, signed=signed)),
-        scales=0 if scales is None else address_of(scales, torch.float32),
-        fp32=address_of(fp32, torch.float32),
-        numel=numel,
-        num_threads=num_threads,
+    return (
+        format,
+        signed,
+        address_of(states, state_dtype(format, signed=signed)),
+        0 if scales is None else address_of(scales, torch.float32),
+        address_of(fp32, torch.float32),
+        numel,
+        num_threads,
     )

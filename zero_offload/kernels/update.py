@@ -8,14 +8,14 @@ machine and for every number of threads. The calls in order: `segment_array` whe
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from zero_offload import native
-from zero_offload.abi import Rule, StateFormat
+from zero_offload.abi import Rule, StateFormat, UpdateArgsStruct
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import has_device_update, kernels
 from zero_offload.kernels.dtypes import kind_of
@@ -61,21 +61,22 @@ def fused_update(
     if array.dtype != SEGMENT_DTYPE or not array.flags.c_contiguous:
         raise ConfigError(f"segments are an array from segment_array(), not one of {array.dtype}")
     kernels().update(
-        native.UpdateArgs(
+        UpdateArgsStruct(
+            size=ctypes.sizeof(UpdateArgsStruct),
             rule=rule,
+            value_kind=kind_of(buffers.value_dtype),
+            grad_kind=kind_of(buffers.grad_dtype),
+            num_threads=num_threads,
+            state_format=buffers.state_format,
+            num_segments=len(array),
             value=buffers.value,
             residual=buffers.residual,
             master=buffers.master,
             states=buffers.states,
+            scales=buffers.scales,
             grad=buffers.grad,
             value_out=buffers.value_out,
-            value_kind=kind_of(buffers.value_dtype),
-            grad_kind=kind_of(buffers.grad_dtype),
             segments=array.ctypes.data,
-            num_segments=len(array),
-            num_threads=num_threads,
-            scales=buffers.scales,
-            state_format=buffers.state_format,
             seed=buffers.seed,
             origin=buffers.origin,
         )

@@ -50,10 +50,9 @@ class NativeEngine:
     def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
         self.settings = settings
         self._num_drives = num_drives
-        config = native.IoConfig(
+        self.handle = self._inherited = native.io_open(
             _KINDS[settings.kind], num_drives, settings.num_threads, settings.depth, settings.request_bytes
         )
-        self.handle = self._inherited = native.io_open(config)
         """The native engine's; 0 once closed."""
         self._owner_pid = os.getpid()
         self._free = weakref.finalize(self, _free, self.handle, self._owner_pid)
@@ -148,7 +147,7 @@ class NativeEngine:
         check_table(blocks)
         handle, number, result = self._open_handle(), C.c_uint64(), native.io_result()
         try:
-            native.io_submit(handle, native.IoSubmission(op, blocks.ctypes.data, len(blocks), address, urgency), number)
+            native.io_submit(handle, op, blocks.ctypes.data, len(blocks), address, urgency, number)
         except BaseException:
             # A signal's handler raised as the call returned: what was launched, which nobody can wait for, ends first.
             while number.value and result.status == abi.IoStatus.TIMEOUT:

@@ -18,7 +18,6 @@ from tests.helpers.pairwise import in_pairs
 from tests.helpers.state_formats import Shard
 from tests.helpers.without_library import without_library
 from tests.parity import test_isa_formats as isas
-from zero_offload import native
 from zero_offload.abi import STATE_BLOCK, Isa, Rule, StateFormat
 from zero_offload.errors import ConfigError
 from zero_offload.kernels.choice import kernels
@@ -176,9 +175,10 @@ def refusals() -> dict[str, Any]:
         return update(replace(good, **changes), SEGMENT)
 
     def states(**changes: Any) -> dict[str, Any]:
-        args = native.StateArgs(StateFormat.COMPACT, True, codes[0], scales[0], whole_master.data_ptr(), 600, 1)
-        wrong = replace(args, **changes)
-        return {"decode": lambda: kernels().states_decode(wrong), "encode": lambda: kernels().states_encode(wrong)}
+        args = {"format": StateFormat.COMPACT, "signed": True, "states": codes[0], "scales": scales[0]}
+        args |= {"fp32": whole_master.data_ptr(), "numel": 600, "num_threads": 1}
+        wrong: Any = args | changes
+        return {"decode": lambda: kernels().states_decode(**wrong), "encode": lambda: kernels().states_encode(**wrong)}
 
     def masters(*wrong: int) -> dict[str, Any]:
         a, b, c, numel, threads = wrong
@@ -254,14 +254,13 @@ def test_what_cannot_work_is_refused_before_anything_is_touched(name: str) -> No
 
 def test_what_only_looks_wrong_is_welcome() -> None:
     """Nothing to convert at no address; codes and scales that touch; what follows the last segment in its block."""
-    nothing = native.StateArgs(StateFormat.COMPACT, True, 0, 0, 0, 0, 1)
     memory = torch.zeros(2 * 512 + 16, dtype=torch.uint8)
     base = memory.data_ptr()
     shard = Shard.of(Rule.ADAMW, StateFormat.COMPACT, torch.ones(512), torch.ones(512), BF16)
     touching = replace(shard.buffers(), states=(base, base + 512), scales=(base + 1024, base + 1032))
     with without_library():
         for call in (kernels().states_decode, kernels().states_encode):
-            call(nothing)
+            call(StateFormat.COMPACT, True, 0, 0, 0, 0, 1)
         kernels().short_master_split(0, 0, 0, 0, 1)
         fused_update(Rule.ADAMW, touching, [replace(SEGMENT, end=500)], 1)
     assert memory[:500].all() and memory[512:1012].all() and memory[1024:].any()

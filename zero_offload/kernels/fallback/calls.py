@@ -13,31 +13,30 @@ from typing import Any
 
 import numpy as np
 
-from zero_offload import abi
-from zero_offload.abi import STATE_BLOCK, GradMode, Kind, StateFormat
+from zero_offload.abi import STATE_BLOCK, GradMode, Kind, Rule, StateFormat, UpdateArgsStruct
 from zero_offload.kernels.fallback import numba_passes as passes
 from zero_offload.kernels.fallback.codec import random_key, turns
 from zero_offload.kernels.fallback.elements import INFINITY
 from zero_offload.kernels.fallback.parts import Body, in_parts, num_chunks
 from zero_offload.kernels.fallback.rules import NUM_SCALARS, scalars_of_row
 from zero_offload.kernels.words import CHUNK, SEGMENT_DTYPE, STATES, check_apart
-from zero_offload.native import StateArgs, SumOfSquares, UpdateArgs
+from zero_offload.native import SumOfSquares
 
 _KIND_OF = {StateFormat.FP32: Kind.FP32, StateFormat.BF16: Kind.BF16}
 _STATE_BYTES = {StateFormat.FP32: 4, StateFormat.BF16: 2, StateFormat.COMPACT: 1}
 
 
-def update(args: UpdateArgs) -> None:
+def update(args: UpdateArgsStruct) -> None:
     if args.num_segments == 0:
         return
     rows = (ctypes.c_char * (args.num_segments * SEGMENT_DTYPE.itemsize)).from_address(args.segments)
     segments = np.frombuffer(memoryview(rows), SEGMENT_DTYPE)
-    _check_update(args, segments)
-    kinds = (int(args.value_kind), int(args.grad_kind), int(args.state_format))
-    states, scales = ((*each, 0, 0, 0)[: abi.MAX_STATES] for each in (args.states, args.scales))
-    arrays = (args.value, args.residual, args.master, *states, *scales, args.grad, args.value_out)
-    line = _line_of(args, segments)
-    run = passes.update_of(args.rule)
+    rule = Rule(args.rule)
+    _check_update(args, rule, segments)
+    kinds = (args.value_kind, args.grad_kind, args.state_format)
+    addresses = (args.value, args.residual, args.master, *args.states, *args.scales, args.grad, args.value_out)
+    arrays = tuple(address or 0 for address in addresses)
+    line, run = _line_of(args, rule, segments), passes.update_of(rule)
     _in_elements(int(line[0][-1]), args.num_threads, lambda *part: run(kinds, arrays, line, *part))
 
 
@@ -57,20 +56,24 @@ def short_master_join(half: int, residual: int, master: int, numel: int, num_thr
     _in_elements(numel, num_threads, lambda *part: passes.short_join(half, residual, master, *part))
 
 
-def states_decode(args: StateArgs) -> None:
-    if args.format is StateFormat.COMPACT:
-        arrays = (args.states, args.scales, args.fp32)
-        _in_elements(args.numel, args.num_threads, lambda *part: passes.decode(args.signed, arrays, *part))
+def states_decode(
+    format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+) -> None:
+    if format is StateFormat.COMPACT:
+        arrays = (states, scales, fp32)
+        _in_elements(numel, num_threads, lambda *part: passes.decode(signed, arrays, *part))
     else:
-        convert(args.fp32, Kind.FP32, args.states, _KIND_OF[args.format], args.numel, args.num_threads)
+        convert(fp32, Kind.FP32, states, _KIND_OF[format], numel, num_threads)
 
 
-def states_encode(args: StateArgs) -> None:
-    if args.format is StateFormat.COMPACT:
-        arrays = (args.states, args.scales, args.fp32)
-        _in_elements(args.numel, args.num_threads, lambda *part: passes.encode(args.signed, arrays, *part))
+def states_encode(
+    format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+) -> None:
+    if format is StateFormat.COMPACT:
+        arrays = (states, scales, fp32)
+        _in_elements(numel, num_threads, lambda *part: passes.encode(signed, arrays, *part))
     else:
-        convert(args.states, _KIND_OF[args.format], args.fp32, Kind.FP32, args.numel, args.num_threads)
+        convert(states, _KIND_OF[format], fp32, Kind.FP32, numel, num_threads)
 
 
 def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
@@ -104,25 +107,26 @@ def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int,
     return SumOfSquares(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
 
 
-def _check_update(args: UpdateArgs, segments: Any) -> None:
+def _check_update(args: UpdateArgsStruct, rule: Rule, segments: Any) -> None:
     """Raises ConfigError, in the words of csrc/abi_update.cpp, where buffers overlap."""
     begin, end = int(segments[0]["begin"]), int(segments[-1]["end"])
-    value_bytes, grad_bytes = (4 if kind is Kind.FP32 else 2 for kind in (args.value_kind, args.grad_kind))
+    value_bytes, grad_bytes = (4 if kind == Kind.FP32 else 2 for kind in (args.value_kind, args.grad_kind))
     sizes = [("value", args.value, value_bytes), ("value_out", args.value_out, value_bytes)]
     sizes.append(("grad", args.grad, grad_bytes))
-    if args.value_kind is Kind.BF16:
-        sizes.append(("residual", args.residual, 1 if args.state_format is StateFormat.COMPACT else 2))
-    if args.value_kind is Kind.FP16:
+    if args.value_kind == Kind.BF16:
+        sizes.append(("residual", args.residual, 1 if args.state_format == StateFormat.COMPACT else 2))
+    if args.value_kind == Kind.FP16:
         sizes.append(("master", args.master, 4))
-    names = ("the first state", "the second state", "the third state")[: len(STATES[args.rule])]
+    names = ("the first state", "the second state", "the third state")[: len(STATES[rule])]
     sizes += [(name, at, _STATE_BYTES[args.state_format]) for name, at in zip(names, args.states, strict=False)]
     spans = [(name, at + size * begin, at + size * end) for name, at, size in sizes if at]
     for name, at in zip(names, args.scales, strict=False):
-        spans.append((f"{name}'s scales", at + 4 * (begin // STATE_BLOCK), at + 4 * -(-end // STATE_BLOCK)))
+        if at:
+            spans.append((f"{name}'s scales", at + 4 * (begin // STATE_BLOCK), at + 4 * -(-end // STATE_BLOCK)))
     check_apart("zo_update", spans)
 
 
-def _line_of(args: UpdateArgs, segments: Any) -> tuple[Any, Any, Any, Any]:
+def _line_of(args: UpdateArgsStruct, rule: Rule, segments: Any) -> tuple[Any, Any, Any, Any]:
     """Chunks are cut from one line, so that many small segments share a part.
 
     A row of it is a segment, or as much of one as has one key: random words are numbered modulo 2^32, and which turn it
@@ -133,8 +137,8 @@ def _line_of(args: UpdateArgs, segments: Any) -> tuple[Any, Any, Any, Any]:
     scalars = np.zeros((len(segments), NUM_SCALARS), dtype=np.float32)
     with np.errstate(over="ignore"):
         for row, segment in zip(scalars, segments, strict=True):
-            row[:] = scalars_of_row(args.rule, segment)
-    grain = STATE_BLOCK if args.state_format is StateFormat.COMPACT else 1
+            row[:] = scalars_of_row(rule, segment)
+    grain = STATE_BLOCK if args.state_format == StateFormat.COMPACT else 1
     first, places, keys, of_segment = [0], [], [], []
     for index, (start, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):
         for begin, stop, turn in turns(args.origin, start, end):
