@@ -73,8 +73,6 @@ class Roundings:
             fma=lambda a, b, c: self.real.note("fma", b),
             sqrt=lambda x: self.real.note("sqrt", None),
             divide=lambda a, b: self.real.note("div", b),
-            greater=lambda a, b: a,
-            sign=lambda x: self.real,
             select=lambda condition, then, otherwise: otherwise if isinstance(otherwise, Counted) else then,
             bits=lambda x: self.bits,
             from_bits=lambda x: self.real,

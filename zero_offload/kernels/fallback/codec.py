@@ -110,7 +110,7 @@ def first_bit(state: int, width: int) -> Any:
 def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
     """Values of a state <-> codes, over `words`. Codes come and go in the lower 8 bits of a 32-bit word."""
     u32, bits, from_bits, select, f32 = words.u32, words.bits, words.from_bits, words.select, words.f32
-    fma, sqrt, divide, greater, whole = words.fma, words.sqrt, words.divide, words.greater, words.whole
+    fma, sqrt, divide, whole = words.fma, words.sqrt, words.divide, words.whole
     largest = np.float32(127 if signed else 255)
 
     def value_of(code: Any, scale: Any) -> Any:
@@ -130,7 +130,8 @@ def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
     def scale_of(top: Any) -> Any:
         """From the bits of a block's root of the largest magnitude."""
         root = from_bits(top)
-        scale = greater(from_bits(u32(bits(divide(root, largest)) | _1)), _SMALLEST_SCALE)
+        scale = from_bits(u32(bits(divide(root, largest)) | _1))
+        scale = select(scale > _SMALLEST_SCALE, scale, _SMALLEST_SCALE)
         is_nothing = root < _SMALLEST_SCALE if signed else top == _0
         return select(top >= INFINITY, from_bits(QUIET_NAN), select(is_nothing, _ZERO, scale))
 
@@ -149,7 +150,7 @@ def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
         code = u32(below + select(y * y >= edge, _1, _0))
         if signed:
             return select(u32(word >> _31) == _1, u32(_0 - code), code)
-        return select(word == _0, _0, greater(code, _1))
+        return select(word == _0, _0, select(code > _1, code, _1))
 
     kind = "signed" if signed else "unsigned"
     made = [value_of, root_of, scale_of, inverse_of, code_of]

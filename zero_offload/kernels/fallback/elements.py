@@ -1,8 +1,7 @@
 """Elements in memory <-> fp32, written once over words: csrc/simd/elements.inl and vec_scalar.h in Python.
 
-A *word* is an operation that `numba_words` defines for one element, `numpy_words` for an array of them and
-`torch_words` for a tensor. Sums, products and shifts of 32-bit words wrap; `u32` stands where a wider result must be
-cut back before it is compared or shifted right.
+A *word* is an operation that `numba_words` defines for one element, and `torch_words` for a tensor. Sums, products and
+shifts of 32-bit words wrap; `u32` stands where a wider result must be cut back before it is compared or shifted right.
 """
 
 from __future__ import annotations

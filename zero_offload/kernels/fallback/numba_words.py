@@ -124,14 +124,3 @@ def whole(x: Any) -> Any:
 @function
 def select(condition: Any, then: Any, otherwise: Any) -> Any:
     return then if condition else otherwise
-
-
-@function
-def greater(a: Any, b: Any) -> Any:
-    return a if a > b else b
-
-
-@function
-def sign(x: Any) -> Any:
-    """-1, 1, or the zero or NaN it was."""
-    return np.float32(1.0) if x > np.float32(0.0) else np.float32(-1.0) if x < np.float32(0.0) else x

@@ -21,6 +21,7 @@ GRAD_SCALE, DECAY, L2, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2 = range(7)
 INV_SQRT_BIAS2, EPS, NEG_STEP_SIZE, GRAD_SHARE, FIRST_SUM = range(7, 12)
 NUM_SCALARS = 12
 
+_ZERO, _ONE = np.float32(0), np.float32(1)
 _ADAM = (Rule.ADAMW, Rule.ADAMW_AMSGRAD, Rule.ADAM, Rule.ADAM_AMSGRAD)
 _AMSGRAD = (Rule.ADAMW_AMSGRAD, Rule.ADAM_AMSGRAD)
 _DECOUPLED = (Rule.ADAMW, Rule.ADAMW_AMSGRAD)
@@ -69,7 +70,7 @@ def make_rule(words: Any, rule: Rule) -> Callable[..., Any]:
 
 
 def _make_adam(words: Any, decoupled: bool, amsgrad: bool) -> Callable[..., Any]:
-    fma, sqrt, greater = words.fma, words.sqrt, words.greater
+    fma, sqrt, select = words.fma, words.sqrt, words.select
 
     def step(c: Any, g: Any, p: Any, m: Any, v: Any, x: Any) -> Any:
         if decoupled:
@@ -79,7 +80,7 @@ def _make_adam(words: Any, decoupled: bool, amsgrad: bool) -> Callable[..., Any]
         m = fma(c[ONE_MINUS_BETA1], g - m, m)
         v = fma(c[BETA2], v, c[ONE_MINUS_BETA2] * (g * g))
         if amsgrad:
-            x = greater(v, x)
+            x = select(v > x, v, x)
         root = sqrt(x if amsgrad else v)
         p = fma(c[NEG_STEP_SIZE], m / fma(root, c[INV_SQRT_BIAS2], c[EPS]), p)
         return p, m, v, x
@@ -101,11 +102,14 @@ def _make_adagrad(words: Any) -> Callable[..., Any]:
 
 
 def _make_lion(words: Any) -> Callable[..., Any]:
-    fma, sign = words.fma, words.sign
+    fma, select = words.fma, words.select
 
     def step(c: Any, g: Any, p: Any, m: Any, s1: Any, s2: Any) -> Any:
         apart = g - m
-        p = fma(c[NEG_STEP_SIZE], sign(fma(c[ONE_MINUS_BETA1], apart, m)), p * c[DECAY])
+        mixed = fma(c[ONE_MINUS_BETA1], apart, m)
+        # -1, 1, or the zero or NaN it was.
+        sign = select(mixed > _ZERO, _ONE, select(mixed < _ZERO, -_ONE, mixed))
+        p = fma(c[NEG_STEP_SIZE], sign, p * c[DECAY])
         m = fma(c[ONE_MINUS_BETA2], apart, m)
         return p, m, s1, s2
 

@@ -1,4 +1,4 @@
-"""The words of a tensor on any device that has fp64, by torch's operations: those of `numpy_words`, with the same bits.
+"""The words of a tensor on any device that has fp64, by torch's operations: with the bits of `numba_words`.
 
 [Note: torch's operations] A 32-bit word is an int64, which keeps products, sums and differences right modulo 2^32 for
 `u32` to cut. fp32 and fp64 numbers see +, -, *, quotients of two tensors and conversions: those torch rounds correctly
@@ -27,7 +27,7 @@ def function(body: Function, *, name: str = "") -> Function:
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once, as in `numpy_words`; a or b is a tensor."""
+    """a * b + c, rounded once; a or b is a tensor."""
     product, addend = _fp64(a) * _fp64(b), _fp64(c)
     total = product + addend
     other = total - product
@@ -78,15 +78,6 @@ def whole(x: Any) -> Any:
 
 def select(condition: Any, then: Any, otherwise: Any) -> Any:
     return torch.where(condition, _tensor(then, condition), _tensor(otherwise, condition))
-
-
-def greater(a: Any, b: Any) -> Any:
-    return select(a > b, a, b)
-
-
-def sign(x: Any) -> Any:
-    """-1, 1, or the zero or NaN it was."""
-    return select(x > 0, np.float32(1), select(x < 0, np.float32(-1), x))
 
 
 def _fp64(x: Any) -> Any:
