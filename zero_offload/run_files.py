@@ -85,13 +85,14 @@ class RunFiles:
                 with ranks.exchange.together():
                     if ranks.rank == 0:
                         keeper.begin()
+        moved_bytes = _state_bytes(layout)
         with ranks.exchange.together():
-            settings = pick(config.io_engine)
+            settings = pick(config.io_engine, moved_bytes)
             engine = open_engine(settings, len(directories))
         cleanup.callback(engine.close)
         if ranks.rank == 0:
             _log.info("%s: %s", directories[0].path, settings)
-        weights = _shares(settings, directories, layout, ranks)
+        weights = _shares(settings, directories, moved_bytes, ranks)
         keeper.weights = keeper.weights or weights
         seed = zlib.crc32(keeper.run_id.encode())
         if Tier.NVME in config.activation_fractions:
@@ -237,11 +238,10 @@ def _state_bytes(layout: ShardLayout) -> int:
 
 
 def _shares(
-    settings: EngineSettings, directories: list[RunDirectory], layout: ShardLayout, ranks: Ranks
+    settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: Ranks
 ) -> tuple[float, ...]:
     """Of each directory in a stripe. One rank measures while the others wait: all see the same drives. What may be
     deleted has been."""
-    moved_bytes = _state_bytes(layout)
     with ranks.exchange.together():
         text = ""
         if ranks.rank == 0:

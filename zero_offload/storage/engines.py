@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import statistics
 import threading
@@ -38,17 +39,21 @@ PROBE_S = 1.0
 """No further round is begun after so many seconds."""
 PROBE_ROUNDS = 3
 WORTH_BYTES = GIB
-"""Less than this is moved sooner than measured."""
+"""Less than this is moved sooner than directories are measured, and by any engine."""
 FILL_MAX = 0.95
 """Of a drive's free space, what a stripe may take: manifests and others need some."""
 _BLOCK_BYTES = 4 * MIB
 
+_log = logging.getLogger("zero_offload")
 
-def pick(request: str) -> EngineSettings:
-    """Of "auto" or a kind. Raises ConfigError when that kind is not to be had here.
 
-    "auto" is io_uring, else threads, else, without the native library, aiofiles. Kinds and depths differ by a few per
-    cent on drives that were measured: less than their rates move between two runs.
+def pick(request: str, moved_bytes: int = WORTH_BYTES) -> EngineSettings:
+    """Of "auto" or a kind, for a run that moves so many bytes in a step. Raises ConfigError when that kind is not to be
+    had here.
+
+    "auto" is io_uring where much is moved and the system allows it, else threads; without the native library it is
+    aiofiles. Kinds and depths differ by a few per cent on drives that were measured: less than their rates move between
+    two runs. Where little is moved threads serve: they hold no file once it is closed, as a ring does for some ms.
     """
     if request != "auto":
         if request == EngineKind.IO_URING and (problem := io_uring_problem()):
@@ -56,7 +61,12 @@ def pick(request: str) -> EngineSettings:
         return DEFAULTS[EngineKind(request)]
     if not native.available():
         return AIOFILES
-    return THREADS if io_uring_problem() else IO_URING
+    if moved_bytes < WORTH_BYTES:
+        return THREADS
+    if problem := io_uring_problem():
+        _log.info("blocks are moved by threads: %s", problem)
+        return THREADS
+    return IO_URING
 
 
 def open_engine(settings: EngineSettings = THREADS, num_drives: int = 1) -> FileEngine:

@@ -18,6 +18,7 @@ from zero_offload.storage.engines import (
     FILL_MAX,
     IO_URING,
     THREADS,
+    WORTH_BYTES,
     Pattern,
     Rates,
     Scratch,
@@ -59,11 +60,16 @@ def test_stripes_follow_speed_and_room(speeds: list[float], room: list[int], exp
     assert stripe_weights(speeds, room, 100) == pytest.approx(expected, abs=1e-12)
 
 
-def test_auto_is_io_uring_where_it_is_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_io_uring_where_it_is_to_be_had(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "zero_offload")
     monkeypatch.setattr(engines, "io_uring_problem", lambda: None)
-    assert pick("auto") == IO_URING
+    assert pick("auto", WORTH_BYTES) == IO_URING and not caplog.messages
+    assert pick("auto", WORTH_BYTES - 1) == THREADS and not caplog.messages
     monkeypatch.setattr(engines, "io_uring_problem", lambda: "io_uring is not to be had here: forbidden")
-    assert pick("auto") == THREADS
+    assert pick("auto", WORTH_BYTES) == THREADS
+    assert caplog.messages == ["blocks are moved by threads: io_uring is not to be had here: forbidden"]
     with pytest.raises(ConfigError, match="io_engine='io_uring': .*forbidden; use io_engine='auto'"):
         pick("io_uring")
     monkeypatch.setattr(engines.native, "available", lambda: False)
