@@ -173,7 +173,7 @@ def clip_grad_norm_(
         raise NonFiniteError(f"the norm of the gradients is {norm}; look for a NaN in the loss or the data")
     factor = min(1.0, max_norm / (norm + CLIP_EPS))
     for owner, members in owners:
-        owner.grads.ledger.multiply(factor, members)
+        owner.grads.multiply(factor, members)
     for grad in grads if factor != 1.0 else ():
         grad.detach().mul_(factor)
     spans.close(opened)

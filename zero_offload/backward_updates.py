@@ -33,9 +33,8 @@ from zero_offload.device import Device
 from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.param_places import ParamPlaces
-from zero_offload.runtime.grads.ledger import check_closed
-from zero_offload.runtime.grads.reducer import GradReducer
-from zero_offload.runtime.grads.sections import SectionGrads
+from zero_offload.runtime.grads.gradients import Gradients, check_closed
+from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.life import ModelLife
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
@@ -97,7 +96,7 @@ class BackwardUpdates:
         errors: FirstError,
         life: ModelLife,
         ring: GradRing,
-        grads: GradReducer,
+        grads: Gradients,
         places: ParamPlaces,
         updates: Updates,
     ) -> None:
@@ -108,13 +107,12 @@ class BackwardUpdates:
         self._life = life
         self._ring = ring
         self._grads = grads
-        self._ledger = grads.ledger
         self._places = places
         self._updates = updates
-        self._sections: dict[int, list[SectionGrads]] = {}
-        for each in grads.ledger.sections:
+        self._sections: dict[int, list[GradSection]] = {}
+        for each in grads.sections:
             self._sections.setdefault(each.unit.index, []).append(each)
-        self._any_on_device = any(each.section.shard.on_device for each in grads.ledger.sections)
+        self._any_on_device = any(each.section.shard.on_device for each in grads.sections)
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
         self._lag = 0 if device.is_host else 1
         self.trainers = Trainers(places, (param for unit in units for param in unit.params))
@@ -137,7 +135,7 @@ class BackwardUpdates:
     def arriving(self, param: nn.Parameter, *, in_forward: bool) -> None:
         """Autograd has a gradient, which nobody has taken yet; `in_forward`: while a forward of the model runs."""
         if not self._runs:
-            check_closed(self._ledger, "a backward")
+            check_closed(self._grads, "a backward")
             if in_forward and not self._grads.defers:
                 raise ZeroOffloadError(
                     "a backward inside of a forward of this model would update what the forward uses; run it in "
@@ -145,7 +143,7 @@ class BackwardUpdates:
                 )
             if not self._grads.defers:
                 self._begin()
-        unit = self._ledger.place(param)[0].unit
+        unit = self._grads.place(param)[0].unit
         if self._runs:
             self.advance(unit)
         if unit.index in self._launched:
@@ -168,7 +166,7 @@ class BackwardUpdates:
         self._updates.commits.launch_due()
         if self._any_on_device:
             self._updates.await_worker()
-        for grads in self._ledger.sections:
+        for grads in self._grads.sections:
             grads.whole = False
         if self._task == -1:
             self._task = torch._C._current_graph_task_id()
@@ -203,7 +201,7 @@ class BackwardUpdates:
 
     def end(self) -> None:
         if self._runs:
-            held = {grads.unit.index for grads in self._ledger.sections if self._taken(grads)}
+            held = {grads.unit.index for grads in self._grads.sections if self._taken(grads)}
             order = self._residency.step_order()
             self._launch([index for index in order if index in held], in_backward=False)
         self._stop()
@@ -218,7 +216,7 @@ class BackwardUpdates:
         for index, sections in self._sections.items():
             if index not in self._launched:
                 for grads in sections:
-                    grads.shard.leave_ring()
+                    grads.store.leave_ring()
         self._arriving.clear()
         self._late.clear()
         self._launched.clear()
@@ -226,7 +224,7 @@ class BackwardUpdates:
 
     # Updates
 
-    def _taken(self, grads: SectionGrads) -> list[nn.Parameter]:
+    def _taken(self, grads: GradSection) -> list[nn.Parameter]:
         """Parameters of a section that the step takes: an optimizer has them, and they have a gradient."""
         return [grads.params[index] for index in sorted(grads.holding) if grads.params[index] in self._hypers]
 
@@ -245,10 +243,10 @@ class BackwardUpdates:
             for index in units:
                 self._arriving.pop(index, None)
                 for grads in self._sections[index]:
-                    self._grads.keeper.land(grads)
+                    grads.entry.land()
             taken = {index: [p for grads in self._sections[index] for p in self._taken(grads)] for index in units}
-            self._ledger.updated.update(param for params in taken.values() for param in params)
-            finite = self._ledger.finite([self._sections[index] for index in units], self._hypers)
+            self._grads.updated.update(param for params in taken.values() for param in params)
+            finite = self._grads.finite([self._sections[index] for index in units], self._hypers)
             left_out = [index for index, each in zip(units, finite, strict=True) if not each]
             for index in left_out:
                 self._leave_out(index, taken.pop(index))
@@ -259,24 +257,24 @@ class BackwardUpdates:
         begun = self._updates.states.begun
         step = StepInput(self._hypers, tuple(taken), self._collectives.shard_index, begun)
         sections = [grads for index in taken for grads in self._sections[index]]
-        updates = section_updates(self._ledger, sections, step, self._updates.states.param_steps)
+        updates = section_updates(self._grads, sections, step, self._updates.states.param_steps)
         self._updates.prepare(updates, in_backward=True)
         params = [param for params in taken.values() for param in params]
         launched = self._updates.launch(params, updates, in_backward=in_backward)
         for index in taken:
-            self._ring.passing(launched[index], [grads.shard for grads in self._sections[index]])
+            self._ring.passing(launched[index], [grads.store for grads in self._sections[index]])
 
     def _leave_out(self, index: int, params: Sequence[nn.Parameter]) -> None:
-        self._left_out += self._ledger.non_finite(params) or [f"{self._units[index].name} on another rank"]
-        self._ledger.drop(params)
+        self._left_out += self._grads.non_finite(params) or [f"{self._units[index].name} on another rank"]
+        self._grads.drop(params)
         for grads in self._sections[index]:
-            grads.shard.leave_ring()
+            grads.store.leave_ring()
 
     # The step
 
     def close(self, hypers: Mapping[nn.Parameter, Hyper]) -> bool:
         """An optimizer's step with parameters `hypers`: whether backward has made it."""
-        mine = self._ledger.updated & hypers.keys()
+        mine = self._grads.updated & hypers.keys()
         if not self._has_told and any(self._hypers[param] != hypers[param] for param in mine):
             self._has_told = True
             warnings.warn(
@@ -284,7 +282,7 @@ class BackwardUpdates:
                 "backward began with. Change them after step(), as schedulers do",
                 stacklevel=4,
             )
-        self._ledger.updated -= mine
+        self._grads.updated -= mine
         return bool(mine)
 
     def take_left_out(self) -> list[str]:
@@ -294,7 +292,7 @@ class BackwardUpdates:
 
     def forget(self) -> None:
         """All states were replaced: no step is half made any more."""
-        self._ledger.updated.clear()
+        self._grads.updated.clear()
         self._left_out.clear()
         self._launched.clear()
         self._stop()
@@ -309,6 +307,6 @@ def check_holds_grads(config: OffloadConfig, call: str) -> None:
         )
 
 
-def _expects_none(grads: SectionGrads) -> bool:
+def _expects_none(grads: GradSection) -> bool:
     """Whether no parameter of the section wants a gradient now, and none is held from before."""
     return not grads.holding and not any(param.requires_grad for param in grads.params)

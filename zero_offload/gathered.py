@@ -17,7 +17,7 @@ from zero_offload.errors import ConfigError, ZeroOffloadError
 from zero_offload.inputs import params_of
 from zero_offload.model_runtime import ModelRuntime
 from zero_offload.param_places import Place
-from zero_offload.runtime.grads.ledger import check_not_updated
+from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.residency import replaced
 from zero_offload.runtime.units.guard import unguard
 from zero_offload.shards.registry import owner_of
@@ -180,10 +180,10 @@ def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
 def _grads(owner: ModelRuntime, places: Sequence[Place]) -> Values:
     _one_rank(owner, "grads", owner.ranks.world_size)
     for place in places:
-        check_not_updated(owner.grads.ledger, place.param, place.name)
+        check_not_updated(owner.grads, place.param, place.name)
         # Of the same section other parameters may have had a step, whose update reads it still.
         place.unit.wait_for_update()
-    found = owner.grads.ledger.read([place.param for place in places])
+    found = owner.grads.read([place.param for place in places])
     return {place.name: found[place.param] for place in places if place.param in found}
 
 

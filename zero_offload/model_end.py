@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.commits import Commits
 from zero_offload.errors import ZeroOffloadError
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.life import ModelLife
 from zero_offload.shards.store import ShardStore
 from zero_offload.threads import THREAD_PREFIX, FirstError, UpdateInterrupted, start
@@ -27,7 +27,7 @@ class ModelEnd:
 
     life: ModelLife
     errors: FirstError
-    grads: GradReducer
+    grads: Gradients
     commits: Commits
     store: ShardStore
     ranks: Ranks
@@ -117,7 +117,7 @@ class ModelEnd:
     def _stop_use(self) -> None:
         """Gradients that are on their way from a device have come, and more are not expected."""
         self.life.is_closed = True
-        self.grads.keeper.close()
+        self.grads.close()
 
 
 def _say(text: str) -> None:

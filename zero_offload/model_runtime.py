@@ -44,8 +44,7 @@ from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.probe import free_memory_bytes
 from zero_offload.run_files import RunFiles
-from zero_offload.runtime.grads.ledger import check_closed
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.life import ModelLife
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.ranks.group import RankGroup
@@ -106,9 +105,10 @@ class ModelRuntime:
         units, store, residency = self.units, self.store, self.residency
         self.life = ModelLife(self.errors)
         self.places = ParamPlaces(units)
-        self.grads = GradReducer(units, store, residency, self.collectives, self.device)
-        self.grads.keeper.keeps_small = self._stays_in_memory()
-        grad_bytes = sum(grads.layout.nbytes for grads in self.grads.ledger.sections)
+        self.grads = Gradients(
+            units, store, residency, self.collectives, self.device, stay_in_memory=self._stays_in_memory()
+        )
+        grad_bytes = sum(section.layout.nbytes for section in self.grads.sections)
         room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
         self.step_count = 0
         self.skipped_steps = 0
@@ -137,7 +137,7 @@ class ModelRuntime:
             self.config.overlap,
             self.update_worker,
             self.errors,
-            self.grads.ledger,
+            self.grads,
             self._states,
             self._commits,
         )
@@ -156,9 +156,7 @@ class ModelRuntime:
                 self._updates,
             )
         self.session = Session(units, residency, self.grads, self.activations, room, self.life, self._in_backward)
-        self.access = ParamAccess(
-            self.places, self._states, store, self.grads.ledger, self.session, self.life, residency
-        )
+        self.access = ParamAccess(self.places, self._states, store, self.grads, self.session, self.life, residency)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
@@ -208,7 +206,7 @@ class ModelRuntime:
             self._scaler = scaler
             self.session.settle()
         self.grads.reduce_waiting()
-        return self.grads.ledger.unscale(scaler.get_scale(), overflowed)
+        return self.grads.unscale(scaler.get_scale(), overflowed)
 
     # Parameters beside the offloaded ones
 
@@ -251,8 +249,7 @@ class ModelRuntime:
         self.layout, self.sizes = layout, sizes
         self.units.extend(units)
         self.residency.grow(landing_bytes)
-        self.grads.grow(units)
-        self.grads.keeper.keeps_small = self._stays_in_memory()
+        self.grads.grow(units, stay_in_memory=self._stays_in_memory())
         self.session.grow(units)
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
@@ -332,14 +329,14 @@ class ModelRuntime:
         self.life.check_usable()
         self.check_whole(call)
         self.check_adopted(call)
-        check_closed(self.grads.ledger, call)
+        check_closed(self.grads, call)
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
         """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
         spans = self.store.counters.spans
         opened = spans.open(Lane.STEP, "")
         self.check_step()
-        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.ledger.zeroed})
+        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:
             # Without a backward in between this is a further optimizer's part of the step before.
@@ -358,7 +355,7 @@ class ModelRuntime:
             for tier, nbytes in self._resident_bytes().items():
                 spans.sample(f"resident.{tier}", nbytes)
         passed = self._stats.close_step(self.step_count)
-        if not self.grads.ledger.updated:  # all optimizers have stepped
+        if not self.grads.updated:  # all optimizers have stepped
             self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
         if self.resume_pending:
             self.resume_pending = False
@@ -380,18 +377,18 @@ class ModelRuntime:
 
     def _take(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
         """Update with the gradients that are held; False if there are none."""
-        ledger = self.grads.ledger
-        self.grads.reduce_waiting()
+        grads = self.grads
+        grads.reduce_waiting()
         # An overflow concerns the whole model.
-        taken = None if ledger.overflowed else hypers
-        if not ledger.any_held(taken):
+        taken = None if grads.overflowed else hypers
+        if not grads.any_held(taken):
             return False
-        finite = taken is not None and ledger.norm(taken)[1]
+        finite = taken is not None and grads.norm(taken)[1]
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()
             step = StepInput(hypers, self.residency.step_order(), self.collectives.shard_index, self._states.begun)
-            sections = section_updates(ledger, ledger.sections, step, counts)
+            sections = section_updates(grads, grads.sections, step, counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with failing(self.errors) if finite else nullcontext():
@@ -403,8 +400,8 @@ class ModelRuntime:
                     self._stats.cut()
                 self._updates.launch(hypers, sections)
             else:
-                names = ledger.non_finite(taken)
-                ledger.drop(taken)
+                names = grads.non_finite(taken)
+                grads.drop(taken)
                 self._count_skipped(names, "the step is skipped and the states stay as they are")
         return True
 
@@ -468,7 +465,7 @@ class ModelRuntime:
                 rng = saved.rng_of(self.ranks.rank) if same_ranks else None
                 generation = saved.generation
             self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
-            self.grads.drop()
+            self.grads.abandon()
             self._commits.drop()
             self.life.half_loaded = str(path)
             saved.tell_conversion(self.layout)
@@ -519,7 +516,7 @@ class ModelRuntime:
     def _resident_bytes(self) -> dict[str, int]:
         store = self.store
         return {
-            "device": store.device_bytes + sum(grads.device_bytes for grads in self.grads.ledger.sections),
+            "device": store.device_bytes + sum(section.device_bytes for section in self.grads.sections),
             "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
             "nvme": sum(file.nbytes for file in (store.swap, self.files.scratch) if file is not None),
         }

@@ -22,7 +22,7 @@ from zero_offload.host import host_reserved
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.param_places import ParamPlaces, need_whole
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.runtime.grads.ledger import GradLedger, check_not_updated
+from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.life import ModelLife
 from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.runtime.saved.frames import runs
@@ -40,7 +40,7 @@ class ParamAccess:
         places: ParamPlaces,
         states: OptimizerStates,
         store: ShardStore,
-        grads: GradLedger,
+        grads: Gradients,
         session: Session,
         life: ModelLife,
         residency: Residency,

@@ -22,7 +22,7 @@ from zero_offload.model_runtime import ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.groups import check_groups, group_records, restore_groups
 from zero_offload.optim.optimizer import FusedOptimizer
-from zero_offload.runtime.grads.ledger import check_closed
+from zero_offload.runtime.grads.gradients import check_closed
 from zero_offload.shards.registry import owner_of
 
 
@@ -206,7 +206,7 @@ def _resume(
             f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
             "before the first step; to go back, start again with OffloadConfig(existing='resume')"
         )
-    check_closed(owner.grads.ledger, "zo.resume")
+    check_closed(owner.grads, "zo.resume")
     where = f"the generation of step {found.step}"
     with reading(where):
         check_buffers(model, _buffers(found), where)

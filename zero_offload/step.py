@@ -11,8 +11,8 @@ from zero_offload.abi import Rule
 from zero_offload.kernels.hyper import Hyper
 from zero_offload.kernels.words import STATES, Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
-from zero_offload.runtime.grads.ledger import GradLedger
-from zero_offload.runtime.grads.sections import SectionGrads
+from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.grads.section import GradSection
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class StepInput:
 
 
 def section_updates(
-    grads: GradLedger, sections: Iterable[SectionGrads], step: StepInput, param_steps: dict[str, int]
+    grads: Gradients, sections: Iterable[GradSection], step: StepInput, param_steps: dict[str, int]
 ) -> list[SectionUpdate]:
     """Which of `sections` to update, in the order of `step`; counts the step of each parameter in `param_steps`.
 
@@ -42,7 +42,7 @@ def section_updates(
             name=section.unit.name,
             position=section.unit.sections.index(section.section),
             shard=section.section.shard,
-            grads=section.shard,
+            grads=section.store,
             origin=step.shard_index * section.layout.shard_numel,
             segments={rule: segment_array(of_rule) for rule, of_rule in segments.items()},
             complete=sum(map(len, segments.values())) == len(section.layout.params),
@@ -53,8 +53,8 @@ def section_updates(
 
 
 def _segments(
-    grads: GradLedger,
-    section: SectionGrads,
+    grads: Gradients,
+    section: GradSection,
     step: StepInput,
     param_steps: dict[str, int],
 ) -> dict[Rule, list[Segment]]:

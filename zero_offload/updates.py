@@ -21,7 +21,7 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.optimizer_states import OptimizerStates
 from zero_offload.probe import kernel_threads
-from zero_offload.runtime.grads.ledger import GradLedger
+from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Unit, is_viewed
 from zero_offload.shards.store import ShardStore
@@ -43,7 +43,7 @@ class Updates:
         overlap: str,
         worker: Worker,
         errors: FirstError,
-        ledger: GradLedger,
+        grads: Gradients,
         states: OptimizerStates,
         commits: Commits,
     ) -> None:
@@ -54,7 +54,7 @@ class Updates:
         self._overlap = overlap
         self._worker = worker
         self._errors = errors
-        self._ledger = ledger
+        self._grads = grads
         self.states = states
         self.commits = commits
         self._pipeline = UpdatePipeline(store)
@@ -105,7 +105,7 @@ class Updates:
         # A backward through weights that are about to change must fail as it does in plain torch.
         placed = (each for unit in units for each in self._units[unit].placed_params)
         torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
-        self._ledger.forget(params)
+        self._grads.forget(params)
         # Between here and the next record nothing says which step the states are of.
         self.commits.drop()
         self._run(sections, updates)

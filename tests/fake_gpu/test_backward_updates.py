@@ -16,7 +16,7 @@ from tests.helpers.reference import Recipe, read_masters, train_plain
 from tests.parity.test_backward_updates import offloaded, spy_on_launches, train
 from zero_offload.api import runtime_of
 from zero_offload.plan.memory import GRAD_RING_UNITS
-from zero_offload.shards.device_grad_shard import DeviceGradShard
+from zero_offload.shards.device_grads import DeviceGrads
 from zero_offload.shards.shard import Component
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -58,13 +58,13 @@ def test_sums_on_a_device_are_read_unit_by_unit(monkeypatch: pytest.MonkeyPatch)
     """Behind backward's own launches: gradients of one unit more are there by then."""
     model, optimizer = offloaded(make, grads="device")
     held: list[int] = []
-    lend = DeviceGradShard.lend
+    lend = DeviceGrads.lend
 
-    def spy(self: DeviceGradShard, made: Any) -> None:
-        held.append(sum(grads.shard.device_bytes > 0 for grads in runtime_of(model).grads.ledger.sections))
+    def spy(self: DeviceGrads, made: Any) -> None:
+        held.append(sum(grads.store.device_bytes > 0 for grads in runtime_of(model).grads.sections))
         lend(self, made)
 
-    monkeypatch.setattr(DeviceGradShard, "lend", spy)
+    monkeypatch.setattr(DeviceGrads, "lend", spy)
     model(tokens_of(0)).backward()
     optimizer.step()
     assert 2 <= max(held) <= GRAD_RING_UNITS

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,7 +9,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
 from zero_offload.device import AcceleratorDevice, Handoff
 from zero_offload.memory.arena import Arena
-from zero_offload.runtime.grads.downloads import Gathered, GradDownloads
+from zero_offload.shards.grad_downloads import GradDownloads
 from zero_offload.types import KIB
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -24,48 +21,28 @@ class Landing:
     def __init__(self, *room: int) -> None:
         self.device = AcceleratorDevice(TYPE)
         self.arena = Arena(0, pinner=self.device)
-        self.downloads = GradDownloads(self.device, self.arena, room, self.land)
+        self.downloads = GradDownloads(self.device, self.arena, room)
         self.found: list[tuple[int, list[float]]] = []
 
-    def land(self, grads: Any, shard: Any, gathered: Gathered, flat: torch.Tensor) -> None:
-        assert shard is grads.shard
-        self.found.append((grads.number, flat.tolist()))
+    def stage(self, section: int, flat: torch.Tensor) -> None:
+        def land(staged: torch.Tensor) -> None:
+            self.found.append((section, staged.tolist()))
 
-    def stage(self, grads: Any, flat: torch.Tensor) -> None:
         self.downloads.make_room(flat.nbytes)
-        self.downloads.stage(grads, grads.shard, gathered(flat), self.device.mark())
+        self.downloads.stage(section, flat, self.device.mark(), land)
 
-
-class Shard:
-    """One with an array in the host's memory."""
-
-    def __init__(self, arena: Arena, numel: int) -> None:
-        self.array = arena.array(torch.bfloat16, numel)
-        self.last: Handoff | None = None
-
-    def open(self) -> torch.Tensor:
-        return self.array
-
-    def arrives(self, handoff: Handoff) -> None:
-        self.last = handoff
-
-
-def section(number: int) -> Any:
-    return SimpleNamespace(number=number, shard=object())
+    def place(self, target: torch.Tensor, flat: torch.Tensor) -> Handoff:
+        return self.downloads.place(target, flat, self.device.mark())
 
 
 def values(numel: int, dtype: torch.dtype = torch.bfloat16, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + numel).remainder(100).to(dtype).to(TYPE)
 
 
-def gathered(flat: torch.Tensor, begin: int = 0) -> Gathered:
-    return Gathered(flat, begin, {0: slice(0, flat.numel())}, frozenset())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_section_takes_no_more_staging_than_its_gradients(dtype: torch.dtype) -> None:
     landing, nbytes = Landing(8192), 8192
-    landing.stage(section(0), values(nbytes // dtype.itemsize, dtype))
+    landing.stage(0, values(nbytes // dtype.itemsize, dtype))
     assert landing.found == [] and landing.arena.allocated_bytes == nbytes
     landing.downloads.drain()
     assert landing.found == [(0, values(nbytes // dtype.itemsize, dtype).tolist())]
@@ -76,7 +53,7 @@ def test_the_oldest_section_makes_room_for_the_next() -> None:
     sizes = [4096 * (index + 1) for index in range(5)]
     landing = Landing(*sizes)
     for index in reversed(range(5)):
-        landing.stage(section(index), values(sizes[index] // 2))
+        landing.stage(index, values(sizes[index] // 2))
         assert [number for number, _ in landing.found] == ([4] if index < 2 else [])
     landing.downloads.drain()
     assert [number for number, _ in landing.found] == [4, 3, 2, 1, 0]
@@ -85,9 +62,9 @@ def test_the_oldest_section_makes_room_for_the_next() -> None:
 def test_what_no_plan_knows_of_has_room_when_it_comes() -> None:
     """A gradient that is wider than its parameter."""
     landing = Landing(4096, 8192)
-    landing.stage(section(0), values(10))
-    landing.stage(section(1), values(20_000, torch.float32))
-    landing.stage(section(0), values(10, first=5))
+    landing.stage(0, values(10))
+    landing.stage(1, values(20_000, torch.float32))
+    landing.stage(0, values(10, first=5))
     landing.downloads.drain()
     assert [number for number, _ in landing.found] == [0, 1, 0]
     assert landing.found[1][1] == values(20_000, torch.float32).tolist()
@@ -95,36 +72,36 @@ def test_what_no_plan_knows_of_has_room_when_it_comes() -> None:
 
 
 def test_what_is_wanted_lands_with_all_that_was_before_it() -> None:
-    landing, sections = Landing(*[4096] * 3), [section(index) for index in range(3)]
-    for each in sections:
-        landing.stage(each, values(16))
-    landing.downloads.land(sections[1])
+    landing = Landing(*[4096] * 3)
+    for section in range(3):
+        landing.stage(section, values(16))
+    landing.downloads.land(1)
     assert [number for number, _ in landing.found] == [0, 1]
 
 
 def test_gradients_come_to_their_places_in_one_array() -> None:
     landing = Landing()
-    shard = Shard(landing.arena, 1000)
+    array = landing.arena.array(torch.bfloat16, 1000)
     for begin in (0, 512):
         landing.downloads.make_room(600)
-        landing.downloads.place(shard, gathered(values(300, first=begin), begin), landing.device.mark())  # type: ignore[arg-type]
-    assert shard.array.isnan()[:300].all() and shard.last is not None
-    shard.last.take_on_host()
+        last = landing.place(array[begin : begin + 300], values(300, first=begin))
+    assert array.isnan()[:300].all()
+    last.take_on_host()
     for begin in (0, 512):
-        assert torch.equal(shard.array[begin : begin + 300], values(300, first=begin).cpu()), "the last comes last"
+        assert torch.equal(array[begin : begin + 300], values(300, first=begin).cpu()), "the last comes last"
 
 
 @pytest.mark.parametrize(("most", "at_once"), [(4096, 1), (8192, 2), (10_000, 2)])
 def test_compute_waits_for_the_oldest_and_the_host_for_nothing(most: int, at_once: int) -> None:
     """However far the host is ahead, the device keeps what a lane reads of as much as most sections have."""
     landing = Landing(4096, most, most, 1 << 20)
-    shard = Shard(landing.arena, 2048)
+    array = landing.arena.array(torch.bfloat16, 2048)
     for number in range(20):
         flat = values(2048)
         with device.counting() as counts:
             landing.downloads.make_room(4096)
         assert counts["stream_waits"] == (number >= at_once) and counts["event_syncs"] == 0
-        landing.downloads.place(shard, gathered(flat), landing.device.mark())  # type: ignore[arg-type]
+        landing.place(array, flat)
     with device.counting() as counts:
         landing.downloads.make_room(2 * most)
     assert counts["stream_waits"] == at_once and counts["event_syncs"] == 0, "what is larger comes alone"
@@ -132,12 +109,12 @@ def test_compute_waits_for_the_oldest_and_the_host_for_nothing(most: int, at_onc
 
 def test_after_a_drop_nothing_is_under_way() -> None:
     landing = Landing(*[4096] * 3)
-    shard = Shard(landing.arena, 16)
+    array = landing.arena.array(torch.bfloat16, 16)
     for _ in range(2):
-        landing.stage(section(0), values(16))
-        landing.downloads.place(shard, gathered(values(16)), landing.device.mark())  # type: ignore[arg-type]
+        landing.stage(0, values(16))
+        landing.place(array, values(16))
     landing.downloads.drop()
     assert landing.found == [] and device.num_queued() == 0
-    landing.stage(section(1), values(6144))  # all of the staging
+    landing.stage(1, values(6144))  # all of the staging
     landing.downloads.drain()
     assert [number for number, _ in landing.found] == [1]

@@ -23,8 +23,8 @@ from tests.helpers.reference import param_groups, read_masters
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_offloaded, run_plain
 from tests.parity.test_partial_steps import CLIPPING, NUM_STEPS, OPTIMIZERS, adamw, backward, freezing, make
 from zero_offload.api import runtime_of
-from zero_offload.runtime.grads.device_keeper import DeviceGradKeeper
-from zero_offload.shards.device_grad_shard import DeviceGradShard
+from zero_offload.shards.device_grads import DeviceGrads
+from zero_offload.shards.device_sums import ComingSum, DeviceSums
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -142,14 +142,14 @@ def test_all_sums_are_read_at_once_and_only_when_asked_for(overlap: str, monkeyp
     optimizer = adamw(model.parameters())
     reads: list[int] = []
 
-    read_before = DeviceGradKeeper.read_sums
+    read_before = DeviceSums.read
 
-    def read_sums(self: DeviceGradKeeper, sections: Any) -> None:
-        coming = sum(len(grads.coming) for grads in sections)
+    def read(self: DeviceSums, sums: Any, unit: str) -> None:
+        coming = sum(isinstance(each, ComingSum) for of in sums for each in of.values())
         reads.extend([coming] if coming else [])
-        read_before(self, sections)
+        read_before(self, sums, unit)
 
-    monkeypatch.setattr(DeviceGradKeeper, "read_sums", read_sums)
+    monkeypatch.setattr(DeviceSums, "read", read)
     num_params = len(list(model.parameters()))
     for _ in range(2):  # the first ones learn the order of units, and upload constants
         model(tokens_of(0)).backward()
@@ -178,12 +178,12 @@ def test_gradients_leave_the_device_with_the_update_only() -> None:
     model = zo.offload(build(TinyLM), zo.OffloadConfig(grads="device"))
     optimizer = adamw(model.parameters())
     nbytes = sum(2 * param.numel() for param in model.parameters())
-    sent = sum(2 * grads.layout.params[-1].end for grads in runtime_of(model).grads.ledger.sections)
+    sent = sum(2 * grads.layout.params[-1].end for grads in runtime_of(model).grads.sections)
     for step in range(2):
         loss = model(tokens_of(step))
         with device.counting() as counts:
             loss.backward()
-        assert counts["downloads"] == len(runtime_of(model).grads.ledger.sections), "the sums"
+        assert counts["downloads"] == len(runtime_of(model).grads.sections), "the sums"
         zo.clip_grad_norm_(model, 0.1)
         assert zo.stats(model).resident_bytes["device"] == nbytes
         with device.counting() as counts:
@@ -201,13 +201,13 @@ def test_gradients_leave_the_device_with_the_update_only() -> None:
 def test_what_is_dropped_beside_an_update_is_not_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An optimizer of some parameters steps; those of the others in the section go while its update has not begun."""
     go = threading.Event()
-    opens = DeviceGradShard.open_chunks
+    opens = DeviceGrads.chunks
 
-    def open_chunks(self: DeviceGradShard, rows: range, staging: int) -> Any:
+    def chunks(self: DeviceGrads, rows: range, staging: int) -> Any:
         assert go.wait(20)
         return opens(self, rows, staging)
 
-    monkeypatch.setattr(DeviceGradShard, "open_chunks", open_chunks)
+    monkeypatch.setattr(DeviceGrads, "chunks", chunks)
     model, plain = zo.offload(build(make), ON_DEVICE), build(make)
     for each in (model, plain):
         optimizer = adamw([each.blocks[0].up.weight])

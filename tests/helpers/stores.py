@@ -9,10 +9,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_offload.memory.arena import Arena
+from zero_offload.device import AcceleratorDevice, HostDevice
+from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
+from zero_offload.shards.device_sums import DeviceSums
+from zero_offload.shards.drive_grads import DriveGrads
+from zero_offload.shards.grad_downloads import GradDownloads
+from zero_offload.shards.grad_memory import AttachBuffer, DevicePath, DriveRoom, GradMemory
+from zero_offload.shards.host_grads import HostGrads
 from zero_offload.shards.shard import ADAM_STATES, Component, Shard, component_dtype
 from zero_offload.shards.store import ShardStore
 from zero_offload.storage.directory import RunDirectory
@@ -47,6 +53,31 @@ def open_store(
             store.places.place_memory(shard, {})
             store.add_states(shard, ADAM_STATES)
         yield store
+
+
+def attach(buffer: MovableBuffer) -> None:
+    """Pages of an arena that has some."""
+    assert buffer.attach()
+
+
+def grad_memory(
+    store: ShardStore, attach: AttachBuffer = attach, device: AcceleratorDevice | None = None, shard_index: int = 0
+) -> GradMemory:
+    """What gradient stores share, where a CPU computes, or a `device`."""
+    path = None
+    if device is not None:
+        path = DevicePath(GradDownloads(device, store.arena, ()), DeviceSums(device, store.arena, store.counters))
+    room = DriveRoom(store.counters)
+    return GradMemory(store, device or HostDevice(), attach, shard_index, room, path)
+
+
+def grads_of(store: ShardStore, attach: AttachBuffer = attach) -> HostGrads:
+    """Where gradients of the store's first shard rest, on the host's tier that it was placed on."""
+    shard, memory = store.shards[0], grad_memory(store, attach)
+    tier = shard.placement.grads
+    if tier is Tier.NVME:
+        return DriveGrads(memory, shard.layout, "unit", sums_up=True)
+    return HostGrads(memory, shard.layout, tier, "unit", sums_up=True)
 
 
 def fill(store: ShardStore, shard: Shard, seed: int) -> dict[Component, torch.Tensor]:

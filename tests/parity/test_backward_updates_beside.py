@@ -20,7 +20,7 @@ from tests.helpers.reference import Recipe, read_masters, train_plain
 from tests.parity.test_backward_updates import offloaded, train
 from zero_offload.api import runtime_of
 from zero_offload.optim.pipeline import UpdatePipeline
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.shards.grad_ring import LAUNCHED_MAX
 from zero_offload.shards.snapshot import Snapshots
 from zero_offload.shards.unit_update import UnitUpdate
@@ -42,7 +42,7 @@ def test_random_delays_change_nothing(tier: str, nvme: Path, monkeypatch: pytest
 
     recipe = Recipe(WIDE_LM, num_steps=4, micro_batches=2)
     expected = train_plain(recipe)
-    for owner, name in ((UpdatePipeline, "_compute"), (UpdatePipeline, "run"), (GradReducer, "arrive")):
+    for owner, name in ((UpdatePipeline, "_compute"), (UpdatePipeline, "run"), (Gradients, "arrive")):
         monkeypatch.setattr(owner, name, delayed(getattr(owner, name)))
     memory = "10MiB" if tier == "nvme" else None
     config = zo.OffloadConfig(

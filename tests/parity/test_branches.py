@@ -151,7 +151,7 @@ def train(rank: int, world_size: int, case: Case) -> Outcome:
                 out.losses.append(loss.item())
             if case.max_norm is not None:
                 owner.grads.reduce_waiting()
-                out.norms.append(owner.grads.ledger.norm(None)[0])
+                out.norms.append(owner.grads.norm(None)[0])
                 zo.clip_grad_norm_(model, case.max_norm)
             optimizer.step()
             optimizer.zero_grad()

@@ -20,9 +20,8 @@ from zero_offload.api import runtime_of
 from zero_offload.memory.pages import FRAME
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads import keeper
-from zero_offload.shards.grad_pages import STREAM_CHUNKS, GradPages
-from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards import host_grads
+from zero_offload.shards.drive_grads import STREAM_CHUNKS, DriveGrads
 
 MIXED = {"cpu": 0.5, "nvme": 0.5}
 
@@ -103,10 +102,10 @@ def test_a_large_gradient_is_written_chunk_by_chunk(
 ) -> None:
     """No memory is taken for a copy of it, late as the writes are, unless a second one is added to it."""
     make_writes_late(monkeypatch)
-    monkeypatch.setattr(keeper, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(host_grads, "LARGE_BYTES", 1 << 20)
     streamed = []
-    stream = GradPages.stream
-    monkeypatch.setattr(GradPages, "stream", lambda pages, grad: (streamed.append(grad.numel()), stream(pages, grad)))
+    stream = DriveGrads.stream
+    monkeypatch.setattr(DriveGrads, "stream", lambda pages, grad: (streamed.append(grad.numel()), stream(pages, grad)))
     found = []
     for settings in ({}, {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "nvme": nvme}):
         model = build(LargeLM)
@@ -141,18 +140,18 @@ def test_a_unit_is_waited_for_when_its_pages_are_wanted(nvme: Path, monkeypatch:
     zo.offload(model, config)
     optimizer = zo.AdamW(model.parameters(), lr=1e-2)
     events: list[str] = []
-    leave, settle = GradShard.leave, GradShard.settle
+    leave, settle = DriveGrads.leave, DriveGrads.settle
 
-    def told_leave(shard: GradShard) -> None:
+    def told_leave(shard: DriveGrads) -> None:
         events.append(f"write {shard.layout.unit}")
         leave(shard)
 
-    def told_settle(shard: GradShard) -> None:
+    def told_settle(shard: DriveGrads) -> None:
         events.append(f"wait {shard.layout.unit}")
         settle(shard)
 
-    monkeypatch.setattr(GradShard, "leave", told_leave)
-    monkeypatch.setattr(GradShard, "settle", told_settle)
+    monkeypatch.setattr(DriveGrads, "leave", told_leave)
+    monkeypatch.setattr(DriveGrads, "settle", told_settle)
     for step in range(2):
         model(tokens_of(step)).backward()
         optimizer.step()

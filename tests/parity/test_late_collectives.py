@@ -13,7 +13,7 @@ import torch
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.runtime.grads import reductions
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks import collectives
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import HostLane, NativeLane
@@ -132,7 +132,7 @@ def count_ahead(rank: int, world_size: int, case: Case) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives.Collectives, "_watched", watched)
         patch.setattr(Residency, "acquire", counting(Residency.acquire))
-        patch.setattr(GradReducer, "arrive", counting(GradReducer.arrive))
+        patch.setattr(Gradients, "arrive", counting(Gradients.arrive))
         patch.setattr(reductions, "BUCKET_BYTES", 0)
         ranks.train(rank, world_size, case)
     return counts[GATHER], counts[REDUCE]

@@ -16,7 +16,8 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_both, run_offloaded, run_plain
-from zero_offload.runtime.grads import keeper, reductions
+from zero_offload.runtime.grads import reductions
+from zero_offload.shards import host_grads
 
 Rows = Callable[[int], Tensor]
 NUM_STEPS = 4
@@ -190,7 +191,7 @@ def test_bf16_gradients_are_clipped_as_torch_clips_them(nvme: Path) -> None:
 
 @pytest.mark.parametrize("script", [by_value, value_then_backward, norm_then_value])
 def test_gradients_kept_where_autograd_made_them(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "LARGE_BYTES", 0)
+    monkeypatch.setattr(host_grads, "LARGE_BYTES", 0)
     check(run_offloaded(script, make, zo.OffloadConfig(precision="fp32")), run_plain(script, make))
 
 
@@ -337,7 +338,7 @@ def count_open_sections(rank: int, world_size: int) -> int:
 
     def look(_: Any) -> None:
         nonlocal most
-        most = max(most, sum(grads.partial is not None for grads in owner.grads.ledger.sections))
+        most = max(most, sum(grads.partial is not None for grads in owner.grads.sections))
 
     for param in model.parameters():
         if param.requires_grad:

@@ -20,8 +20,8 @@ from tests.helpers.offloaded_player import Offloaded, play_on_ranks
 from tests.helpers.plain_player import Plain, play_plain
 from tests.helpers.ranks import UNEVEN, RankPool, RankPools
 from tests.helpers.schedules import NUM_BLOCKS, PARTS, Operation, Pass, Script
-from zero_offload.runtime.grads import keeper
-from zero_offload.runtime.grads.keeper import LARGE_BYTES
+from zero_offload.shards import host_grads
+from zero_offload.shards.host_grads import LARGE_BYTES
 from zero_offload.types import STAGES
 
 FEW, MANY = 60, 3000
@@ -134,7 +134,7 @@ def check_same(script: Script, found: list[Any], expected: list[Any]) -> None:
 
 
 def check(script: Script, choices: dict[str, Any], dim: int, large_bytes: int) -> None:
-    before, keeper.LARGE_BYTES = keeper.LARGE_BYTES, large_bytes
+    before, host_grads.LARGE_BYTES = host_grads.LARGE_BYTES, large_bytes
     with tempfile.TemporaryDirectory() as folder:
         config = zo.OffloadConfig(nvme=Path(folder, "nvme"), **choices)
         offloaded = Offloaded(dim, config, Path(folder))
@@ -142,7 +142,7 @@ def check(script: Script, choices: dict[str, Any], dim: int, large_bytes: int) -
             script = [*script, ("read_states",), *(("read", "master", part) for part in PARTS)]
             check_same(script, offloaded.play(script), Plain(dim, config).play(script))
         finally:
-            keeper.LARGE_BYTES = before
+            host_grads.LARGE_BYTES = before
             offloaded.close()
 
 

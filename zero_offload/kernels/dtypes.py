@@ -7,16 +7,17 @@ import torch
 from zero_offload.abi import Kind
 from zero_offload.errors import ConfigError
 
-_KINDS = {torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16, torch.float16: Kind.FP16}
-FLOATS = tuple(_KINDS)
 
-
-def kind_of(dtype: torch.dtype) -> Kind:
-    """The kernel kind of a dtype. Raises ConfigError for any but float32, bfloat16 and float16."""
-    kind = _KINDS.get(dtype)
-    if kind is None:
+class _Kinds(dict[torch.dtype, Kind]):
+    def __missing__(self, dtype: torch.dtype) -> Kind:
         raise ConfigError(f"the kernels take torch.float32, torch.bfloat16 and torch.float16, not {dtype}")
-    return kind
+
+
+_KINDS = _Kinds({torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16, torch.float16: Kind.FP16})
+FLOATS = tuple(_KINDS)
+kind_of = _KINDS.__getitem__
+"""The kernel kind of a dtype. Raises ConfigError for any but float32, bfloat16 and float16. Twice for each gradient, so
+it is a look-up and no function."""
 
 
 def address_of(tensor: torch.Tensor, *dtypes: torch.dtype) -> int:

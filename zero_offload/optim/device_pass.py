@@ -24,7 +24,7 @@ from zero_offload.memory.pool import LazyRegion
 from zero_offload.optim.pipeline import SectionUpdate, cut_segments
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL
 from zero_offload.plan.memory import DEVICE_CHUNKS_IN_FLIGHT
-from zero_offload.shards.grad_shard import GradPiece
+from zero_offload.shards.grad_store import GradPiece
 from zero_offload.shards.shard import Component, is_packed
 from zero_offload.shards.store import ShardStore
 from zero_offload.shards.unit_update import UnitUpdate
@@ -93,7 +93,7 @@ class DevicePass:
         if section.grads.on_disk:
             self._await_uploads(0)
             region = self._from_disk.region
-            (source,), reads = section.grads.open_chunks(rows, region.address)
+            (source,), reads = section.grads.chunks(rows, region.address)
             for read in reads:
                 read.wait()
             grad = region.tensor(section.grads.dtype, source.end - source.begin)

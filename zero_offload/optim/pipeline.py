@@ -22,7 +22,7 @@ from zero_offload.kernels.words import STATES, SegmentArray
 from zero_offload.memory.arena import Region
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
-from zero_offload.shards.grad_shard import Arrival, GradShard, GradSource
+from zero_offload.shards.grad_store import Arrival, GradSource, GradStore
 from zero_offload.shards.shard import Component, Shard, is_packed
 from zero_offload.shards.store import OpenChunks, ShardStore
 from zero_offload.shards.unit_update import UnitUpdate
@@ -40,7 +40,7 @@ class SectionUpdate:
     position: int
     """Which of the unit's sections: index into a delivery's addresses."""
     shard: Shard
-    grads: GradShard
+    grads: GradStore
     segments: Mapping[Rule, SegmentArray]
     origin: int
     """The index in its section of the shard's first element."""
@@ -137,7 +137,7 @@ class UpdatePipeline:
             task.staging = self._lease()
         staging = task.staging.address if task.staging is not None else 0
         task.chunks = self._store.open_chunks(shard, task.rows, staging)
-        task.grads, task.grad_reads = grads.open_chunks(task.rows, staging + state_bytes)
+        task.grads, task.grad_reads = grads.chunks(task.rows, staging + state_bytes)
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
         """Update what was read and launch its writes."""
@@ -197,7 +197,7 @@ class UpdatePipeline:
             self._free.append(task.staging)
 
 
-def _are_elsewhere(grads: GradShard) -> bool:
+def _are_elsewhere(grads: GradStore) -> bool:
     """Gradients that are not in the host's memory."""
     return grads.on_disk or grads.on_device
 

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from zero_offload.errors import ZeroOffloadError
 from zero_offload.memory.heap import HeapRoom, HeapTrimmer
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.life import ModelLife, in_backward
 from zero_offload.runtime.residency import Residency
@@ -72,7 +72,7 @@ class Session:
         self,
         units: Sequence[Unit],
         residency: Residency,
-        grads: GradReducer,
+        grads: Gradients,
         activations: TensorStore | None,
         room: HeapRoom | None,
         life: ModelLife,
@@ -323,7 +323,7 @@ class Session:
                 unit.forward_uses = 0
             unit.backward_uses = unit.num_uses = 0
             unit.close()
-        dropped = broken and self._grads.drop()
+        dropped = broken and self._grads.abandon()
         if self._updates is not None:
             self._updates.abandon()
         if dropped:

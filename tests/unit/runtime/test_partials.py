@@ -14,7 +14,7 @@ from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.grads import partials as module
 from zero_offload.runtime.grads.partials import HostPartials
-from zero_offload.runtime.grads.sections import SectionGrads
+from zero_offload.runtime.grads.section import GradSection
 
 
 def attach(buffer: MovableBuffer) -> None:
@@ -28,7 +28,7 @@ def partials(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture
-def grads() -> SectionGrads:
+def grads() -> GradSection:
     """Of three parameters that do not fill their places."""
     model = nn.Bilinear(30, 31, 301)
     model.register_parameter("other", nn.Parameter(torch.ones(77)))
@@ -39,26 +39,27 @@ def grads() -> SectionGrads:
     class FakeSection:
         layout = section
 
-    return SectionGrads(unit=cast(Any, None), section=cast(Any, FakeSection()), shard=cast(Any, None))
+    nothing = cast(Any, None)
+    return GradSection(unit=nothing, section=cast(Any, FakeSection()), store=nothing, local=None, entry=nothing)
 
 
-def part(grads: SectionGrads, index: int) -> torch.Tensor:
+def part(grads: GradSection, index: int) -> torch.Tensor:
     piece = grads.layout.params[index]
     assert grads.partial is not None
     return grads.partial[piece.begin : piece.end]
 
 
-def put(partials: HostPartials, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+def put(partials: HostPartials, grads: GradSection, index: int, grad: torch.Tensor) -> None:
     partials.put(grads, index, grad)
     grads.arrived.add(index)
 
 
-def random_grad(grads: SectionGrads, index: int, seed: int) -> torch.Tensor:
+def random_grad(grads: GradSection, index: int, seed: int) -> torch.Tensor:
     spec = grads.layout.params[index].spec
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_gradients_keep_their_dtype_and_the_rest_is_zero(partials: HostPartials, grads: SectionGrads) -> None:
+def test_gradients_keep_their_dtype_and_the_rest_is_zero(partials: HostPartials, grads: GradSection) -> None:
     partials.open(grads)
     partials.here(grads).fill_(float("nan"))
     values = {index: random_grad(grads, index, index) for index in (2, 0)}
@@ -73,7 +74,7 @@ def test_gradients_keep_their_dtype_and_the_rest_is_zero(partials: HostPartials,
     assert grads.partial is None
 
 
-def test_a_second_gradient_in_one_backward_is_added_in_fp32(partials: HostPartials, grads: SectionGrads) -> None:
+def test_a_second_gradient_in_one_backward_is_added_in_fp32(partials: HostPartials, grads: GradSection) -> None:
     partials.open(grads)
     first, second, other = random_grad(grads, 0, 1), random_grad(grads, 0, 2) * 1e-3, random_grad(grads, 1, 3)
     put(partials, grads, 1, other)
@@ -83,7 +84,7 @@ def test_a_second_gradient_in_one_backward_is_added_in_fp32(partials: HostPartia
     assert torch.equal(part(grads, 1), other.view(-1).float())
 
 
-def test_a_wider_gradient_is_not_rounded(partials: HostPartials, grads: SectionGrads) -> None:
+def test_a_wider_gradient_is_not_rounded(partials: HostPartials, grads: GradSection) -> None:
     partials.open(grads)
     narrow, wide = random_grad(grads, 0, 1), torch.randn(grads.layout.params[1].spec.shape)
     put(partials, grads, 0, narrow)
@@ -91,7 +92,7 @@ def test_a_wider_gradient_is_not_rounded(partials: HostPartials, grads: SectionG
     assert torch.equal(part(grads, 0), narrow.view(-1).float()) and torch.equal(part(grads, 1), wide.view(-1))
 
 
-def test_with_nothing_arrived_all_is_zero(partials: HostPartials, grads: SectionGrads) -> None:
+def test_with_nothing_arrived_all_is_zero(partials: HostPartials, grads: GradSection) -> None:
     partials.open(grads)
     partials.here(grads).fill_(float("nan"))
     partials.fill(grads)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.stores import open_store
-from zero_offload.memory.arena import Arena, MovableBuffer
+from tests.helpers.stores import grads_of, open_store
+from zero_offload.memory.arena import Arena
 from zero_offload.shards.grad_ring import LAUNCHED_MAX, GradRing
-from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards.host_grads import HostGrads
 from zero_offload.shards.unit_update import UnitUpdate
 from zero_offload.telemetry.events import Counters
 from zero_offload.threads import FirstError
@@ -91,32 +91,28 @@ def test_no_more_updates_than_the_ring_has_room_for() -> None:
 
 
 @pytest.fixture(params=[Tier.CPU, Tier.NVME])
-def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[GradShard]:
+def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[HostGrads]:
     """Of a store with a ring."""
-
-    def attach(buffer: MovableBuffer) -> None:
-        assert buffer.attach()
-
     with open_store(nn.Linear(64, 64), ("cpu", request.param, "cpu"), nvme, dtype=torch.bfloat16) as store:
         layout = store.shards[0].layout
         ring = store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel)
         ring.open()
-        made = GradShard(store, layout, request.param, attach)
+        made = grads_of(store)
         RINGS[made] = ring
         yield made
 
 
-RINGS: weakref.WeakKeyDictionary[GradShard, GradRing] = weakref.WeakKeyDictionary()
+RINGS: weakref.WeakKeyDictionary[HostGrads, GradRing] = weakref.WeakKeyDictionary()
 
 
-def leased(shard: GradShard) -> bool:
+def leased(shard: HostGrads) -> bool:
     whole = RINGS[shard].lease(4 * shard.layout.shard_numel)
     if whole is not None:
         RINGS[shard].release(whole)
     return whole is None
 
 
-def test_a_shard_leases_whatever_its_tier(shard: GradShard) -> None:
+def test_a_shard_leases_whatever_its_tier(shard: HostGrads) -> None:
     shard.open().fill_(1)
     assert leased(shard) and not shard.on_disk
     shard.held = True
@@ -127,7 +123,7 @@ def test_a_shard_leases_whatever_its_tier(shard: GradShard) -> None:
     assert not leased(shard)
 
 
-def test_what_is_held_moves_to_memory_of_its_own(shard: GradShard) -> None:
+def test_what_is_held_moves_to_memory_of_its_own(shard: HostGrads) -> None:
     shard.open().fill_(3)
     shard.held = True
     shard.leave_ring()
@@ -137,7 +133,7 @@ def test_what_is_held_moves_to_memory_of_its_own(shard: GradShard) -> None:
     shard.close()
 
 
-def test_widening_leases_anew(shard: GradShard) -> None:
+def test_widening_leases_anew(shard: HostGrads) -> None:
     shard.open().fill_(5)
     shard.held = True
     shard.widen()
@@ -145,7 +141,7 @@ def test_widening_leases_anew(shard: GradShard) -> None:
     shard.close()
 
 
-def test_what_is_held_elsewhere_is_added_to_there(shard: GradShard) -> None:
+def test_what_is_held_elsewhere_is_added_to_there(shard: HostGrads) -> None:
     ring = RINGS[shard]
     ring.close()
     shard.open().fill_(7)

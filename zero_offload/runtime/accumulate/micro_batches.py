@@ -26,7 +26,7 @@ from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
-from zero_offload.runtime.grads.reducer import GradReducer
+from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
@@ -44,7 +44,7 @@ class Pieces:
     owner: Owner
     session: Session
     residency: Residency
-    grads: GradReducer
+    grads: Gradients
     activations: Activations | None
     device: Device
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from zero_offload.device import Device
+from zero_offload.shards.device_sums import neighbours
+from zero_offload.shards.grad_memory import DevicePath
+from zero_offload.shards.grad_store import Gathered, GradStore
 
 
 class Fresh(NamedTuple):
@@ -20,6 +24,73 @@ class Fresh(NamedTuple):
     """True if it adds to what the step holds."""
     is_sum: bool = False
     """True if it is a sum in fp32, in memory of its own."""
+
+
+class FreshGrads:
+    """The way of one section's gradients from a GPU's backward to their store, which takes them together.
+
+    A parameter that gets a second gradient before its section leaves has their sum, in fp32.
+    """
+
+    def __init__(self, store: GradStore, device: Device, path: DevicePath) -> None:
+        self._store = store
+        self._device = device
+        self._path = path
+        self._fresh: dict[int, Fresh] = {}
+
+    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
+        stream, before = self._device.stream(), self._fresh.get(index)
+        if before is not None and before.adds:
+            self._leave()  # what is held gets one after the other
+            before = None
+        if before is None:
+            self._fresh[index] = Fresh(grad, stream, adds)
+            return
+        use(self._device, [before])
+        wide = before.grad.to(torch.float32, copy=not before.is_sum).add_(grad)
+        self._fresh[index] = Fresh(wide, stream, is_sum=True)
+
+    def flush(self) -> None:
+        """The section is complete: what has arrived goes to rest."""
+        self._leave()
+        self._path.downloads.advance()
+
+    def land(self) -> None:
+        """Return when all that has arrived is where it rests."""
+        self._leave()
+        self._path.downloads.land(self._store.layout.index)
+
+    def cancel(self) -> None:
+        """What has arrived is not wanted."""
+        self._fresh.clear()
+
+    def _leave(self) -> None:
+        fresh, self._fresh = self._fresh, {}
+        for indices in neighbours(fresh):
+            self._store.add_shard(self._gathered({index: fresh.pop(index) for index in indices}))
+
+    def _gathered(self, fresh: Mapping[int, Fresh]) -> Gathered:
+        """Gradients of neighbours, in the widest of their dtypes and the section's."""
+        use(self._device, fresh.values())
+        store, layout = self._store, self._store.layout
+        dtypes = (store.dtype if store.on_device else layout.dtype, *(each.grad.dtype for each in fresh.values()))
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        pieces = {index: layout.params[index] for index in fresh}
+        origin = next(iter(pieces.values())).begin
+        parts = {index: slice(piece.begin - origin, piece.end - origin) for index, piece in pieces.items()}
+        numel = max(part.stop for part in parts.values())
+        adds = frozenset(index for index, each in fresh.items() if each.adds)
+        if not store.on_device:
+            self._path.downloads.make_room(numel * dtype.itemsize)
+        first, *more = fresh.values()
+        if more:
+            flat = side_by_side({index: each.grad for index, each in fresh.items()}, parts, numel).to(dtype)
+        elif store.on_device and not adds:
+            flat = own(first.grad, dtype)
+        else:
+            flat = first.grad.reshape(-1).to(dtype)
+        return Gathered(flat, origin, parts, adds)
 
 
 def use(device: Device, fresh: Iterable[Fresh]) -> None:
@@ -50,13 +121,13 @@ def side_by_side(grads: Mapping[int, torch.Tensor], parts: Mapping[int, slice], 
     return torch.cat([zeros[:each] if isinstance(each, int) else each for each in found])
 
 
-def neighbours(indices: Iterable[int]) -> Iterator[list[int]]:
-    """In order, together those between which there is no other."""
-    run = list[int]()
-    for index in sorted(indices):
-        if run and index != run[-1] + 1:
-            yield run
-            run = []
-        run.append(index)
-    if run:
-        yield run
+def own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
+    alone = grad.nbytes == grad.untyped_storage().nbytes() and not _is_shared(grad)
+    return grad.detach().reshape(-1).to(dtype, copy=not alone)
+
+
+def _is_shared(grad: torch.Tensor) -> bool:
+    """True if another tensor is in its memory."""
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the gradient and `storage`

@@ -19,45 +19,46 @@ import torch
 from zero_offload.device import Device
 from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.fresh import Fresh, neighbours, side_by_side, use
+from zero_offload.runtime.grads.fresh import Fresh, side_by_side, use
 from zero_offload.runtime.grads.reductions import is_small
-from zero_offload.runtime.grads.sections import SectionGrads
-from zero_offload.shards.grad_pages import AttachBuffer
-from zero_offload.shards.grad_shard import GradShard
+from zero_offload.runtime.grads.section import GradSection
+from zero_offload.shards.device_sums import neighbours
+from zero_offload.shards.grad_memory import AttachBuffer
+from zero_offload.shards.grad_store import GradStore
 from zero_offload.types import Tier
 
 
 class Partials(Protocol):
-    """`SectionGrads.partial` comes and goes here."""
+    """`GradSection.partial` comes and goes here."""
 
-    attached: list[SectionGrads]
+    attached: list[GradSection]
     """Sections whose sum has pages, in the order in which they got them."""
 
-    def has_room(self, grads: SectionGrads) -> bool:
+    def has_room(self, section: GradSection) -> bool:
         """True if one more may be opened for this section; else another must be dropped first."""
 
-    def open(self, grads: SectionGrads) -> None:
+    def open(self, section: GradSection) -> None:
         """Gradients of this section are gathered from now on. Raises CapacityError."""
 
-    def here(self, grads: SectionGrads) -> torch.Tensor:
+    def here(self, section: GradSection) -> torch.Tensor:
         """The sum, (numel,), for what is launched from now on: gradients may be made on several streams."""
 
-    def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
+    def put(self, section: GradSection, index: int, grad: torch.Tensor) -> None:
         """A parameter's gradient has arrived, or one more of them in the same backward."""
 
-    def add_local(self, grads: SectionGrads, local: GradShard) -> None:
+    def add_local(self, section: GradSection, local: GradStore) -> None:
         """Add the gradients of `waiting`, which are in `local`."""
 
-    def fill(self, grads: SectionGrads) -> None:
+    def fill(self, section: GradSection) -> None:
         """No more come: what has no gradient takes part as zeros."""
 
-    def widen(self, grads: SectionGrads) -> torch.Tensor | None:
+    def widen(self, section: GradSection) -> torch.Tensor | None:
         """Switch to fp32, keeping the values, which is exact."""
 
-    def is_wide(self, grads: SectionGrads) -> bool:
+    def is_wide(self, section: GradSection) -> bool:
         """True if the sum has another dtype than the section."""
 
-    def drop(self, grads: SectionGrads) -> None:
+    def drop(self, section: GradSection) -> None:
         """The sum is of no use any more, if there is one."""
 
 
@@ -67,63 +68,63 @@ class HostPartials:
     def __init__(self, arena: Arena, attach: AttachBuffer) -> None:
         self._arena = arena
         self._attach = attach
-        self.attached: list[SectionGrads] = []
+        self.attached: list[GradSection] = []
 
-    def has_room(self, grads: SectionGrads) -> bool:
-        return is_small(grads) or len(self.attached) < GRADS_IN_FLIGHT
+    def has_room(self, section: GradSection) -> bool:
+        return is_small(section) or len(self.attached) < GRADS_IN_FLIGHT
 
-    def open(self, grads: SectionGrads) -> None:
-        numel, dtype = grads.layout.numel, grads.layout.dtype
-        if is_small(grads):
-            grads.partial = torch.empty(numel, dtype=dtype, device="cpu")
+    def open(self, section: GradSection) -> None:
+        numel, dtype = section.layout.numel, section.layout.dtype
+        if is_small(section):
+            section.partial = torch.empty(numel, dtype=dtype, device="cpu")
         else:
-            grads.pages = grads.pages or MovableBuffer(self._arena, numel * 4, claims=True)
-            self._attach(grads.pages)
-            self.attached.append(grads)
-            grads.partial = grads.pages.region.tensor(dtype, numel)
-        grads.is_gathered = True
+            section.pages = section.pages or MovableBuffer(self._arena, numel * 4, claims=True)
+            self._attach(section.pages)
+            self.attached.append(section)
+            section.partial = section.pages.region.tensor(dtype, numel)
+        section.is_gathered = True
 
-    def here(self, grads: SectionGrads) -> torch.Tensor:
-        assert grads.partial is not None
-        return grads.partial
+    def here(self, section: GradSection) -> torch.Tensor:
+        assert section.partial is not None
+        return section.partial
 
-    def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
-        partial, piece, again = self.here(grads), grads.layout.params[index], index in grads.arrived
-        wide = self.widen(grads) if again or grad.dtype != partial.dtype else partial
+    def put(self, section: GradSection, index: int, grad: torch.Tensor) -> None:
+        partial, piece, again = self.here(section), section.layout.params[index], index in section.arrived
+        wide = self.widen(section) if again or grad.dtype != partial.dtype else partial
         place = wide[piece.begin : piece.end]
         place.add_(grad.reshape(-1)) if again else place.copy_(grad.reshape(-1))
 
-    def add_local(self, grads: SectionGrads, local: GradShard) -> None:
-        partial = self.widen(grads)
-        for index in sorted(grads.waiting):
-            piece = grads.layout.params[index]
+    def add_local(self, section: GradSection, local: GradStore) -> None:
+        partial = self.widen(section)
+        for index in sorted(section.waiting):
+            piece = section.layout.params[index]
             place = partial[piece.begin : piece.end]
-            place.add_(local.view(index)) if index in grads.arrived else place.copy_(local.view(index))
+            place.add_(local.view(index)) if index in section.arrived else place.copy_(local.view(index))
 
-    def fill(self, grads: SectionGrads) -> None:
-        partial = self.here(grads)
-        for begin, end in _holes(grads, grads.arrived):
+    def fill(self, section: GradSection) -> None:
+        partial = self.here(section)
+        for begin, end in _holes(section, section.arrived):
             partial[begin:end].zero_()
 
-    def widen(self, grads: SectionGrads) -> torch.Tensor:
-        partial = self.here(grads)
+    def widen(self, section: GradSection) -> torch.Tensor:
+        partial = self.here(section)
         if partial.dtype == torch.float32:
             return partial
-        if grads.pages is None:
-            grads.partial = partial.float()
+        if section.pages is None:
+            section.partial = partial.float()
         else:
             narrow = partial.clone()  # both begin at the same page
-            grads.partial = grads.pages.region.tensor(torch.float32, grads.layout.numel).copy_(narrow)
-        return grads.partial
+            section.partial = section.pages.region.tensor(torch.float32, section.layout.numel).copy_(narrow)
+        return section.partial
 
-    def is_wide(self, grads: SectionGrads) -> bool:
-        return self.here(grads).dtype != grads.layout.dtype
+    def is_wide(self, section: GradSection) -> bool:
+        return self.here(section).dtype != section.layout.dtype
 
-    def drop(self, grads: SectionGrads) -> None:
-        grads.partial, grads.is_gathered = None, False
-        if grads.pages is not None and grads.pages.attached:
-            grads.pages.detach()
-            self.attached = [each for each in self.attached if each is not grads]
+    def drop(self, section: GradSection) -> None:
+        section.partial, section.is_gathered = None, False
+        if section.pages is not None and section.pages.attached:
+            section.pages.detach()
+            self.attached = [each for each in self.attached if each is not section]
 
 
 @dataclass
@@ -147,85 +148,85 @@ class DevicePartials:
         self._device = device
         self._open: dict[int, _Open] = {}
         """By `id` of the section."""
-        self.attached: list[SectionGrads] = []
+        self.attached: list[GradSection] = []
 
-    def has_room(self, grads: SectionGrads) -> bool:
+    def has_room(self, section: GradSection) -> bool:
         return True
 
-    def open(self, grads: SectionGrads) -> None:
-        self._open[id(grads)], grads.is_gathered = _Open(), True
+    def open(self, section: GradSection) -> None:
+        self._open[id(section)], section.is_gathered = _Open(), True
 
-    def here(self, grads: SectionGrads) -> torch.Tensor:
-        assert grads.partial is not None
-        open_ = self._open[id(grads)]
+    def here(self, section: GradSection) -> torch.Tensor:
+        assert section.partial is not None
+        open_ = self._open[id(section)]
         self._device.join([open_.last])
         open_.last = self._device.stream()
-        return grads.partial
+        return section.partial
 
-    def put(self, grads: SectionGrads, index: int, grad: torch.Tensor) -> None:
-        fresh = self._open[id(grads)].fresh
+    def put(self, section: GradSection, index: int, grad: torch.Tensor) -> None:
+        fresh = self._open[id(section)].fresh
         if index in fresh:
-            self._sum_up(grads)  # one after the other, as in a loop over backwards
+            self._sum_up(section)  # one after the other, as in a loop over backwards
         fresh[index] = Fresh(grad, self._device.stream())
 
-    def add_local(self, grads: SectionGrads, local: GradShard) -> None:
-        brought = self._brought(grads, local)
-        if grads.partial is not None:
-            self._sum_up(grads)
-            self._merge(grads, {index: brought[_place(grads, index)] for index in grads.waiting})
+    def add_local(self, section: GradSection, local: GradStore) -> None:
+        brought = self._brought(section, local)
+        if section.partial is not None:
+            self._sum_up(section)
+            self._merge(section, {index: brought[_place(section, index)] for index in section.waiting})
             return
-        if holes := [brought[begin:end] for begin, end in _holes(grads, grads.waiting)]:
+        if holes := [brought[begin:end] for begin, end in _holes(section, section.waiting)]:
             torch._foreach_zero_(holes)
-        self._adopt(grads, brought, grads.waiting)
-        self._sum_up(grads)
+        self._adopt(section, brought, section.waiting)
+        self._sum_up(section)
 
-    def fill(self, grads: SectionGrads) -> None:
-        self._sum_up(grads)
-        if grads.partial is None:
+    def fill(self, section: GradSection) -> None:
+        self._sum_up(section)
+        if section.partial is None:
             device = self._device.torch_device
-            self._adopt(grads, torch.zeros(grads.layout.numel, dtype=torch.float32, device=device), ())
+            self._adopt(section, torch.zeros(section.layout.numel, dtype=torch.float32, device=device), ())
 
-    def widen(self, grads: SectionGrads) -> None:
+    def widen(self, section: GradSection) -> None:
         """It is fp32."""
 
-    def is_wide(self, grads: SectionGrads) -> bool:
-        return grads.layout.dtype != torch.float32
+    def is_wide(self, section: GradSection) -> bool:
+        return section.layout.dtype != torch.float32
 
-    def drop(self, grads: SectionGrads) -> None:
-        open_ = self._open.pop(id(grads), None)
-        if open_ is not None and grads.partial is not None:
+    def drop(self, section: GradSection) -> None:
+        open_ = self._open.pop(id(section), None)
+        if open_ is not None and section.partial is not None:
             self._device.join([open_.last, self._device.stream()], into=open_.home)
-        grads.partial, grads.is_gathered = None, False
+        section.partial, section.is_gathered = None, False
 
-    def _sum_up(self, grads: SectionGrads) -> None:
+    def _sum_up(self, section: GradSection) -> None:
         """Bring what has arrived since the last call into the sum."""
-        fresh = self._open[id(grads)].fresh
+        fresh = self._open[id(section)].fresh
         if not fresh:
             return
         use(self._device, fresh.values())
         new = {index: each.grad for index, each in fresh.items()}
         fresh.clear()
-        if grads.partial is not None:
-            self._merge(grads, new)
+        if section.partial is not None:
+            self._merge(section, new)
             return
         indices = set(new)
-        flat = side_by_side(new, {index: _place(grads, index) for index in sorted(new)}, grads.layout.numel)
+        flat = side_by_side(new, {index: _place(section, index) for index in sorted(new)}, section.layout.numel)
         new.clear()  # this memory is there for the wide sum
-        self._adopt(grads, flat.float(), indices)
+        self._adopt(section, flat.float(), indices)
 
-    def _merge(self, grads: SectionGrads, new: Mapping[int, torch.Tensor]) -> None:
+    def _merge(self, section: GradSection, new: Mapping[int, torch.Tensor]) -> None:
         """Add these to the sum, or copy them to where it has zeros: one launch for all neighbours of a kind."""
-        partial, summed = self.here(grads), self._open[id(grads)].summed
+        partial, summed = self.here(section), self._open[id(section)].summed
         for indices in (*neighbours(new.keys() & summed), *neighbours(new.keys() - summed)):
-            first, last = _place(grads, indices[0]).start, _place(grads, indices[-1]).stop
-            place, parts = partial[first:last], {index: _place(grads, index, first) for index in indices}
+            first, last = _place(section, indices[0]).start, _place(section, indices[-1]).stop
+            place, parts = partial[first:last], {index: _place(section, index, first) for index in indices}
             flat = side_by_side({index: new[index] for index in indices}, parts, last - first)
             place.add_(flat) if indices[0] in summed else place.copy_(flat)
         summed |= new.keys()
 
-    def _brought(self, grads: SectionGrads, local: GradShard) -> torch.Tensor:
+    def _brought(self, section: GradSection, local: GradStore) -> torch.Tensor:
         """What `local` holds, (numel,) fp32, on the device; between gradients it has any values."""
-        flat = torch.empty(grads.layout.numel, dtype=local.dtype, device=self._device.torch_device)
+        flat = torch.empty(section.layout.numel, dtype=local.dtype, device=self._device.torch_device)
         for begin, end, held in local.pieces(range(len(local.layout.chunks()))):
             if local.tier is Tier.NVME or local.on_device:
                 flat[begin:end].copy_(held)  # pages that come and go are not pinned: no asynchronous copy
@@ -233,17 +234,17 @@ class DevicePartials:
                 self._device.upload(flat[begin:end], held).take()
         return flat.float()
 
-    def _adopt(self, grads: SectionGrads, flat: torch.Tensor, indices: Collection[int]) -> None:
+    def _adopt(self, section: GradSection, flat: torch.Tensor, indices: Collection[int]) -> None:
         """`flat`, (numel,) fp32, of this thread's stream, is the sum, and has the gradients of `indices`."""
-        open_ = self._open[id(grads)]
-        grads.partial = flat
+        open_ = self._open[id(section)]
+        section.partial = flat
         open_.home = open_.last = self._device.stream()
         open_.summed.update(indices)
 
 
-def _place(grads: SectionGrads, index: int, origin: int = 0) -> slice:
+def _place(section: GradSection, index: int, origin: int = 0) -> slice:
     """Of a parameter in the section, counted from element `origin`."""
-    piece = grads.layout.params[index]
+    piece = section.layout.params[index]
     return slice(piece.begin - origin, piece.end - origin)
 
 
@@ -252,9 +253,9 @@ def make_partials(device: Device, arena: Arena, attach: AttachBuffer) -> Partial
     return HostPartials(arena, attach) if device.is_host else DevicePartials(device)
 
 
-def _holes(grads: SectionGrads, present: Collection[int]) -> Iterator[tuple[int, int]]:
+def _holes(section: GradSection, present: Collection[int]) -> Iterator[tuple[int, int]]:
     """Elements [begin, end) of a section that are of none of these parameters."""
-    pieces = [grads.layout.params[index] for index in sorted(present)]
+    pieces = [section.layout.params[index] for index in sorted(present)]
     begins: Iterable[int] = [0, *(piece.end for piece in pieces)]
-    ends: Iterable[int] = [*(piece.begin for piece in pieces), grads.layout.numel]
+    ends: Iterable[int] = [*(piece.begin for piece in pieces), section.layout.numel]
     return ((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.sections import SectionGrads
+from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.telemetry.spans import Cause
 from zero_offload.types import MIB
@@ -24,11 +24,11 @@ REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
 BUCKET_BYTES = 1 * MIB
 """Smaller sections share a collective: its start would take longer than its transfer."""
 
-Done = Callable[[SectionGrads, torch.Tensor], None]
+Done = Callable[[GradSection, torch.Tensor], None]
 """done(section, its reduced shard): what the section lent is its own again."""
 
 
-def is_small(grads: SectionGrads) -> bool:
+def is_small(grads: GradSection) -> bool:
     """Whether a section goes into a bucket."""
     return grads.layout.numel * 4 < BUCKET_BYTES
 
@@ -36,16 +36,16 @@ def is_small(grads: SectionGrads) -> bool:
 class Reductions:
     """Idle where a rank is alone."""
 
-    def __init__(self, collectives: Collectives, lend: Callable[[SectionGrads], torch.Tensor], done: Done) -> None:
+    def __init__(self, collectives: Collectives, lend: Callable[[GradSection], torch.Tensor], done: Done) -> None:
         """`lend` gives a section's `partial`, for what this thread launches."""
         self._collectives = collectives
         self._lend = lend
         # Weak: whoever takes the results holds this object, and a cycle would outlive a dropped model.
         self._done = weakref.WeakMethod(done)
-        self._bucket: list[SectionGrads] = []
-        self._flying: deque[tuple[Sequence[SectionGrads], Callable[[], list[torch.Tensor]]]] = deque()
+        self._bucket: list[GradSection] = []
+        self._flying: deque[tuple[Sequence[GradSection], Callable[[], list[torch.Tensor]]]] = deque()
 
-    def add(self, grads: SectionGrads) -> None:
+    def add(self, grads: GradSection) -> None:
         """The section's `partial` is complete: reduce it, alone or with others."""
         if not is_small(grads):
             self._launch([grads])
@@ -54,7 +54,7 @@ class Reductions:
         if sum(each.layout.numel * 4 for each in self._bucket) >= BUCKET_BYTES:
             self._launch_bucket()
 
-    def has(self, grads: SectionGrads) -> bool:
+    def has(self, grads: GradSection) -> bool:
         """Whether the section's `partial` is lent."""
         return any(grads is each for each in self._bucket) or any(
             grads is each for sections, _ in self._flying for each in sections
@@ -91,7 +91,7 @@ class Reductions:
             bucket, self._bucket = self._bucket, []
             self._launch(bucket)
 
-    def _launch(self, sections: Sequence[SectionGrads]) -> None:
+    def _launch(self, sections: Sequence[GradSection]) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self.finish_oldest()
         partials = [self._lend(grads) for grads in sections if grads.partial is not None]

@@ -13,13 +13,14 @@ from torch import nn
 
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
-from tests.helpers.stores import open_store
+from tests.helpers.stores import grad_memory, open_store
 from zero_offload.device import AcceleratorDevice
 from zero_offload.memory.arena import Arena
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.device_grad_shard import DeviceGradShard
+from zero_offload.shards.device_grads import DeviceGrads
+from zero_offload.shards.grad_store import Gathered
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -30,33 +31,33 @@ WIDTH = 1100
 @contextmanager
 def device_shard(
     path: Path, dtype: torch.dtype = torch.bfloat16, num_shards: int = 1, index: int = 0
-) -> Iterator[tuple[DeviceGradShard, AcceleratorDevice]]:
+) -> Iterator[tuple[DeviceGrads, AcceleratorDevice]]:
     model, gpu = nn.Linear(WIDTH, WIDTH), AcceleratorDevice(TYPE)
     with open_store(model, ("cpu", "cpu", "cpu"), path, dtype=dtype) as store:
         layout = make_layout(ModelSpec.from_module(model), ComputeDtypes(dtype), num_shards)
         (section,) = layout.sections
-        yield DeviceGradShard(store, section, gpu, index), gpu
+        yield DeviceGrads(grad_memory(store, device=gpu, shard_index=index), section, "unit", sums_up=False), gpu
 
 
-def fill(shard: DeviceGradShard, indices: range, index_of_shard: int = 0) -> torch.Tensor:
+def fill(shard: DeviceGrads, indices: range, index_of_shard: int = 0) -> torch.Tensor:
     """Gradients of these parameters, each in memory of its own; the whole shard with them, NaN elsewhere."""
     whole = torch.full((shard.layout.shard_numel,), float("nan"), dtype=shard.dtype)
     for index in indices:
         begin, end = shard.layout.in_shard(shard.layout.params[index], index_of_shard)
         whole[begin:end] = torch.randn(end - begin).to(shard.dtype)
-        shard.adopt(index, whole[begin:end].to(TYPE))
-    shard.held = True
+        part = {index: slice(0, end - begin)}
+        shard.add_shard(Gathered(whole[begin:end].to(TYPE), begin, part, frozenset()))
     return whole
 
 
-def update_reads(shard: DeviceGradShard, gpu: AcceleratorDevice) -> torch.Tensor:
+def update_reads(shard: DeviceGrads, gpu: AcceleratorDevice) -> torch.Tensor:
     """What an update finds, chunk by chunk; NaN where there is no gradient."""
     region = Arena(0, None, gpu).allocate(4 << 20)
     found = []
     for row, (begin, end) in enumerate(shard.layout.chunks()):
         chunk = region.tensor(shard.dtype, end - begin)
         chunk.fill_(float("nan"))
-        (source,), arrivals = shard.open_chunks(range(row, row + 1), region.address)
+        (source,), arrivals = shard.chunks(range(row, row + 1), region.address)
         assert source == (0, end - begin, region.address)
         assert chunk.isnan().all(), "it has not been waited for"
         for arrival in arrivals:
@@ -129,7 +130,7 @@ def test_a_copy_under_way_keeps_what_it_reads(nvme: Path) -> None:
         whole = fill(shard, range(1))
         shard.lend(gpu.mark())
         region = Arena(0, None, gpu).allocate(4 << 20)
-        _, arrivals = shard.open_chunks(range(1), region.address)
+        _, arrivals = shard.chunks(range(1), region.address)
         shard.held = False
         shard.release()
         arrivals[0].wait()
@@ -152,9 +153,7 @@ def test_neighbours_in_one_memory_move_as_one(nvme: Path) -> None:
     """A section's gradients, gathered: an update gets a chunk by one download, and widening makes one tensor."""
     with device_shard(nvme) as (shard, gpu):
         flat = torch.randn(shard.layout.shard_numel).to(shard.dtype).to(TYPE)
-        for index, piece in enumerate(shard.layout.params):
-            shard.adopt(index, flat[piece.begin : piece.end])
-        shard.held = True
+        shard.add_shard(Gathered(flat, 0, shard.parts(), frozenset()))
         for dtype in (torch.bfloat16, torch.float32):
             assert shard.dtype == dtype
             assert [len(shard.pieces(range(row, row + 1))) for row in range(2)] == [1, 1]

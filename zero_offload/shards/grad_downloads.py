@@ -13,9 +13,8 @@ is full.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,21 +23,6 @@ from zero_offload.device import Device, Event, Handoff
 from zero_offload.memory.arena import Arena, Region
 from zero_offload.memory.pool import SpanPool
 from zero_offload.plan.memory import STAGED_SECTIONS, leaving_bytes
-from zero_offload.runtime.grads.sections import SectionGrads
-from zero_offload.shards.grad_shard import GradShard
-
-
-class Gathered(NamedTuple):
-    """Gradients of one section in one tensor, as they lie in its shard."""
-
-    flat: torch.Tensor
-    """(numel,), with zeros between gradients."""
-    begin: int
-    """Where it begins in the shard."""
-    parts: Mapping[int, slice]
-    """Of `flat`, by the parameter's index."""
-    adds: frozenset[int]
-    """Parameters whose gradients add to those that the step holds."""
 
 
 class _Leaving(NamedTuple):
@@ -53,26 +37,20 @@ class _Leaving(NamedTuple):
 class _Staged(NamedTuple):
     """A download into staging."""
 
-    grads: SectionGrads
-    shard: GradShard
-    gathered: Gathered
+    section: int
+    """Its index."""
+    land: Callable[[torch.Tensor], None]
     region: Region
     handoff: Handoff
-
-
-Land = Callable[[SectionGrads, GradShard, Gathered, torch.Tensor], None]
-"""land(grads, the one of its shards where they rest, what was gathered, the same on the host)."""
 
 
 class GradDownloads:
     """Of one model."""
 
-    def __init__(self, device: Device, arena: Arena, room: Sequence[int], land: Land) -> None:
+    def __init__(self, device: Device, arena: Arena, room: Sequence[int]) -> None:
         """`room`: bytes of staging that each section takes."""
         self._device = device
         self._arena = arena
-        # Weak: the keeper, which lands the gradients, holds this object; a cycle would outlive a dropped model.
-        self._land = weakref.WeakMethod(land)
         self._leaving: deque[_Leaving] = deque()
         self._staged: deque[_Staged] = deque()
         self.resize(room)
@@ -90,18 +68,17 @@ class GradDownloads:
             oldest.read.wait()
             self._device.join([self._device.stream()], into=oldest.home)
 
-    def place(self, shard: GradShard, gathered: Gathered, made: Event) -> None:
-        """Launch the download of what is `made` then to where it rests."""
-        target = shard.open()[gathered.begin : gathered.begin + gathered.flat.numel()]
-        shard.arrives(self._launch(target, gathered.flat, made))
+    def place(self, target: torch.Tensor, flat: torch.Tensor, made: Event) -> Handoff:
+        """Launch the download of `flat`, which is `made` then, to where it rests."""
+        handoff = self._device.download(target, flat, after=made, keeps_source=True)
+        self._leaving.append(_Leaving(flat, self._device.stream(), handoff.ready))
+        return handoff
 
-    def stage(self, grads: SectionGrads, shard: GradShard, gathered: Gathered, made: Event) -> None:
-        """The same into staging."""
-        flat = gathered.flat
+    def stage(self, section: int, flat: torch.Tensor, made: Event, land: Callable[[torch.Tensor], None]) -> None:
+        """The same into staging; `land` gets what has arrived. It keeps nothing of the GPU's memory until then."""
         region = self._lease(flat.nbytes)
-        handoff = self._launch(region.tensor(flat.dtype, flat.numel()), flat, made)
-        # The GPU's memory is not kept until this lands.
-        self._staged.append(_Staged(grads, shard, gathered._replace(flat=handoff.tensor), region, handoff))
+        handoff = self.place(region.tensor(flat.dtype, flat.numel()), flat, made)
+        self._staged.append(_Staged(section, land, region, handoff))
 
     def advance(self) -> None:
         """Land what has arrived, and let go of what has left."""
@@ -110,9 +87,9 @@ class GradDownloads:
         while self._leaving and self._leaving[0].read.done():
             self._leaving.popleft()
 
-    def land(self, grads: SectionGrads) -> None:
-        """Wait for what is staged of this section, and for what was before it."""
-        while any(each.grads is grads for each in self._staged):
+    def land(self, section: int) -> None:
+        """Wait for what is staged of the section with this index, and for what was before it."""
+        while any(each.section == section for each in self._staged):
             self._finish()
 
     def drain(self) -> None:
@@ -129,11 +106,6 @@ class GradDownloads:
         while self._leaving:
             self._leaving.popleft().read.synchronize()
 
-    def _launch(self, target: torch.Tensor, source: torch.Tensor, made: Event) -> Handoff:
-        handoff = self._device.download(target, source, after=made, keeps_source=True)
-        self._leaving.append(_Leaving(source, self._device.stream(), handoff.ready))
-        return handoff
-
     def _lease(self, nbytes: int) -> Region:
         if nbytes > self._pool.nbytes:
             self.drain()
@@ -143,7 +115,6 @@ class GradDownloads:
         return self._pool.lease(nbytes)
 
     def _finish(self) -> None:
-        land, staged = self._land(), self._staged.popleft()
-        assert land is not None
-        land(staged.grads, staged.shard, staged.gathered, staged.handoff.take_on_host())
+        staged = self._staged.popleft()
+        staged.land(staged.handoff.take_on_host())
         self._pool.release(staged.region)

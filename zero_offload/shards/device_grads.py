@@ -1,46 +1,62 @@
-"""Where gradients rest in the memory of a GPU, between backward and update.
+"""Gradients at rest in the memory of a GPU.
 
 Owns a tensor for each parameter that has a gradient: a part of one that has those of its neighbours too, so that a
-section is widened, sent and used as one. They are in the compute dtype while a step has one micro-batch, and fp32 from
-the first accumulation on. None outlives the update that uses it, so forward has the memory for activations. There is
-no array and no `place`: gradients are adopted, and added to where they are. An update on the host takes a chunk by way
-of staging memory, beside whatever the device computes.
+section is widened, sent and used as one. None outlives the update that uses it, so forward has the memory for
+activations. There is no array and no `place`: gradients are adopted, and added to where they are. An update on the host
+takes a chunk by way of staging memory, beside whatever the device computes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from zero_offload.device import Device
-from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.shards.grad_shard import Arrival, Downloads, GradPiece, GradShard, GradSource
-from zero_offload.shards.store import ShardStore
+from zero_offload.shards.grad_memory import GradMemory
+from zero_offload.shards.grad_store import Arrival, Downloads, Gathered, GradPiece, GradSource, GradStore, is_wider
 from zero_offload.types import Tier
 
 
-class DeviceGradShard(GradShard):
-    """The gradients of one shard, on `device`."""
+class DeviceGrads(GradStore):
+    """The gradients of one shard, on the compute device."""
 
     on_device = True
+    comes_by_staging = True
 
-    def __init__(self, store: ShardStore, layout: SectionLayout, device: Device, shard_index: int = 0) -> None:
-        super().__init__(store, layout, Tier.DEVICE, _has_no_pages, shard_index)
-        self._device = device
+    def __init__(self, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool) -> None:
+        super().__init__(layout, Tier.DEVICE, unit, memory.shard_index, sums_up=sums_up)
+        assert memory.path is not None
+        self._memory = memory
+        self._device_sums = memory.path.sums
 
-    @property
-    def comes_by_staging(self) -> bool:
-        return True
+    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        raise AssertionError("a GPU's gradients come together")
+
+    def add_shard(self, new: Gathered) -> None:
+        if new.adds or is_wider(new.flat.dtype, self.dtype):
+            self.widen()
+        for index in new.adds:
+            self.apply_factor(index)
+        flat = new.flat.to(self.dtype)
+        if new.adds:
+            held, more = zip(*((self.view(index), flat[new.parts[index]]) for index in new.adds), strict=True)
+            torch._foreach_add_(list(held), list(more))
+        for index, part in new.parts.items():
+            if index not in new.adds:
+                self._adopted[index] = flat[part]
+        self.held = True
+        if self._sums_up:
+            self.measure(new.parts)
+
+    def measure(self, indices: Iterable[int]) -> None:
+        if views := {index: self.view(index) for index in sorted(indices)}:
+            self.sums |= self._device_sums.launch(self.layout.index, self.parts(), views)[0]
 
     @property
     def device_bytes(self) -> int:
         return sum(grad.nbytes for grad in list(self._adopted.values()))
-
-    def open(self) -> torch.Tensor:
-        raise AssertionError("gradients on a device are adopted one by one")
 
     def view(self, index: int) -> torch.Tensor:
         return self._adopted[index]
@@ -54,13 +70,13 @@ class DeviceGradShard(GradShard):
                 self._adopted[index] = wide[begin : begin + self._adopted[index].numel()]
         self.dtype = torch.float32
 
-    def open_chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
+    def chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
         begin, end = self.layout.elements(rows)
         found, size = [], self.dtype.itemsize
         for piece in self.pieces(rows):
             target = _host_tensor(staging + piece.begin * size, self.dtype, piece.end - piece.begin)
-            found.append(self._device.download(target, piece.grad, after=self._made))
-            self._store.counters.read(Tier.DEVICE, target.nbytes)
+            found.append(self._memory.device.download(target, piece.grad, after=self._made))
+            self._memory.store.counters.read(Tier.DEVICE, target.nbytes)
         return [GradSource(0, end - begin, staging)], [Downloads(found)]
 
     def pieces(self, rows: range) -> list[GradPiece]:
@@ -102,7 +118,3 @@ def _together(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 def _host_tensor(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
     """(numel,) of memory that somebody else keeps."""
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)
-
-
-def _has_no_pages(buffer: MovableBuffer) -> None:
-    raise AssertionError("no pages of the host are under gradients on a device")

@@ -13,25 +13,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
-from zero_offload.runtime.grads import keeper
-from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards import host_grads
+from zero_offload.shards.host_grads import HostGrads
 
 
 @pytest.fixture(autouse=True)
 def gradients_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1)
+    monkeypatch.setattr(host_grads, "KEPT_MEAN_BYTES", 1)
 
 
 @pytest.fixture
-def copied(monkeypatch: pytest.MonkeyPatch) -> list[GradShard]:
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[HostGrads]:
     """Shards whose gradients are written to an array, which is made for them."""
-    found, open_array = [], GradShard.open
+    found, open_array = [], HostGrads.open
 
-    def noted(shard: GradShard) -> Tensor:
+    def noted(shard: HostGrads) -> Tensor:
         found.append(shard)
         return open_array(shard)
 
-    monkeypatch.setattr(GradShard, "open", noted)
+    monkeypatch.setattr(HostGrads, "open", noted)
     return found
 
 
@@ -49,7 +49,7 @@ def settings_of(place: str, nvme: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("place", "copies"), [("memory", False), ("optimizer", True), ("activations", True)])
 def test_small_gradients_are_copied_where_memory_is_short(
-    place: str, copies: bool, nvme: Path, copied: list[GradShard]
+    place: str, copies: bool, nvme: Path, copied: list[HostGrads]
 ) -> None:
     model, _ = offloaded(**settings_of(place, nvme))
     model(tokens_of(0)).backward()
@@ -73,9 +73,9 @@ def test_kept_and_copied_gradients_make_the_same_steps(nvme: Path) -> None:
 
 
 def test_sections_of_many_small_gradients_are_updated_at_once(
-    monkeypatch: pytest.MonkeyPatch, copied: list[GradShard]
+    monkeypatch: pytest.MonkeyPatch, copied: list[HostGrads]
 ) -> None:
-    monkeypatch.setattr(keeper, "KEPT_MEAN_BYTES", 1 << 20)
+    monkeypatch.setattr(host_grads, "KEPT_MEAN_BYTES", 1 << 20)
     model, _ = offloaded(**settings_of("memory", Path()))
     model(tokens_of(0)).backward()
     assert copied
@@ -95,7 +95,7 @@ def test_kept_gradients_go_with_their_step() -> None:
     assert all(grad.expired() for grad in made)
 
 
-def test_no_array_is_made_where_all_gradients_are_kept(copied: list[GradShard]) -> None:
+def test_no_array_is_made_where_all_gradients_are_kept(copied: list[HostGrads]) -> None:
     """Of parameters between which nothing lies: an update reads what is kept, and nothing else."""
     model = zo.offload(nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2))), zo.OffloadConfig())
     optimizer = zo.AdamW(model.parameters())

@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from tests.helpers.late_writes import make_writes_late
-from tests.helpers.stores import open_store
+from tests.helpers.stores import grads_of, open_store
 from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.shards.grad_shard import GradShard
+from zero_offload.shards import host_grads
+from zero_offload.shards.drive_grads import DriveGrads
+from zero_offload.shards.host_grads import HostGrads
 from zero_offload.types import Tier
 
 
 @contextmanager
-def grad_shard(tier: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> Iterator[GradShard]:
-    def attach(buffer: MovableBuffer) -> None:
-        assert buffer.attach()
-
+def grad_shard(tier: str, path: Path, dtype: torch.dtype = torch.bfloat16) -> Iterator[HostGrads]:
     with open_store(nn.Linear(1100, 1100), ("cpu", tier, "cpu"), path, dtype=dtype) as store:
-        yield GradShard(store, store.shards[0].layout, store.shards[0].placement.grads, attach)
+        yield grads_of(store)
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -68,7 +67,7 @@ def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> No
         shard.close()
         staging = Arena(0).allocate(4 << 20)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            sources, reads = shard.open_chunks(range(row, row + 1), staging.address)
+            sources, reads = shard.chunks(range(row, row + 1), staging.address)
             for read in reads:
                 read.wait()
             assert bool(reads) == (tier is Tier.NVME)
@@ -88,7 +87,7 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
             attached.append(buffer)
             assert buffer.attach()
 
-        shard = GradShard(store, store.shards[0].layout, store.shards[0].placement.grads, attach)
+        shard = grads_of(store, attach)
         shard.open()
         assert store.arena.free_frames == 0 and len(attached) == 1
         shard.open()
@@ -112,7 +111,7 @@ def test_values_survive_leaving(settles: bool, nvme: Path, monkeypatch: pytest.M
             if settles:
                 shard.settle()
             for row, (begin, end) in enumerate(shard.layout.chunks()):
-                _, (read,) = shard.open_chunks(range(row, row + 1), staging.address)
+                _, (read,) = shard.chunks(range(row, row + 1), staging.address)
                 read.wait()
                 assert torch.all(staging.tensor(shard.dtype, end - begin) == step)
             assert torch.all(shard.open() == step)
@@ -122,32 +121,45 @@ def test_values_survive_leaving(settles: bool, nvme: Path, monkeypatch: pytest.M
 
 def test_a_section_of_one_parameter_is_streamed(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_writes_late(monkeypatch)
-    attached: list[int] = []
+    monkeypatch.setattr(host_grads, "LARGE_BYTES", 1 << 20)
+    attached, streamed = list[int](), list[int]()
+    stream = DriveGrads.stream
 
     def attach(buffer: MovableBuffer) -> None:
         attached.append(buffer.num_frames)
         assert buffer.attach()
 
+    def told_stream(shard: DriveGrads, grad: torch.Tensor) -> None:
+        streamed.append(grad.numel())
+        stream(shard, grad)
+
+    monkeypatch.setattr(DriveGrads, "stream", told_stream)
     with open_store(nn.Linear(2400, 2400, bias=False), ("cpu", "nvme", "cpu"), nvme, dtype=torch.bfloat16) as store:
-        shard = GradShard(store, store.shards[0].layout, store.shards[0].placement.grads, attach)
+        shard, numel = grads_of(store, attach), 2400 * 2400
         for _ in range(2):
-            grad = torch.randn(2400 * 2400).bfloat16()
-            assert shard.stream(grad) and attached.pop() == 4
-            shard.held = True
-            assert not shard.stream(grad.float()), "it would be rounded"
+            grad = torch.randn(numel).bfloat16()
+            shard.add(0, grad, adds=False)
+            assert attached.pop() == 4 and streamed.pop() == numel
             assert torch.equal(shard.view(0), grad)
-            assert not shard.stream(grad), "the array is open"
+            shard.add(0, -grad, adds=False)
+            assert not streamed, "the array is open"
+            assert torch.equal(shard.view(0), -grad)
             shard.close()
             shard.held = False
+        shard.add(0, grad.float(), adds=False)
+        assert not streamed, "it would be rounded"
     with grad_shard("nvme", nvme) as shard:
-        assert not shard.stream(torch.randn(1100 * 1100).bfloat16()), "there is a bias"
+        shard.add(0, torch.randn(1100 * 1100).bfloat16(), adds=False)
+        assert not streamed, "there is a bias"
 
 
-def adopted(shard: GradShard, index: int) -> torch.Tensor:
+def adopted(shard: HostGrads, index: int) -> torch.Tensor:
     grad = torch.randn(shard.layout.params[index].spec.numel).to(shard.dtype)
-    shard.adopt(index, grad)
-    shard.held = True
-    return grad
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_grads, "LARGE_BYTES", 0)
+        shard.add(index, grad, adds=False)
+    assert shard.view(index).data_ptr() == grad.data_ptr()
+    return shard.view(index)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -161,7 +173,7 @@ def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, n
         expected[weight : weight + grad.numel()] = grad
         found = torch.empty_like(expected)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            sources, reads = shard.open_chunks(range(row, row + 1), 0)
+            sources, reads = shard.chunks(range(row, row + 1), 0)
             assert not reads and [s.begin for s in sources] == [0, *(s.end for s in sources)][: len(sources)]
             assert sources[-1].end == end - begin
             for source in sources:

@@ -1,0 +1,619 @@
+"""Gradients of one model from backward to their update.
+
+`Gradients` owns what the current step holds, its reduction over ranks, its norm and its clipping. One rank: a gradient
+goes to its section's store as autograd delivers it. Several ranks: a section's gradients are gathered (`Partials`),
+reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store. The calls: `arrive` per
+parameter, `finish_backward`, `begin_forward` of the next one; then `norm`, `unscale`, `multiply`, `clip_value`;
+`forget` when a step has taken them; `drop` where they are not wanted, `abandon` after a backward that broke off.
+
+[Note: factors]
+Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
+(a gradient added to it, clipping by value, a look at `.grad`) multiplies where the gradient rests, and the factor ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+
+from zero_offload.device import Device
+from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.kernels.grads import GradSum
+from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.memory import staged_grad_bytes
+from zero_offload.plan.tensor_parallel import is_dtensor
+from zero_offload.runtime.grads.dtensors import local_grad
+from zero_offload.runtime.grads.fresh import FreshGrads
+from zero_offload.runtime.grads.partials import make_partials
+from zero_offload.runtime.grads.reductions import Reductions
+from zero_offload.runtime.grads.section import GradSection
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.shards.device_grads import DeviceGrads
+from zero_offload.shards.device_sums import DeviceSums
+from zero_offload.shards.drive_grads import DriveGrads
+from zero_offload.shards.grad_downloads import GradDownloads
+from zero_offload.shards.grad_memory import DevicePath, DriveRoom, GradMemory
+from zero_offload.shards.grad_store import Gathered, GradStore
+from zero_offload.shards.host_grads import HostGrads
+from zero_offload.shards.store import ShardStore
+from zero_offload.telemetry.spans import Lane
+from zero_offload.types import Tier
+
+
+class Gradients:
+    """Of one model."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        store: ShardStore,
+        residency: Residency,
+        collectives: Collectives,
+        device: Device,
+        *,
+        stay_in_memory: bool,
+    ) -> None:
+        """`stay_in_memory`: a CPU computes, and nothing of the model leaves its memory."""
+        self._device = device
+        self._units = units
+        self._collectives = collectives
+        self._spans = store.counters.spans
+        self._memory = self._new_memory(store, residency)
+        # Weak: the memory has `attach` of the pool, and a cycle would outlive a dropped model.
+        residency.pool.flush_grads = partial(_settle, weakref.ref(self._memory))
+        self._partials = make_partials(device, store.arena, residency.pool.attach)
+        self._reductions = Reductions(collectives, self._partials.here, self._reduced)
+        self.passing = store.grad_ring is not None
+        """True if gradients are used by the backward that makes them, unless it defers."""
+        self.defers = collectives.partition.defers_reduction and not self.passing
+        """True if backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
+        self._deferred = False
+        self.coming: Mapping[int, Sized] = {}
+        """What this backward has still to bring, by the numbers of `arrive_together`; empty where nobody knows."""
+        self.loss_scale = 1.0
+        """What the gradients held now are multiplied by and the step divides out; it ends with them."""
+        self.overflowed = False
+        """True if a loss scaler has found that this step must not be taken; it ends with the gradients."""
+        self.updated: set[nn.Parameter] = set()
+        """Parameters that a backward has updated (overlap="backward"), until their optimizer's step."""
+        self.zeroed: set[nn.Parameter] = set()
+        """Parameters whose gradient the program has set to zeros, and that no backward has added to."""
+        self.sections: list[GradSection] = []
+        self._places: dict[int, tuple[GradSection, int]] = {}
+        self.grow(units, stay_in_memory=stay_in_memory)
+
+    def grow(self, added: Sequence[Unit], *, stay_in_memory: bool) -> None:
+        """Hold gradients of `added`, which the list of units has already."""
+        self._memory.keeps_small = stay_in_memory
+        for unit in added:
+            by_section = {id(section): self._new_section(unit, section) for section in unit.sections}
+            for section, _, param in unit.placed_params:
+                found = by_section[id(section)]
+                self._places[id(param)] = (found, len(found.params))
+                found.params.append(param)
+            self.sections += [section for section in by_section.values() if section.layout.trainable]
+        if self._memory.path is not None:
+            self._memory.path.downloads.resize(self._staging_bytes())
+
+    # Where they rest
+
+    def _new_memory(self, store: ShardStore, residency: Residency) -> GradMemory:
+        path = None
+        if not self._device.is_host:
+            downloads = GradDownloads(self._device, store.arena, ())
+            path = DevicePath(downloads, DeviceSums(self._device, store.arena, store.counters))
+        index = self._collectives.shard_index
+        return GradMemory(store, self._device, residency.pool.attach, index, DriveRoom(store.counters), path)
+
+    def _new_section(self, unit: Unit, section: Section) -> GradSection:
+        store, local = self._new_store(unit, section, section.layout, sums_up=True), None
+        if self._collectives.world_size > 1:
+            local = self._new_store(unit, section, section.layout.whole(), sums_up=False)
+        target, path = local or store, self._memory.path
+        entry = target if path is None else FreshGrads(target, self._device, path)
+        return GradSection(unit, section, store, local, entry)
+
+    def _new_store(self, unit: Unit, section: Section, layout: SectionLayout, *, sums_up: bool) -> GradStore:
+        """`sums_up` where sums of squares of what rests there are wanted."""
+        tier, name = section.shard.placement.grads, unit.name
+        if tier is Tier.NVME:
+            return DriveGrads(self._memory, layout, name, sums_up=sums_up)
+        if self._rest_on_device(section):
+            return DeviceGrads(self._memory, layout, name, sums_up=sums_up)
+        return HostGrads(self._memory, layout, tier, name, sums_up=sums_up)
+
+    def _rest_on_device(self, section: Section) -> bool:
+        return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
+
+    def _staging_bytes(self) -> list[int]:
+        """Of staging that each section's gradients take on their way from a GPU."""
+        return [
+            staged_grad_bytes(section.layout.numel, section.layout.nbytes, self._collectives.partition)
+            for unit in self._units
+            for section in unit.sections
+            if section.layout.trainable and not self._rest_on_device(section)
+        ]
+
+    # Backward
+
+    def arrive(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Autograd has accumulated a gradient. Parameters may be asked about, even those at rest."""
+        section, index = self._places[id(param)]
+        if not section.arrived:
+            section.num_expected = sum(each.requires_grad for each in section.params)
+        if type(grad) is not torch.Tensor:
+            grad = local_grad(param, grad)
+        if grad.layout is not torch.strided or self.loss_scale != 1.0:
+            self._refuse(section, index, grad)
+        if grad.requires_grad or grad.is_neg():
+            grad = _plain(grad)
+        if section.unit.update is not None:
+            section.unit.wait_for_update()  # it may still read the last step's gradients
+        opened = self._spans.open(Lane.GRADS, section.store.unit)
+        takes_turns = bool(self.coming) and self.reduces
+        if self._collectives.world_size == 1:
+            section.entry.add(index, grad, adds=index in section.holding)
+        elif self.defers:
+            section.entry.add(index, grad, adds=index in section.waiting)
+            section.waiting.add(index)
+            self._deferred = True
+        else:
+            self._open_partial(section)
+            self._partials.put(section, index, grad)
+            self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
+        if opened is not None:
+            self._spans.close(opened)
+        section.arrived.add(index)
+        section.holding.add(index)
+        self.zeroed.discard(param)
+        if self._spans.on:
+            self._spans.backward.made(section.store.unit)
+        # Of micro-batches that take turns, `finish_section` knows which is the last.
+        if len(section.arrived) == section.num_expected and not takes_turns:
+            self._complete(section)
+
+    def _refuse(self, section: GradSection, index: int, grad: torch.Tensor) -> None:
+        """Raise for a gradient that cannot be taken."""
+        if grad.layout is not torch.strided:
+            raise ZeroOffloadError(
+                f"the gradient of {section.layout.params[index].spec.name} is sparse; "
+                "build the embedding with sparse=False"
+            )
+        raise ZeroOffloadError(
+            "a backward adds to gradients that a scaler has unscaled and no step has used; unscale once, after the "
+            "last backward of a step, or drop them with optimizer.zero_grad(), or where no optimizer has the "
+            "parameter with param.grad = None"
+        )
+
+    def finish_backward(self) -> None:
+        """Complete what parameters without a gradient left open."""
+        for section in self.sections:
+            if section.arrived or section.awaits_more:
+                self._complete(section)
+        self._reductions.finish()
+        if not self._device.is_host:
+            for section in self.sections:
+                section.entry.flush()
+        if not self.defers:
+            self.reduce_waiting()
+
+    def begin_forward(self) -> None:
+        """Memory that the last backward's gradients still leave is there for parameters."""
+        self._memory.settle()
+
+    @contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Backwards inside leave what they add up on this rank to be reduced by a later one."""
+        before, self.defers = self.defers, True
+        try:
+            yield
+        finally:
+            self.defers = before
+
+    @property
+    def reduces(self) -> bool:
+        """True if a backward's gradients are added up over ranks at its end, and not later."""
+        return self._collectives.world_size > 1 and not self.defers
+
+    def arrive_together(self, param: nn.Parameter) -> int:
+        """A number that is the same for parameters whose gradients must be of the same micro-batches: a reduction is of
+        a whole section."""
+        return id(self.place(param)[0] if self.reduces else param)
+
+    def begin_section(self, param: nn.Parameter) -> None:
+        """One micro-batch comes to this parameter's section, and may have gradients for it: what has pages follows
+        these calls, which are the same on all ranks."""
+        if self.reduces:
+            self._open_partial(self.place(param)[0])
+
+    def finish_section(self, param: nn.Parameter) -> None:
+        """What one micro-batch adds to this parameter's section is here, if it adds anything.
+
+        After the last one the section is reduced on all ranks: what one has no gradient of, another may have.
+        """
+        if not self.reduces:
+            return
+        section, self._deferred = self.place(param)[0], True
+        if section.aside or section.waiting & section.arrived:
+            # Before those of other micro-batches, as in a loop.
+            section.joined = (section.joined or set()) | section.waiting
+            self._add_waiting(section)
+        if not self._awaits_more(section):
+            self._complete(section, of_one=False)
+
+    def _complete(self, section: GradSection, *, of_one: bool = True) -> None:
+        """All of this backward's gradients of a section are here; `of_one` micro-batch, whose ranks have the same."""
+        if section.is_gathered:
+            self._reduce(section, of_one)
+            return
+        section.arrived.clear()
+        section.awaits_more = bool(self.coming) and self._awaits_more(section)
+        if section.awaits_more:
+            return  # what comes adds to them where they lie
+        section.whole = True
+        section.entry.flush()
+
+    def _is_coming(self, param: nn.Parameter) -> bool:
+        """True if other micro-batches add to this gradient, or to one that is reduced with it."""
+        return bool(self.coming) and bool(self.coming.get(self.arrive_together(param)))
+
+    def _awaits_more(self, section: GradSection) -> bool:
+        return any(map(self._is_coming, section.params))
+
+    # Reduction over ranks
+
+    def reduce_waiting(self) -> None:
+        """Reduce what earlier backwards have left on each rank. Collective; the same sections on every rank."""
+        # What one rank has not, another may have.
+        if not self._deferred and not self._collectives.partition.any_branches:
+            return
+        self._deferred = False
+        left = [each.waiting if each.joined is None else each.joined for each in self.sections]
+        flags = [
+            index in each
+            for section, each in zip(self.sections, left, strict=True)
+            for index in range(len(section.params))
+        ]
+        found = iter(self._collectives.any_rank(flags))
+        for section in self.sections:
+            anywhere = {index for index in range(len(section.params)) if next(found)}
+            section.holding |= anywhere
+            if section.joined is not None:  # on all ranks: these gradients have crossed with others
+                section.joined, section.whole = None, True
+                section.forget_zeros()
+            elif anywhere:
+                self._open_partial(section)
+                self._partials.widen(section)
+                self._complete(section)
+        self._reductions.finish()
+
+    def _open_partial(self, section: GradSection) -> None:
+        """This rank's sum of a section is there to be filled, and nobody else's to read."""
+        if section.is_gathered:
+            if not self._reductions.has(section):
+                return
+            self._reductions.finish()
+        if not self._partials.has_room(section):
+            self._reductions.finish_oldest()
+        if not self._partials.has_room(section):
+            self._set_aside()
+        self._partials.open(section)
+
+    def _set_aside(self) -> None:
+        """The oldest sum that lacks some, which other micro-batches or parameters that get none leave out, waits for
+        them as those of earlier backwards do."""
+        open_ = (each for each in self._partials.attached if not self._reductions.has(each))
+        # An update inside of backward takes whole sections.
+        chosen = (each for each in open_ if not self.passing or self._awaits_more(each))
+        if (section := next(chosen, None)) is None:
+            return
+        gathered, local = self._partials.here(section), section.local
+        assert local is not None
+        self._deferred = True
+        local.make_wide()
+        section.aside = True
+        for index in sorted(section.arrived):
+            piece = section.layout.params[index]
+            grad = gathered[piece.begin : piece.end].clone()
+            local.add(index, grad, adds=index in section.waiting)
+            section.waiting.add(index)
+        section.arrived.clear()
+        section.joined = None  # what had joined this sum waits again with the rest
+        self._partials.drop(section)
+        local.flush()
+
+    def _reduce(self, section: GradSection, of_one: bool) -> None:
+        """Launch the reduction of what was gathered."""
+        if self._deferred:
+            # Some ranks add sums of earlier backwards, which are fp32; all send what one of them sends.
+            self._partials.widen(section)
+        wide = ", in fp32" if self._partials.is_wide(section) else ""
+        self._collectives.agreement.same(f"the reduction of gradients of {_describe(section, of_one)}{wide}")
+        taken = section.arrived | section.waiting
+        if self._deferred and self.passing:  # its update follows at once
+            flags = [index in taken for index in range(len(section.params))]
+            section.holding |= {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_}
+        elif self._deferred:
+            section.joined = (section.joined or set()) | taken
+        self._add_waiting(section)
+        self._partials.fill(section)
+        section.arrived.clear()
+        self._reductions.add(section)
+
+    def _reduced(self, section: GradSection, shard: torch.Tensor) -> None:
+        """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
+        # The gradients may be another rank's alone: then this rank has not waited for the last step's update of them.
+        section.unit.wait_for_update()
+        store, path = section.store, self._memory.path
+        if path is not None and not store.on_device:
+            path.downloads.make_room(shard.nbytes)
+        parts = store.parts()
+        store.add_shard(Gathered(shard, 0, parts, frozenset(section.reduced)))
+        section.reduced.update(parts)
+        if path is not None:
+            path.downloads.advance()
+        self._partials.drop(section)
+        section.whole = section.joined is None
+        if section.whole and not section.holding:
+            section.entry.land()
+            section.forget_zeros()
+
+    def _add_waiting(self, section: GradSection) -> None:
+        """Add this rank's own sums of earlier backwards, and of what was set aside, to the partial one."""
+        local = section.local
+        if local is None or not (section.waiting or section.aside):
+            return
+        section.entry.land()
+        if section.aside:
+            local.open_pages()  # on all ranks
+        self._partials.widen(section)  # likewise
+        if section.waiting:
+            self._partials.add_local(section, local)
+        section.arrived |= section.waiting
+        section.waiting.clear()
+        local.held = section.aside = False
+        local.drop()
+        local.close()
+
+    # What is held
+
+    def place(self, param: nn.Parameter) -> tuple[GradSection, int]:
+        """A parameter's section and its index there."""
+        return self._places[id(param)]
+
+    def held(self, param: nn.Parameter) -> bool:
+        """True if a gradient waits for a step."""
+        section, index = self._places[id(param)]
+        return index in section.holding
+
+    def any_held(self, params: Collection[nn.Parameter] | None) -> bool:
+        """True if a gradient of `params` (None: of any parameter) waits for a step."""
+        return any(indices for _, indices in self._chosen(params))
+
+    def factor(self, section: GradSection, index: int) -> float:
+        """What a gradient held now is to be multiplied by."""
+        return section.store.factors.get(index, 1.0) / self.loss_scale
+
+    def view(self, param: nn.Parameter) -> torch.Tensor | None:
+        """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
+        section, index = self._places[id(param)]
+        if section.store.tier is not Tier.DEVICE or self._collectives.world_size > 1 or is_dtensor(param):
+            return None
+        section.exposed.add(index)
+        return section.store.apply_factor(index).view(section.layout.params[index].spec.shape)
+
+    def read(self, params: Collection[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Copies of the gradients held of `params` as a step would use them, fp32, host; one rank only."""
+        found = {}
+        for section, indices in self._chosen(params):
+            brought = section.store.on_disk
+            for index in indices:
+                copy = section.store.view(index).to("cpu", torch.float32, copy=True).mul_(self.factor(section, index))
+                found[section.params[index]] = copy.view(section.layout.params[index].spec.shape)
+            if indices:
+                section.store.close(changed=not brought)
+        return found
+
+    def _chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[GradSection, list[int]]]:
+        """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
+        wanted = None if params is None else set(map(id, params))
+        for section in self.sections:
+            section.entry.land()
+            held = sorted(section.holding)
+            yield section, [index for index in held if wanted is None or id(section.params[index]) in wanted]
+
+    # Norm, loss scale and clipping
+
+    def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
+        """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
+        total, finite = self._squares(params)
+        return math.sqrt(total), finite
+
+    def squares(self, params: Collection[nn.Parameter]) -> float:
+        """The sum of squares of these gradients, as the next update would use them. Collective."""
+        self.reduce_waiting()
+        return self._squares(params)[0]
+
+    def _squares(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
+        total, bad = 0.0, 0.0
+        self._complete_sums(self.sections)
+        for section, indices in self._chosen(params):
+            sums, factors = section.store.sums_of(indices), section.store.factors
+            squares = math.fsum(
+                (factors.get(index, 1.0) / self.loss_scale) ** 2 * each.sumsq
+                for index, each in zip(indices, sums, strict=True)
+            )
+            # Tensor-parallel ranks that hold the same count it once between them.
+            total += squares / section.layout.num_copies
+            bad += sum(not each.finite for each in sums)
+        total, bad = self._collectives.sum_over_shards([total, bad])
+        return total, bad == 0
+
+    def finite(self, units: Sequence[Sequence[GradSection]], params: Container[nn.Parameter]) -> list[bool]:
+        """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
+        for section in itertools.chain(*units):
+            self._complete_sums([section])
+        fine = [all(each.finite for section in unit for each in _held_sums(section, params)) for unit in units]
+        return [not bad for bad in self._collectives.any_rank([not each for each in fine])]
+
+    def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
+        """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
+        return [
+            section.layout.params[index].spec.name
+            for section, indices in self._chosen(params)
+            for index, each in zip(indices, section.store.sums_of(indices), strict=True)
+            if not each.finite
+        ]
+
+    def _complete_sums(self, sections: Sequence[GradSection]) -> None:
+        """Have the sums of these, those on their way too, and of what may have changed since."""
+        for section in sections:
+            section.entry.land()
+            section.store.measure(section.exposed & section.holding)  # the user may have changed it through `.grad`
+        if self._memory.path is not None and sections:
+            self._memory.path.sums.read([each.store.sums for each in sections], sections[0].store.unit)
+
+    def unscale(self, loss_scale: float, overflowed: bool) -> bool:
+        """Divide the loss scale out of all factors, once; says whether the step must not be taken. Collective.
+
+        `overflowed` is what this rank knows of gradients that are elsewhere.
+        """
+        finite = self.norm(None)[1]
+        (bad,) = self._collectives.any_rank([overflowed or not finite])
+        if self.any_held(None):
+            self.loss_scale = loss_scale
+            self.overflowed |= bad
+        return bad or self.overflowed
+
+    def multiply(self, factor: float, params: Collection[nn.Parameter]) -> None:
+        """Let the gradients held of `params` count `factor` times. See [Note: factors]."""
+        for section, indices in self._chosen(params) if factor != 1.0 else ():
+            for index in indices:
+                section.store.factors[index] = section.store.factors.get(index, 1.0) * factor
+
+    def clip_value(self, params: Collection[nn.Parameter], clip_value: float) -> None:
+        """Clip the elements of the gradients held of `params` to [-clip_value, clip_value], where they rest, as
+        torch.nn.utils.clip_grad_value_ would. Collective."""
+        self.reduce_waiting()
+        for section in self.sections:
+            if section.holding:
+                # Other parameters of the section may have had a step, whose update reads it still.
+                section.unit.wait_for_update()
+        for section, indices in self._chosen(params):
+            for index in indices:
+                view = section.store.apply_factor(index)
+                # The loss scale is still to be divided out: the bound grows with it, as far as the dtype goes.
+                bound = min(clip_value * self.loss_scale, torch.finfo(view.dtype).max)
+                view.clamp_(-bound, bound)
+            if indices:
+                section.store.measure(indices)
+                section.store.close()
+
+    # Their end
+
+    def forget(self, params: Iterable[nn.Parameter]) -> None:
+        """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
+        taken: dict[int, tuple[GradSection, list[int]]] = {}
+        for param in params:
+            section, index = self._places[id(param)]
+            taken.setdefault(id(section), (section, []))[1].append(index)
+            self.zeroed.discard(param)
+        for section, indices in taken.values():
+            self._forget(section, indices)
+
+    def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
+        """Nobody wants the gradients (of `params`; by default all); says whether there were any."""
+        found = False
+        self.zeroed.difference_update(list(self.zeroed) if params is None else params)
+        for section, indices in self._chosen(params):
+            found = found or bool(indices)
+            self._forget(section, indices)
+            if section.local is not None and not section.waiting:
+                section.local.held = False
+                section.local.drop()
+        return found
+
+    def abandon(self) -> bool:
+        """Forget all gradients, those of a backward that broke off included; says whether there were any."""
+        self._reductions.drop()
+        self.close()
+        self._memory.room.drop()
+        for section in self.sections:
+            section.arrived.clear()
+            section.awaits_more, section.aside, section.joined = False, False, None
+            self._partials.drop(section)
+        self._deferred = False
+        return self.drop()
+
+    def close(self) -> None:
+        """Nothing is on its way from a GPU when this returns: memory that copies use may go."""
+        for section in self.sections:
+            section.entry.cancel()
+        if self._memory.path is not None:
+            self._memory.path.drop()
+
+    def _forget(self, section: GradSection, indices: Iterable[int]) -> None:
+        """These parameters' gradients are over, as far as they are held."""
+        gone = section.holding.intersection(indices)
+        if not gone:
+            return
+        section.entry.land()
+        section.store.shown |= bool(gone & section.exposed)
+        for each in (section.holding, section.exposed, section.waiting, section.reduced):
+            each -= gone
+        section.store.forget(gone)
+        section.forget_zeros()
+        if not any(each.holding for each in self.sections):
+            self.loss_scale, self.overflowed = 1.0, False
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as its values lie in memory, part of no graph."""
+    grad = grad.resolve_neg()  # a kernel sees memory, which has the other sign there
+    return grad.detach() if grad.requires_grad else grad  # create_graph=True
+
+
+def _settle(memory: weakref.ref[GradMemory]) -> bool:
+    found = memory()
+    return found is not None and found.settle()
+
+
+def _describe(section: GradSection, of_one: bool) -> str:
+    """What is reduced. Ranks must agree too in which parameters have a gradient, if not all."""
+    some = of_one and 0 < len(section.arrived) < len(section.layout.params)
+    names = [section.layout.params[index].spec.name for index in sorted(section.arrived)]
+    return f"{section.unit.name}{', of ' + ', '.join(names) if some else ''}"
+
+
+def _held_sums(section: GradSection, params: Container[nn.Parameter]) -> list[GradSum]:
+    return section.store.sums_of(index for index in section.holding if section.params[index] in params)
+
+
+def check_closed(grads: Gradients, call: str) -> None:
+    """Raise if a backward has updated parameters, and not every optimizer of theirs has been stepped."""
+    if grads.updated:
+        section, index = grads.place(next(iter(grads.updated)))
+        raise ZeroOffloadError(
+            f"{call} follows a backward that has updated {section.layout.params[index].spec.name} "
+            "(overlap='backward'), and no step() of its optimizer. Call step() after each backward; to add up the "
+            "gradients of several, run all but the last in 'with zo.no_sync(model):'"
+        )
+
+
+def check_not_updated(grads: Gradients, param: nn.Parameter, name: str) -> None:
+    """Raise if a backward has used the gradient, and the step that it belongs to has not been made."""
+    if param in grads.updated:
+        raise ConfigError(
+            f"the gradient of {name} is used up: with overlap='backward' backward has updated the parameter, and "
+            "optimizer.step() closes the step. What looks at gradients before that (clipping, a loss scaler, a step "
+            "that is left out by zero_grad()) needs overlap='forward'"
+        )
