@@ -20,4 +20,7 @@ def quick_endings(monkeypatch: pytest.MonkeyPatch) -> None:
         return generate(model, prompt, min(count, 16), **how)
 
     monkeypatch.setattr(train, "generate", short)
-    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **how: file.write(b"\x89PNG\r\n\x1a\n"))
+    # As large as a picture: a full disk has no room for it.
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, file, **how: file.write(b"\x89PNG\r\n\x1a\n" + bytes(1 << 17))
+    )
