@@ -10,14 +10,12 @@ inside of backward (`backward_updates.py`), `update` closes the step.
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -481,23 +479,6 @@ class ModelRuntime:
         self.resume_pending = False
         self.adopt_generation(generation, loaded=True)
         return generation, rng
-
-    # State dicts
-
-    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
-        self.access.begin_walk(module, call)
-
-    def end_walk(self, module: nn.Module) -> None:
-        """Write what load_state_dict has copied in."""
-        self.access.end_walk(module)
-
-    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """As load_state_dict does, but what stays as it was keeps its fp32 master. Inside of a walk, at its end."""
-        walk = nn.Module()
-        self.begin_walk(walk, sys._getframe())
-        with torch.no_grad():
-            param.copy_(self.access.with_masters(param, values))
-        self.access.end_walk(walk, has_masters=True)
 
     def note_written(self, *, whole: bool) -> None:
         """Parameters are changed from outside; not `whole`: what broke off in between is nothing to resume from."""

@@ -7,6 +7,7 @@ then these calls raise, naming the one that gathers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from types import FrameType
 
@@ -133,7 +134,15 @@ class ParamAccess:
         place = self._places[param]
         self._writes.setdefault(id(place.section), {})[place.piece] = values
 
-    def with_masters(self, param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """As load_state_dict does, but what stays as it was keeps its fp32 master. Inside of a walk, at its end."""
+        walk = nn.Module()
+        self.begin_walk(walk, sys._getframe())
+        with torch.no_grad():
+            param.copy_(self._with_masters(param, values))
+        self.end_walk(walk, has_masters=True)
+
+    def _with_masters(self, param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
         """The parameter's new values; where they are what they were, its fp32 master."""
         place = self._places[param]
         shard = place.section.shard

@@ -135,12 +135,12 @@ def _owner_of(module: nn.Module) -> Owner | None:
 
 def _before_state_dict(module: nn.Module, *_: Any) -> None:
     if (owner := _owner_of(module)) is not None:
-        owner.begin_walk(module, _call_of("state_dict"))
+        owner.access.begin_walk(module, _call_of("state_dict"))
 
 
 def _after_state_dict(module: nn.Module, *_: Any) -> None:
     if (owner := _owner_of(module)) is not None:
-        owner.end_walk(module)
+        owner.access.end_walk(module)
 
 
 def _before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
@@ -151,12 +151,12 @@ def _before_load(module: nn.Module, state: Any, prefix: str, metadata: dict[str,
             "load_state_dict(assign=True) would put ordinary parameters in the place of offloaded ones; "
             "leave assign out"
         )
-    owner.begin_walk(module, _call_of("load_state_dict"))
+    owner.access.begin_walk(module, _call_of("load_state_dict"))
 
 
 def _after_load(module: nn.Module, *_: Any) -> None:
     if (owner := _owner_of(module)) is not None:
-        owner.end_walk(module)
+        owner.access.end_walk(module)
 
 
 def _call_of(name: str) -> FrameType:

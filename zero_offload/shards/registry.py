@@ -58,6 +58,15 @@ class ParamAccess(Protocol):
     def is_gathered(self, param: nn.Parameter) -> bool:
         """Whether it may be read now as it stands, inside of `zo.gathered`."""
 
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
+
+    def end_walk(self, module: nn.Module) -> None:
+        """After it."""
+
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace a parameter's values, as `load_state_dict` does."""
+
     @property
     def walking(self) -> bool:
         """Whether state_dict or load_state_dict is walking over the model."""
@@ -162,15 +171,6 @@ class Owner(Protocol):
     @property
     def makes_generations(self) -> bool:
         """Whether it keeps param groups with its steps."""
-
-    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
-        """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
-
-    def end_walk(self, module: nn.Module) -> None:
-        """After it."""
-
-    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
-        """Replace a parameter's values, as `load_state_dict` does."""
 
     def together(self, call: str) -> AbstractContextManager[None]:
         """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""

@@ -49,7 +49,7 @@ class _Source:
                 "change what it returns; call model.load_state_dict(...) to load other values; or change a copy "
                 "(.clone())"
             )
-        owner.write_param(param, self._values)
+        owner.access.write_param(param, self._values)
         self._version = _version(param)
 
 
