@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 NATIVE := zero_offload/_native.so
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl')
+# A file stays on one worker: what its tests share, such as a long run or a reference, is made once.
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 NATIVE_TEST := $(wildcard tests/native/*.cpp tests/native/*.h tests/fake_gpu/csrc/*)
 
 .PHONY: train test test-all faults check native asan tsan neon bench clean
@@ -21,10 +23,10 @@ train: $(READY) $(NATIVE)
 	$(BIN)/zero-offload train $(ARGS)
 
 test: $(READY) $(NATIVE)
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) $(ARGS)
 
 test-all: $(READY) $(NATIVE) asan tsan
-	$(BIN)/python -m pytest -q -n 3 --dist loadgroup -m "" $(ARGS)
+	$(BIN)/python -m pytest -q $(WORKERS) -m "" $(ARGS)
 
 # Faults of tests/faults, one after the other: each must be caught by its test.
 faults: $(READY) $(NATIVE)

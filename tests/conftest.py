@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 
-LONG_RUNS = frozenset({"measured", "whole", "whole_run", "uninterrupted"})
-"""Fixtures of a module that train for seconds."""
 _BUILD = pytest.StashKey[subprocess.Popen[bytes] | None]()
 _ISA = native.isa() if native.available() else None
 
@@ -59,30 +57,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         building.wait()
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where workers share the tests, those of several ranks come last, on one of them: ranks that share their cores
-    with other tests wait for each other most of the time. Tests of one long run are on one worker, too: it runs once.
-    """
-    alone = [item for item in items if _starts_ranks(item)]
-    known = set(alone)
-    for item in items if config.pluginmanager.hasplugin("xdist") else ():
-        if item in known:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif found := LONG_RUNS.intersection(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {min(found)}"))
-    items[:] = [item for item in items if item not in known] + alone
-
-
 def pytest_collection_finish() -> None:
     """What there is of thousands of tests stays: each look of the garbage collector at it would take half a second."""
     gc.collect()
     gc.freeze()
-
-
-def _starts_ranks(item: pytest.Item) -> bool:
-    code = getattr(getattr(item, "function", None), "__code__", None)
-    used = {*getattr(item, "fixturenames", ()), *(code.co_names if code else ())}
-    return not used.isdisjoint(("pool", "pools", "RankPool"))
 
 
 @pytest.fixture(autouse=True)

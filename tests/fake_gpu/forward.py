@@ -34,7 +34,7 @@ class DeviceProcess:
             if self._process is None:
                 self._start()
             is_next_here = nextitem is not None and FOLDER in nextitem.path.parents
-            self._connection.send((_name(item), _name(nextitem) if nextitem and is_next_here else None))
+            self._connection.send((item.nodeid, nextitem.nodeid if nextitem and is_next_here else None))
             if not self._connection.poll(DEADLINE_S):
                 return [self._failure(item, f"took longer than {DEADLINE_S} s")]
             told = self._connection.recv()
@@ -83,9 +83,3 @@ class DeviceProcess:
             self._process.kill()
             self._process.wait()
         self._process = None
-
-
-def _name(item: pytest.Item) -> str:
-    """As the item is called there: xdist adds a test's group."""
-    marker = item.get_closest_marker("xdist_group")
-    return item.nodeid if marker is None else item.nodeid.removesuffix(f"@{marker.args[0]}")

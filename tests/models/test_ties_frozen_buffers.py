@@ -139,6 +139,22 @@ def test_unused_parameters_are_left_alone(config: zo.OffloadConfig) -> None:
     assert_same(script, PartlyUnused, config)
 
 
+class Scaled(Block):
+    """It reads a parameter that gets no gradient."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self.scale = nn.Parameter(torch.full((dim,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.detach()
+
+
+def test_what_forward_reads_and_no_step_changes_keeps_its_value(config: zo.OffloadConfig) -> None:
+    """An update of its unit delivers it with the rest."""
+    assert_same(script, partial(TinyLM, WIDE, 3, Scaled), config)
+
+
 def test_the_norm_counts_sections_of_which_a_part_is_unused(config: zo.OffloadConfig) -> None:
     """No gradient completes them: the end of backward does."""
     recipe = Recipe(PartlyUnused, config.numerics.compute, num_steps=6, max_norm=0.5)

@@ -22,7 +22,6 @@ from tests.helpers.models import TinyLM
 from zero_offload.memory import pages
 from zero_offload.types import MIB, Tier
 
-pytestmark = pytest.mark.xdist_group("budget")  # all look at one run, which takes half a minute
 DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
 CPU_MEMORY = 128 * MIB
 ALLOWANCE = 24 * MIB
