@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from zero_offload.abi import Rule, StateFormat
-from zero_offload.kernels.master import join_master, split_master
-from zero_offload.kernels.states import decode_states
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import SIGNED, STATES, Segment, num_scales, state_dtype
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels.master import join_master, split_master
+from zero_offload.hardware.kernels.states import decode_states
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment, num_scales, state_dtype
 
 NUMEL, NUM_STEPS = 1 << 20, 100
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8

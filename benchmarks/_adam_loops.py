@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from zero_offload import native
-from zero_offload.abi import Isa, Kind, Rule, StateFormat
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware import native
+from zero_offload.hardware.abi import Isa, Kind, Rule
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
 
 BLOCKS, DEPTHS, THREADS = (MIB, 8 * MIB), (16, 32), (1, 2)
 ROUNDS = 3

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from zero_offload.types import GIB, MIB
+from zero_offload.base.types import GIB, MIB
 
 PROBE_BYTES, PROBE_BLOCK_BYTES, PROBE_THREADS = GIB, 4 * MIB, 4
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
 
 INSTALL = "apt-get install fio"
 HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")

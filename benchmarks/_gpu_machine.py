@@ -19,16 +19,16 @@ from typing import Any
 import psutil
 import torch
 
-from zero_offload import native
-from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
-from zero_offload.device import compute_device
-from zero_offload.kernels.choice import has_device_update
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import Segment, segment_array
-from zero_offload.memory.arena import Arena
-from zero_offload.probe import count_cores, memory_limits
-from zero_offload.types import GIB, MIB
-from zero_offload.updates import update_threads
+from zero_offload.base.types import GIB, MIB, StateFormat
+from zero_offload.hardware import native
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.device import compute_device
+from zero_offload.hardware.kernels.choice import has_device_update
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import Segment, segment_array
+from zero_offload.hardware.probe import count_cores, memory_limits
+from zero_offload.model.updates import update_threads
+from zero_offload.storage.memory.arena import Arena
 
 UPDATE_NUMEL = 1 << 26
 VERSIONS = ("triton", "transformers", "peft", "deepspeed", "numpy", "safetensors")

@@ -14,7 +14,7 @@ from _gpu_record import Figures
 from _gpu_sections import CAP_BYTES, CAPPED_HOST_BYTES, CAPPED_WEIGHTS_BYTES, CONTEXT_BYTES, MICRO_BATCHES
 from _rows import Row, missing, row, ungraded
 
-from zero_offload.types import GIB
+from zero_offload.base.types import GIB
 
 REACH, REACH_MFU, REACH_IDLE, REACH_MEMORY = 1.05, 1 / 0.5, 0.05, 1 / 2
 REACH_FSDP2, REACH_DEEPSPEED = 1 / 1.5, 1 / 2

@@ -26,9 +26,9 @@ from _gpu_record import Figures, Skip
 from _gpu_training import Bench, Trainer, deepspeed, fsdp2, in_turn, measure, ours, plain, profile, time_steps
 
 import zero_offload as zo
+from zero_offload.base.types import GIB, MIB
 from zero_offload.cli.measure_device import device_rates
-from zero_offload.device import collectives_of, compute_device
-from zero_offload.types import GIB, MIB
+from zero_offload.hardware.device import collectives_of, compute_device
 
 REPOSITORY = Path(__file__).parent.parent
 TESTS, KERNEL_TESTS = Path("tests/gpu"), "test_device_update.py"

@@ -26,9 +26,9 @@ from _turns import peak_rss_bytes
 from torch import Tensor, nn
 
 import zero_offload as zo
-from zero_offload.accelerators import ACCELERATORS
-from zero_offload.device import collectives_of
-from zero_offload.types import GIB, Tier
+from zero_offload.base.types import GIB, Tier
+from zero_offload.hardware.accelerators import ACCELERATORS
+from zero_offload.hardware.device import collectives_of
 
 LEARNING_RATE, CLIP = 1e-5, 1.0
 TIMED_STEPS, SLOW_STEP_S = 3, 12.0

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
 
 NEEDS = "needs root, loop devices and the blkio or io controller"
 _V1, _V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")

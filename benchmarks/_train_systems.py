@@ -23,7 +23,7 @@ from _turns import disk_bytes, forget_peak, peak_rss_bytes
 from torch import Tensor
 
 import zero_offload as zo
-from zero_offload.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 CLIP = 1.0

@@ -32,12 +32,12 @@ from _turns import Worker, forget_peak, peak_rss_bytes, rss_bytes
 from torch import Tensor
 
 import zero_offload as zo
-from zero_offload.memory.arena import Arena
-from zero_offload.recipes.gpt import GPT, GPTConfig, next_token_loss
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig, next_token_loss
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena
 
 MODEL = GPTConfig(num_layers=8, width=256, num_heads=4, seq_max=256)
 BATCH, SEQ = 16, 256

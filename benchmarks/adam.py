@@ -28,14 +28,15 @@ from _adam_errors import show_errors
 from _adam_loops import arithmetic, stream
 from _rows import Row, missing, row, show, write
 
-from zero_offload import native
-from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
-from zero_offload.kernels.dtypes import kind_of
-from zero_offload.kernels.grads import accumulate_grad, sum_of_squares
-from zero_offload.kernels.master import convert
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import STATES, Segment, segment_array
-from zero_offload.memory.arena import Arena
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware import native
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.kernels.dtypes import kind_of
+from zero_offload.hardware.kernels.grads import accumulate_grad, sum_of_squares
+from zero_offload.hardware.kernels.master import convert
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import STATES, Segment, segment_array
+from zero_offload.storage.memory.arena import Arena
 
 M = 10**6
 SIZES, QUICK_SIZES = [1 * M, 10 * M, 100 * M, 400 * M], [1 * M, 100 * M]

@@ -49,7 +49,7 @@ from _gpu_sections import SECTIONS
 from _gpu_training import Bench
 from _rows import Row, show
 
-from zero_offload import native
+from zero_offload.hardware import native
 
 RESULTS = Path(__file__).parent / "results"
 REHEARSAL_LIMIT_S = 120

@@ -38,12 +38,12 @@ from _deepspeed_aio import DeepSpeedAio
 from _rows import Row, missing, row, show, write
 from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
 
-from zero_offload.memory.arena import Arena, Region
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket
-from zero_offload.storage.engines import PROBE_BYTES, THREADS, WORTH_BYTES, Scratch, open_engine, pick, shares
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket
+from zero_offload.storage.files.engines import PROBE_BYTES, THREADS, WORTH_BYTES, Scratch, open_engine, pick, shares
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena, Region
 
 FILE_BYTES = 512 * MIB
 SIZES = (4 * MIB, 16 * MIB, 64 * MIB)

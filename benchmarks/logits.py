@@ -33,7 +33,7 @@ from _turns import Worker, forget_peak, peak_rss_bytes, rss_bytes
 from torch import Tensor, nn
 
 import zero_offload as zo
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
 
 VOCAB, WIDTH, TILES = 50257, 768, 8
 LONG, SHORT = 2048, 64

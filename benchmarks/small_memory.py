@@ -35,8 +35,8 @@ from _rows import Row, missing, row, show, ungraded, write
 from _turns import peak_rss_bytes
 
 import zero_offload as zo
-from zero_offload.recipes.gpt import GPT, GPTConfig, next_token_loss, num_parameters
-from zero_offload.types import MIB, format_bytes, parse_bytes
+from zero_offload.base.types import MIB, format_bytes, parse_bytes
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig, next_token_loss, num_parameters
 
 SIZES = {
     "91m": (12, 768, 12, 8192),  # with the small vocabulary of quick runs, since an embedding is one unit

@@ -23,9 +23,9 @@ import torch.multiprocessing as multiprocessing
 from _rows import row, write
 
 import zero_offload as zo
+from zero_offload.base.types import MIB
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss, num_parameters
 from zero_offload.plan.partition import STAGES
-from zero_offload.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss, num_parameters
-from zero_offload.types import MIB
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=64, recompute=Recompute.BLOCK)
 NUM_STEPS, MICRO_BATCHES = 3, 2

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from _rows import missing, row, show, write
 
-from zero_offload.config import OffloadConfig, Precision
-from zero_offload.recipes.settings import TrainConfig
-from zero_offload.recipes.train import train
+from zero_offload.base.config import OffloadConfig, Precision
+from zero_offload.cli.recipes.settings import TrainConfig
+from zero_offload.cli.recipes.train import train
 
 FORMATS = ("fp32", "bf16", "compact")
 EVALUATED = 512

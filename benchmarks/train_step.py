@@ -48,8 +48,8 @@ from _rows import Row, missing, row, show, ungraded, write
 from _train_systems import DTYPES, INSTALL, LABELS, MODELS, OURS, PEERS, Case, serve
 from _turns import Worker, WorkerEndedError
 
-from zero_offload.recipes.gpt import num_parameters, unit_numels
-from zero_offload.types import GIB, MIB
+from zero_offload.base.types import GIB, MIB
+from zero_offload.cli.recipes.gpt import num_parameters, unit_numels
 
 WARM_UP_STEPS = 3  # the first records the trace, the next ones fill pools
 REACH_DISK, REACH_CPU, REACH_RSS, REACH_PEER_RSS, REACH_EXPOSED = 1.10, 1.00, 1.05, 0.5, 0.05

@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from tests.fake_gpu import build as fake_gpu_build  # noqa: E402
-from zero_offload import native  # noqa: E402
+from zero_offload.hardware import native  # noqa: E402
 
 if TYPE_CHECKING:
     from tests.helpers.ranks import RankPool, RankPools

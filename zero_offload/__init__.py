@@ -6,23 +6,12 @@ ZeRO partitioning with parameters, gradients and optimizer states on device, CPU
 Everything else is a plain PyTorch loop; README.md shows it.
 """
 
-from zero_offload import startup as startup  # first of all
+from zero_offload.base import startup as startup  # first of all
 
 # isort: split
 from zero_offload import nn as nn
-from zero_offload.api import (
-    accumulate,
-    checkpoint,
-    clip_grad_norm_,
-    clip_grad_value_,
-    close,
-    no_sync,
-    plan,
-    stats,
-)
-from zero_offload.config import OffloadConfig, Precision
-from zero_offload.deferred.recorder import deferred_init
-from zero_offload.errors import (
+from zero_offload.base.config import OffloadConfig, Precision
+from zero_offload.base.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -33,17 +22,28 @@ from zero_offload.errors import (
     StorageError,
     ZeroOffloadError,
 )
-from zero_offload.gathered import gathered
-from zero_offload.offload import offload
+from zero_offload.base.stats import Stats
+from zero_offload.integrations.pretrained import export_pretrained, load_pretrained
+from zero_offload.model.api import (
+    accumulate,
+    checkpoint,
+    clip_grad_norm_,
+    clip_grad_value_,
+    close,
+    no_sync,
+    plan,
+    stats,
+)
+from zero_offload.model.deferred.recorder import deferred_init
+from zero_offload.model.gathered import gathered
+from zero_offload.model.offload import offload
+from zero_offload.model.profile import profile
+from zero_offload.model.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.adagrad import Adagrad
 from zero_offload.optim.adam import Adam, AdamW
 from zero_offload.optim.grad_scaler import GradScaler
 from zero_offload.optim.lion import Lion
 from zero_offload.optim.sgd import SGD
-from zero_offload.pretrained import export_pretrained, load_pretrained
-from zero_offload.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
-from zero_offload.telemetry.profile import profile
-from zero_offload.telemetry.stats import Stats
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@
  *   - whatever the instruction set, the number of threads and their way with subnormal numbers, which comes
  *     back as it was, a kernel returns the same bits.
  *
- * zero_offload/abi.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
+ * zero_offload/hardware/abi.py mirrors this file; tests/house/test_abi.py parses it and compares the two.
  */
 #ifndef ZERO_OFFLOAD_H
 #define ZERO_OFFLOAD_H

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 import pytest
 
-import zero_offload.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
+import zero_offload.cli.recipes.train  # noqa: F401 - loaded before a test gives up the right to read it
+from zero_offload.base.errors import StorageError
 from zero_offload.cli.main import main
-from zero_offload.errors import StorageError
-from zero_offload.recipes.run_dir import Metrics
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.cli.recipes.run_dir import Metrics
+from zero_offload.storage.files.directory import RunDirectory
 
 pytestmark = pytest.mark.usefixtures("quick_endings")
 SIZES = ["--model", "tiny", "--seq", "16", "--batch", "1", "--steps", "3"]

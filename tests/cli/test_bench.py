@@ -11,9 +11,9 @@ import pytest
 
 from zero_offload.cli import bench
 from zero_offload.cli.main import main
-from zero_offload.device import HostDevice
-from zero_offload.storage.engine import EngineSettings
-from zero_offload.storage.engines import AIOFILES, Pattern, Rates, measure
+from zero_offload.hardware.device import HostDevice
+from zero_offload.storage.files.engine import EngineSettings
+from zero_offload.storage.files.engines import AIOFILES, Pattern, Rates, measure
 
 FASTEST = dict.fromkeys(Pattern, 1e15)
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload import native
-from zero_offload.abi import Isa
-from zero_offload.recipes.gpt import num_parameters
-from zero_offload.types import Tier
+from zero_offload.base.types import Tier
+from zero_offload.cli.recipes.gpt import num_parameters
+from zero_offload.hardware import native
+from zero_offload.hardware.abi import Isa
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.disk import assert_finishes, write_run
+from zero_offload.base.types import Durability
 from zero_offload.cli.main import main
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import write_manifest
-from zero_offload.types import Durability
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import write_manifest
 
 SWAP = "rank-0.swap"
 NBYTES = 1 << 20

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.without_library import without_library
-from zero_offload import native, probe
+from zero_offload.base.errors import CapacityError
 from zero_offload.cli import doctor
 from zero_offload.cli.doctor import Check, Status, examine
 from zero_offload.cli.main import main
-from zero_offload.errors import CapacityError
-from zero_offload.memory import pages
-from zero_offload.probe import MemoryLimit
+from zero_offload.hardware import native, probe
+from zero_offload.hardware.probe import MemoryLimit
+from zero_offload.storage.memory import pages
 
 
 def find(checks: tuple[Check, ...], name: str) -> Check:

@@ -21,9 +21,9 @@ from tests.helpers.ranks import Case, RankPool, RankPools
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.checkpoint.saved_export import export_saved
 from zero_offload.cli.main import main
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig
 from zero_offload.cli.saved import alone
-from zero_offload.recipes.gpt import GPT, GPTConfig
-from zero_offload.storage.engines import open_engine
+from zero_offload.storage.files.engines import open_engine
 
 Capture = pytest.CaptureFixture[str]
 DTYPES = [None, "fp32", "bf16", "fp16"]

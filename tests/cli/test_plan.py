@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from zero_offload import rates
+from zero_offload.base.types import GIB
 from zero_offload.cli import measure
 from zero_offload.cli import plan as plan_command
 from zero_offload.cli.main import main
 from zero_offload.cli.planning import GpuHere
-from zero_offload.recipes import products
-from zero_offload.types import GIB
+from zero_offload.cli.recipes import products
+from zero_offload.hardware import rates
 
 MEMORY = ["--cpu-memory", "64GiB"]
 

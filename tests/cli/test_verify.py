@@ -17,8 +17,8 @@ from tests.helpers.ranks import Case, RankPool
 from tests.helpers.trainer import Run, Spec
 from zero_offload.checkpoint import verify as verify_module
 from zero_offload.cli.main import main
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.native_engine import NativeEngine
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.native_engine import NativeEngine
 
 Capture = pytest.CaptureFixture[str]
 

@@ -17,10 +17,10 @@ import pytest
 import zero_offload as zo
 from tests.helpers.disk import SWAP, abandon, assert_finishes, open_model, train, write_run
 from tests.helpers.models import TinyLM, build
+from zero_offload.base.types import Durability
 from zero_offload.checkpoint.format import Generation
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.types import Durability
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
 
 STEPS = 4
 GENERATION = "generation-0.json"

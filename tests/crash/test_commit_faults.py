@@ -13,7 +13,7 @@ from tests.helpers.disk import drain, open_model, train
 from tests.helpers.late_writes import Gate
 from tests.helpers.models import tokens_of
 from zero_offload.checkpoint import generation
-from zero_offload.shards.snapshot import Snapshots
+from zero_offload.storage.shards.snapshot import Snapshots
 
 PLACEMENTS: list[dict[str, Any]] = [{}, {"params": "cpu", "optimizer": "cpu"}]
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.crash_run import Crash, History, Plan, Setup, Tally, explore, play
 from tests.helpers.crashfs import CrashFS
-from zero_offload.types import Durability
+from zero_offload.base.types import Durability
 
 NUM_STEPS = 6
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)

@@ -18,12 +18,12 @@ from tests.helpers.crash_disk import Link, Op, Rename, Resize, Sync, Write
 from tests.helpers.crash_run import History, Run, Setup, describe, judge, play
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, Killed
+from zero_offload.base.errors import CapacityError, RankError, StorageError, ZeroOffloadError
+from zero_offload.base.threads import FirstError
+from zero_offload.base.types import Durability
 from zero_offload.checkpoint.format import GENERATION_NAMES
-from zero_offload.errors import CapacityError, RankError, StorageError, ZeroOffloadError
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import SHARD_NUMEL
-from zero_offload.threads import FirstError
-from zero_offload.types import Durability
 
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)
 RANKS = replace(COMMIT, world_size=2)

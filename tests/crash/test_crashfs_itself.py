@@ -16,11 +16,11 @@ from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crash_run import Setup, describe, play
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, CrewExchange, Killed
-from zero_offload.errors import IntegrityError, LockError, RankError, StorageError
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import BLOCK_DTYPE
-from zero_offload.storage.system import REAL, FileSystem
-from zero_offload.types import Durability
+from zero_offload.base.errors import IntegrityError, LockError, RankError, StorageError
+from zero_offload.base.types import Durability
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engine import BLOCK_DTYPE
+from zero_offload.storage.files.system import REAL, FileSystem
 
 FLAGS = os.O_RDWR | os.O_CREAT
 SEEDS = range(40)

@@ -22,16 +22,16 @@ from tests.helpers.crash_disk import Sync
 from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crash_run import Crash, History, Plan, Run, Setup, Tally, explore, play
 from tests.helpers.crashfs import CrashFS
+from zero_offload.base.types import Durability
 from zero_offload.checkpoint import file_list, generation
 from zero_offload.checkpoint.format import GENERATION_NAMES, rank_manifest_name
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.shards.shard import Shard
-from zero_offload.shards.snapshot import Snapshots
-from zero_offload.storage import manifest
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.types import Durability
+from zero_offload.storage.files import manifest
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.shards.shard import Shard
+from zero_offload.storage.shards.snapshot import Snapshots
 
 COMMIT, PROCESS = Setup(Durability.COMMIT), Setup(Durability.PROCESS)
 RANKS, THIRD = replace(COMMIT, world_size=2), replace(COMMIT, interval=3)

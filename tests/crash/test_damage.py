@@ -26,9 +26,9 @@ from tests.helpers.disk import (
 )
 from tests.helpers.models import TinyLM, build
 from tests.helpers.trainer import Run, Spec
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.types import Durability
+from zero_offload.base.types import Durability
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
 
 STEPS = 6
 

@@ -214,7 +214,7 @@ def test_a_containers_own_layer_works_and_is_warned_of(overlay: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "fuse.sshfs"])
 def test_a_file_system_elsewhere_is_warned_of(kind: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero_offload import probe
+    from zero_offload.hardware import probe
 
     monkeypatch.setattr(probe, "file_system_type", lambda path: kind)
     with pytest.warns(UserWarning, match=f"{kind} is remote.*local NVMe disk"):

@@ -29,10 +29,11 @@ from tests.helpers.disk import (
     write_run,
 )
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
-from zero_offload import move_in, native
-from zero_offload.abi import Fault, IoResultStruct, IoStatus
-from zero_offload.storage import native_engine, stall
-from zero_offload.storage.directory import _STUCK_LOCKS
+from zero_offload.hardware import native
+from zero_offload.hardware.abi import Fault, IoResultStruct, IoStatus
+from zero_offload.model import move_in
+from zero_offload.storage.files import native_engine, stall
+from zero_offload.storage.files.directory import _STUCK_LOCKS
 
 STEPS = 8
 PLACE = re.compile(r"at offset \d+ of (/\S+)")

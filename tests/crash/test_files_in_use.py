@@ -29,11 +29,11 @@ from tests.helpers.disk import (
     train,
 )
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.directory import RunDirectory, hold_directory
-from zero_offload.storage.lock import LOCK_NAME
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.storage.system import FileSystem
+from zero_offload.storage.files.directory import RunDirectory, hold_directory
+from zero_offload.storage.files.lock import LOCK_NAME
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.files.system import FileSystem
+from zero_offload.storage.shards.store import ShardStore
 
 STEPS = 5
 

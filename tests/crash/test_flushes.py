@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.crash_disk import Sync
 from tests.helpers.crash_run import Crash, Plan, Setup, explore, play
 from tests.helpers.crashfs import CrashFS
-from zero_offload.types import Durability
+from zero_offload.base.types import Durability
 
 COMMIT = Setup(Durability.COMMIT)
 STRIPED = replace(COMMIT, directories=("/a/run", "/b/run"))

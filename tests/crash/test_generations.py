@@ -25,9 +25,9 @@ from tests.helpers.disk import (
     write_run,
 )
 from tests.helpers.trainer import Run, Spec, finish, outcome
-from zero_offload.storage import manifest
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.types import Durability
+from zero_offload.base.types import Durability
+from zero_offload.storage.files import manifest
+from zero_offload.storage.files.directory import RunDirectory
 
 STEPS = 6
 TIERS: list[dict[str, Any]] = [{}, {"params": "cpu", "optimizer": "cpu"}]

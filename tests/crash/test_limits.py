@@ -15,7 +15,7 @@ from tests.helpers.disk import assert_finishes, drain, engine_of, open_model, re
 from tests.helpers.models import WIDE, TinyLM, build
 from tests.helpers.seccomp import forbid_io_uring
 from tests.helpers.without_library import whole_run_without_library
-from zero_offload.probe import memory_limits
+from zero_offload.hardware.probe import memory_limits
 
 STEPS = 5
 MIB = 1 << 20
@@ -79,8 +79,8 @@ def test_a_limit_on_files_that_comes_during_a_run(engine: str, nvme: Path) -> No
 
 
 def _train_with_few_files(nvme: str, spare: int, engine: str) -> list[float]:
-    import zero_offload.storage.aiofiles_engine
-    import zero_offload.storage.engines  # noqa: F401 - imports need descriptors too
+    import zero_offload.storage.files.aiofiles_engine
+    import zero_offload.storage.files.engines  # noqa: F401 - imports need descriptors too
 
     build(TinyLM)
     in_use = {int(name) for name in os.listdir("/proc/self/fd")}
@@ -137,7 +137,7 @@ def test_too_little_address_space(spare_bytes: int, words: list[str]) -> None:
 
 def test_a_container_of_two_gibibytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the group leaves counts, not what the host has."""
-    from zero_offload import probe
+    from zero_offload.hardware import probe
 
     group = tmp_path / "cgroup"
     group.mkdir()

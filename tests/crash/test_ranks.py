@@ -25,12 +25,12 @@ from tests.helpers import ranks
 from tests.helpers.disk import engine_of
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.trainer import arm, fork_server
-from zero_offload.abi import Fault
-from zero_offload.api import runtime_of
 from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.hardware.abi import Fault
+from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 
 WORLD, VICTIM, STEPS, STRIKE = 3, 1, 5, 3
 TIME_LIMIT_S, ENOUGH_S = 10, 60

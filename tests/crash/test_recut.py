@@ -25,9 +25,9 @@ from tests.helpers.disk import (
 )
 from tests.helpers.reference import read_masters
 from tests.helpers.trainer import Run, Spec, finish, outcome
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import write_manifest
-from zero_offload.types import Durability
+from zero_offload.base.types import Durability
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import write_manifest
 
 STEPS = 6
 

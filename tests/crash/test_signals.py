@@ -111,7 +111,7 @@ def test_the_first_signal_ends_train_with_its_step_committed(
 SLOW_START = """
 import sys, time
 from zero_offload.cli.main import main
-from zero_offload.recipes import train
+from zero_offload.cli.recipes import train
 def load_corpus(*_):
     print("loading", flush=True)
     time.sleep(600)
@@ -137,7 +137,7 @@ import os, runpy, signal, sys
 from importlib.abc import MetaPathFinder
 class Strike(MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name == "zero_offload.api": os.kill(os.getpid(), signal.SIGINT)
+        if name == "zero_offload.model.api": os.kill(os.getpid(), signal.SIGINT)
 sys.meta_path.insert(0, Strike())
 sys.orig_argv[1:] = ["-m", "zero_offload"]
 runpy.run_module("zero_offload", run_name="__main__")

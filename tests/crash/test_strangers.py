@@ -9,7 +9,7 @@ import pytest
 
 import zero_offload as zo
 from tests.helpers.disk import SWAP, assert_finishes, flip_bit, open_model, train, write_run
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 
 STEPS = 4
 

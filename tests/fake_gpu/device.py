@@ -18,7 +18,7 @@ import torch
 from tests.fake_gpu import library
 from tests.fake_gpu.build import build
 from tests.fake_gpu.library import call, is_loaded
-from zero_offload.device import HostDevice
+from zero_offload.hardware.device import HostDevice
 
 __all__ = [
     "LATE",
@@ -94,7 +94,7 @@ class _HostMemory:
 
 
 def _tell_zero_offload() -> None:
-    from zero_offload.accelerators import ACCELERATORS, Accelerator
+    from zero_offload.hardware.accelerators import ACCELERATORS, Accelerator
 
     ACCELERATORS[TYPE] = Accelerator(
         collectives=TYPE, visible_devices="FAKEGPU_VISIBLE_DEVICES", host_memory=_HostMemory()
@@ -176,7 +176,7 @@ def refuse_pinning() -> Iterator[None]:
 @contextlib.contextmanager
 def on_host() -> Iterator[None]:
     """What is offloaded inside computes on the CPU."""
-    module = importlib.import_module("zero_offload.offload")
+    module = importlib.import_module("zero_offload.model.offload")
     before, module.compute_device = module.compute_device, HostDevice
     try:
         yield

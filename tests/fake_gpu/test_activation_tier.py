@@ -14,17 +14,17 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
 from tests.helpers.activations import make_small
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload.device import AcceleratorDevice, Handoff
-from zero_offload.memory.arena import Arena
+from zero_offload.base.events import Counters
+from zero_offload.base.types import MIB
+from zero_offload.hardware.device import AcceleratorDevice, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCKS_BACK
 from zero_offload.runtime.saved import host_tier, tiers
 from zero_offload.runtime.saved.host_tier import HostTier
-from zero_offload.shards.disk import DiskArrays
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.telemetry.events import Counters
-from zero_offload.types import MIB
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.disk import DiskArrays
 
 pytestmark = pytest.mark.usefixtures("late")
 

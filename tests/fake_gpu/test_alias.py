@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
-from zero_offload.device import AcceleratorDevice, Device, compute_device
-from zero_offload.memory.arena import Arena
+from zero_offload.hardware.device import AcceleratorDevice, Device, compute_device
+from zero_offload.storage.memory.arena import Arena
 
 N = 1 << 16
 
@@ -35,7 +35,7 @@ def test_memory_is_taken_again_after_the_copies_of_its_alias() -> None:
 
 def test_the_fake_gpu_sees_an_alias_without_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would fail without it."""
-    from zero_offload import device as module
+    from zero_offload.hardware import device as module
 
     make: Callable[[Tensor], Tensor] = module._alias
 

@@ -14,10 +14,10 @@ from tests.fake_gpu import device
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import Recipe, read_masters, train_plain
 from tests.parity.test_backward_updates import offloaded, spy_on_launches, train
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.plan.memory import GRAD_RING_UNITS
-from zero_offload.shards.device_grads import DeviceGrads
-from zero_offload.shards.shard import Component
+from zero_offload.storage.shards.device_grads import DeviceGrads
+from zero_offload.storage.shards.shard import Component
 
 pytestmark = pytest.mark.usefixtures("late")
 

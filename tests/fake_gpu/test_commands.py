@@ -16,9 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
-from zero_offload import rates
 from zero_offload.cli import measure, measure_device
 from zero_offload.cli.main import main
+from zero_offload.hardware import rates
 
 NAME = "fake GPU"
 BENCH = ["bench", "--device", "--size", "16MiB"]

@@ -15,7 +15,7 @@ from torch import nn
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.ranks import RankPool, RankPools
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 WIDTH, BLOCKS = 64, 6
 SECTIONS = BLOCKS + 1

@@ -14,13 +14,13 @@ from torch import nn
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
 from tests.helpers.stores import grad_memory, open_store
-from zero_offload.device import AcceleratorDevice
-from zero_offload.memory.arena import Arena
+from zero_offload.hardware.device import AcceleratorDevice
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.device_grads import DeviceGrads
-from zero_offload.shards.grad_store import Gathered
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.device_grads import DeviceGrads
+from zero_offload.storage.shards.grad_store import Gathered
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -7,10 +7,10 @@ import torch
 
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
-from zero_offload.device import AcceleratorDevice, Handoff
-from zero_offload.memory.arena import Arena
-from zero_offload.shards.grad_downloads import GradDownloads
-from zero_offload.types import KIB
+from zero_offload.base.types import KIB
+from zero_offload.hardware.device import AcceleratorDevice, Handoff
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.grad_downloads import GradDownloads
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -13,8 +13,8 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.models import TinyLM, build, tokens_of
 
-offload_module = importlib.import_module("zero_offload.offload")
-move_in_module = importlib.import_module("zero_offload.move_in")
+offload_module = importlib.import_module("zero_offload.model.offload")
+move_in_module = importlib.import_module("zero_offload.model.move_in")
 
 
 class FullError(zo.CapacityError):

@@ -22,9 +22,9 @@ from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_offloaded, run_plain
 from tests.parity.test_partial_steps import CLIPPING, NUM_STEPS, OPTIMIZERS, adamw, backward, freezing, make
-from zero_offload.api import runtime_of
-from zero_offload.shards.device_grads import DeviceGrads
-from zero_offload.shards.device_sums import ComingSum, DeviceSums
+from zero_offload.model.api import runtime_of
+from zero_offload.storage.shards.device_grads import DeviceGrads
+from zero_offload.storage.shards.device_sums import ComingSum, DeviceSums
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -16,8 +16,8 @@ from tests.fake_gpu.device import TYPE
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, placed
 from tests.models.test_memory import WARM, no_garbage_collection, steps_with_eval
-from zero_offload.accelerators import ACCELERATORS
-from zero_offload.api import runtime_of
+from zero_offload.hardware.accelerators import ACCELERATORS
+from zero_offload.model.api import runtime_of
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.training import EVERY, Schedule, plainly, run
-from zero_offload.device import AcceleratorDevice, Handoff, _DeviceEvent
+from zero_offload.hardware.device import AcceleratorDevice, Handoff, _DeviceEvent
 from zero_offload.runtime.units.carrier import DeviceCarrier
 
 Program = Callable[[], list[Tensor]]

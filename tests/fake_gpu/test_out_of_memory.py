@@ -14,9 +14,9 @@ import torch
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.carrier import DeviceCarrier
-from zero_offload.shards.state import UnitState
+from zero_offload.storage.shards.state import UnitState
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -9,9 +9,9 @@ import zero_offload as zo
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload import device as device_module
-from zero_offload.device import compute_device
-from zero_offload.memory.arena import Arena
+from zero_offload.hardware import device as device_module
+from zero_offload.hardware.device import compute_device
+from zero_offload.storage.memory.arena import Arena
 
 PIECE = 4096
 

@@ -17,9 +17,9 @@ from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool, RankPools
 from tests.models import test_memory_ranks
 from tests.parity import test_branches
-from zero_offload.api import runtime_of
-from zero_offload.device import AcceleratorDevice, _DeviceEvent
-from zero_offload.types import KIB, Tier
+from zero_offload.base.types import KIB, Tier
+from zero_offload.hardware.device import AcceleratorDevice, _DeviceEvent
+from zero_offload.model.api import runtime_of
 
 NUM_BLOCKS, SMALL = 4, "6MiB"
 """Units come and go."""

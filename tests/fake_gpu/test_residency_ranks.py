@@ -13,7 +13,7 @@ from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.test_residency import BLOCK_FRAMES, NUM_BLOCKS, make
 from tests.helpers.models import WIDE
 from tests.helpers.ranks import RankPool, RankPools
-from zero_offload.types import FRAME
+from zero_offload.base.types import FRAME
 
 TIGHT = 300 * 10**6
 """Enough for a step, but for less than half of the margin."""

@@ -30,7 +30,7 @@ from tests.parity.test_schedules import (
     check_same,
     legal,
 )
-from zero_offload.types import STAGES
+from zero_offload.base.types import STAGES
 
 FEW, MANY = 10, 1000
 ROOM_OF_WIDE = "20MiB"

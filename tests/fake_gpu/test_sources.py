@@ -18,7 +18,7 @@ import torch
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload.shards.shard import Shard
+from zero_offload.storage.shards.shard import Shard
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -19,7 +19,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import LATE, TYPE, Policy
 from tests.helpers.models import Block, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 Step = Callable[[nn.Module, Tensor, list[torch.Stream]], Tensor]
 SMALL = {"device_memory": "8MiB"}

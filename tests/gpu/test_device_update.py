@@ -26,7 +26,8 @@ from tests.helpers.device_updates import (
     update_on_host,
     wild,
 )
-from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
 
 pytestmark = [*on_gpu, with_triton]
 
@@ -44,7 +45,7 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.parametrize("rule", Rule, ids=lambda rule: rule.name)
 def test_the_bits_of_the_native_kernels(rule: Rule, format: StateFormat, make: Any) -> None:
     """From within the arrays on, over the end of a turn of random words, and with ends within a block of codes."""
-    triton_update = pytest.importorskip("zero_offload.kernels.triton_update", exc_type=ImportError)
+    triton_update = pytest.importorskip("zero_offload.hardware.kernels.triton_update", exc_type=ImportError)
     grain = STATE_BLOCK if format is StateFormat.COMPACT else 1
     # With one rule every gradient's dtype beside every value's: each pair is a kernel, and some seconds of compiling.
     pairs = [
@@ -66,7 +67,7 @@ def test_the_bits_of_the_native_kernels(rule: Rule, format: StateFormat, make: A
 @pytest.mark.parametrize("format", StateFormat, ids=lambda format: format.name)
 def test_the_bits_after_many_steps(format: StateFormat) -> None:
     """What is rounded at random is rounded alike for as long as one looks, and no step waits for one."""
-    triton_update = pytest.importorskip("zero_offload.kernels.triton_update", exc_type=ImportError)
+    triton_update = pytest.importorskip("zero_offload.hardware.kernels.triton_update", exc_type=ImportError)
     kept = Kept(format)
     for rule, value_dtype in itertools.product((Rule.ADAMW, Rule.SGD_MOMENTUM), FLOATS):
         arrays = tame(rule, 50_000, value_dtype, torch.bfloat16, format)

@@ -13,13 +13,13 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.accelerator import IS_FAKE, TYPE, module, on_gpu, with_triton
-from zero_offload.api import runtime_of
-from zero_offload.device import compute_device
-from zero_offload.kernels import device_grads
-from zero_offload.kernels.fingerprint import device_fingerprints, fingerprints
-from zero_offload.kernels.grads import sum_of_squares
-from zero_offload.memory.arena import Arena
-from zero_offload.telemetry.spans import Lane
+from zero_offload.base.spans import Lane
+from zero_offload.hardware.device import compute_device
+from zero_offload.hardware.kernels import device_grads
+from zero_offload.hardware.kernels.fingerprint import device_fingerprints, fingerprints
+from zero_offload.hardware.kernels.grads import sum_of_squares
+from zero_offload.model.api import runtime_of
+from zero_offload.storage.memory.arena import Arena
 
 pytestmark = on_gpu
 
@@ -152,7 +152,7 @@ def test_states_on_the_device_go_through_generations(tmp_path: Path, states: Any
     kept = {"nvme": tmp_path, "existing": "resume"}
     go_on(range(0, 3), optimizer="device", grads="device", **kept)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_offload.kernels.update.has_device_update", lambda tensor: False)
+        patch.setattr("zero_offload.hardware.kernels.update.has_device_update", lambda tensor: False)
         go_on(range(3, 5), optimizer="device", **kept)
     go_on(range(5, 6), optimizer="cpu", **kept)
     assert go_on(range(6, NUM_STEPS), optimizer="device", grads="device", **kept) == expected

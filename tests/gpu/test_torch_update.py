@@ -9,8 +9,9 @@ import pytest
 from tests.helpers.accelerator import IS_FAKE, TYPE, on_gpu, waiting_for_nothing
 from tests.helpers.device_formats import Make, cases, copies, different, tame, update_on_host, wild
 from tests.helpers.device_updates import SEGMENT
-from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
-from zero_offload.kernels import torch_update
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.kernels import torch_update
 
 pytestmark = on_gpu
 

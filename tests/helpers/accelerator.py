@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload.accelerators import ACCELERATORS, present_type
+from zero_offload.hardware.accelerators import ACCELERATORS, present_type
 
 TYPE = present_type() or "none"
 IS_FAKE = TYPE == "fakegpu"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import build, tokens_of
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 Grads = dict[str, Tensor | None]

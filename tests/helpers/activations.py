@@ -11,7 +11,7 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import TinyLM, tokens_of
 from tests.helpers.ranks import Case, Outcome
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.runtime.saved import activations, host_tier, tiers
 from zero_offload.runtime.saved.activations import Activations
 

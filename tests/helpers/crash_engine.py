@@ -7,9 +7,9 @@ import random
 from collections.abc import Callable
 
 from tests.helpers.crashfs import CrashFS
-from zero_offload import native
-from zero_offload.errors import IntegrityError, StorageError
-from zero_offload.storage.engine import BlockTable, Lasting, Moved, Ticket, Urgency
+from zero_offload.base.errors import IntegrityError, StorageError
+from zero_offload.hardware import native
+from zero_offload.storage.files.engine import BlockTable, Lasting, Moved, Ticket, Urgency
 
 
 class CrashEngine:

@@ -26,22 +26,21 @@ from tests.helpers.crash_disk import Disk, Op
 from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, CrewExchange
-from zero_offload import run_files
-from zero_offload.checkpoint import generation
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import Durability, StateKind, Tier
+from zero_offload.checkpoint import generation, run_files
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
-from zero_offload.config import OffloadConfig
-from zero_offload.memory.arena import Arena
-from zero_offload.memory.pool import LazyRegion
+from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import SHARD_NUMEL, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.run_files import RunFiles
-from zero_offload.shards.shard import ADAM_STATES, Component, Shard
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import Urgency
-from zero_offload.types import Durability, StateKind, Tier
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.memory.pool import LazyRegion
+from zero_offload.storage.shards.shard import ADAM_STATES, Component, Shard
+from zero_offload.storage.shards.store import ShardStore
 
 STRIDE = SHARD_NUMEL * 64
 """What a step adds to every element; fp32 holds the sums of some sixty steps exactly."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.helpers.crash_disk import ROOT, Disk, FailedSync, Link, Op, Rename, Resize, Sync, Unlink, Write
-from zero_offload.storage.system import FileSystem
+from zero_offload.storage.files.system import FileSystem
 
 FIRST_FD = 1 << 20
 """No descriptor of the real system: a call that passed us by fails, instead of hitting one of the test's."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from zero_offload.errors import RankError, StorageError
+from zero_offload.base.errors import RankError, StorageError
 
 HAND_ON = 0.3
 """How often the others are offered a turn: on a busy machine, waking a thread takes longer than a turn does."""

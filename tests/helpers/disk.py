@@ -19,9 +19,9 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
-from zero_offload.api import runtime_of
-from zero_offload.model_runtime import ModelRuntime
-from zero_offload.storage.native_engine import NativeEngine
+from zero_offload.model.api import runtime_of
+from zero_offload.model.runtime import ModelRuntime
+from zero_offload.storage.files.native_engine import NativeEngine
 
 SWAP = "rank0.swap"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from zero_offload.shards.snapshot import Snapshot, Snapshots
-from zero_offload.storage.swap_file import SwapFile, Transfer
+from zero_offload.storage.files.swap_file import SwapFile, Transfer
+from zero_offload.storage.shards.snapshot import Snapshot, Snapshots
 
 
 class LateWrite:

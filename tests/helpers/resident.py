@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_offload.memory.heap import trim_heap
+from zero_offload.storage.memory.heap import trim_heap
 
 
 def peak_bytes() -> int:

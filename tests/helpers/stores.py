@@ -9,22 +9,22 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from zero_offload.device import AcceleratorDevice, HostDevice
-from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.base.types import StateKind, Tier
+from zero_offload.hardware.device import AcceleratorDevice, HostDevice
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.device_sums import DeviceSums
-from zero_offload.shards.drive_grads import DriveGrads
-from zero_offload.shards.grad_downloads import GradDownloads
-from zero_offload.shards.grad_memory import AttachBuffer, DevicePath, DriveRoom, GradMemory
-from zero_offload.shards.host_grads import HostGrads
-from zero_offload.shards.shard import ADAM_STATES, Component, Shard, component_dtype
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.types import StateKind, Tier
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.shards.device_sums import DeviceSums
+from zero_offload.storage.shards.drive_grads import DriveGrads
+from zero_offload.storage.shards.grad_downloads import GradDownloads
+from zero_offload.storage.shards.grad_memory import AttachBuffer, DevicePath, DriveRoom, GradMemory
+from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.shard import ADAM_STATES, Component, Shard, component_dtype
+from zero_offload.storage.shards.store import ShardStore
 
 
 @contextmanager

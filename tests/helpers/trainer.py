@@ -162,7 +162,7 @@ def _digest(values: Tensor) -> str:
 
 def arm(place: str, count: int) -> None:
     """Kill this process at the `count`th rename, unlink, or launched read or write."""
-    from zero_offload.storage.swap_file import SwapFile
+    from zero_offload.storage.files.swap_file import SwapFile
 
     left = iter(range(count - 1, -1, -1))
 

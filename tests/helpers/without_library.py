@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload import native
-from zero_offload.kernels import choice
+from zero_offload.hardware import native
+from zero_offload.hardware.kernels import choice
 
 
 def forget_choices() -> None:

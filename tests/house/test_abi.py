@@ -1,4 +1,4 @@
-"""The header is the contract: zero_offload/abi.py declares exactly what it says."""
+"""The header is the contract: zero_offload/hardware/abi.py declares exactly what it says."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload import abi, native
-from zero_offload.storage.engine import BLOCK_DTYPE
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware import abi, native
+from zero_offload.storage.files.engine import BLOCK_DTYPE
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = re.sub(r"/\*.*?\*/", "", (ROOT / "csrc/include/zero_offload.h").read_text(), flags=re.DOTALL)
@@ -28,7 +29,7 @@ ENUMS: dict[str, type[IntEnum]] = {
     "zo_isa_kind": abi.Isa,
     "zo_kind": abi.Kind,
     "zo_rule": abi.Rule,
-    "zo_state_format": abi.StateFormat,
+    "zo_state_format": StateFormat,
     "zo_grad_mode": abi.GradMode,
     "zo_io_kind": abi.IoKind,
     "zo_io_op": abi.IoOp,

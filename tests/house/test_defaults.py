@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
+import zero_offload
 from tests.house.test_one_importer import aliases_of, path_of, resolved
-from zero_offload import errors
 
-ROOT = Path(errors.__file__).parent
+ROOT = Path(zero_offload.__file__).parent
 
 FACTORIES = frozenset(each.__name__ for each in _device_constructors()) | {"normal"}
 """torch's functions that make a tensor on the default device, as torch lists them."""
@@ -31,10 +31,10 @@ NEEDS_ARGUMENT = frozenset({"torch.Generator", "torch.finfo"})
 """Calls that follow one unless they are told."""
 READERS: dict[str, frozenset[str]] = {
     # Inside deferred_init operations run again with the default dtype that they first ran with.
-    "torch.get_default_dtype": frozenset({"deferred/recipe.py", "deferred/tracer.py"}),
-    "torch.set_default_dtype": frozenset({"deferred/recipe.py"}),
+    "torch.get_default_dtype": frozenset({"model/deferred/recipe.py", "model/deferred/tracer.py"}),
+    "torch.set_default_dtype": frozenset({"model/deferred/recipe.py"}),
     # Modules that a user builds go where torch's own would go; skip_init does not look.
-    "torch.get_default_device": frozenset({"deferred/recorder.py", "nn/tiled_linear.py", "recipes/gpt.py"}),
+    "torch.get_default_device": frozenset({"model/deferred/recorder.py", "nn/tiled_linear.py", "cli/recipes/gpt.py"}),
 }
 """Files that ask for a default, since there it is the user's modules that follow it."""
 

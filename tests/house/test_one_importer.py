@@ -8,18 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload import errors
+import zero_offload
 
-ROOT = Path(errors.__file__).parent
+ROOT = Path(zero_offload.__file__).parent
 
 OWNERS: dict[str, frozenset[str]] = {
-    "psutil": frozenset({"probe.py"}),
-    "torch.cuda": frozenset({"accelerators.py"}),
-    "matplotlib": frozenset({"telemetry/report.py"}),
-    "ctypes.CDLL": frozenset({"native.py", "memory/heap.py", "memory/pages.py"}),
-    "numba": frozenset({"kernels/fallback/numba_words.py"}),
-    "triton": frozenset({"kernels/triton_states.py", "kernels/triton_sums.py", "kernels/triton_update.py"}),
-    "aiofiles": frozenset({"storage/aiofiles_engine.py"}),
+    "psutil": frozenset({"hardware/probe.py"}),
+    "torch.cuda": frozenset({"hardware/accelerators.py"}),
+    "matplotlib": frozenset({"cli/recipes/report.py"}),
+    "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/pages.py"}),
+    "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),
+    "triton": frozenset(
+        {
+            "hardware/kernels/triton_states.py",
+            "hardware/kernels/triton_sums.py",
+            "hardware/kernels/triton_update.py",
+        }
+    ),
+    "aiofiles": frozenset({"storage/files/aiofiles_engine.py"}),
 }
 
 

@@ -62,9 +62,9 @@ def test_unit_tests_use_no_private_names() -> None:
     [
         "store._shards",
         "owner(model)._updates.run",
-        "from zero_offload.storage.directory import Directory, _OPEN",
+        "from zero_offload.storage.files.directory import Directory, _OPEN",
         "patch.setattr(module, '_limit', 3)",
-        "monkeypatch.setattr('zero_offload.probe._cores', 3)",
+        "monkeypatch.setattr('zero_offload.hardware.probe._cores', 3)",
     ],
 )
 def test_the_rule_finds_what_it_forbids(source: str) -> None:

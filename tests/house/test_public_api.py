@@ -10,7 +10,7 @@ import types
 import pytest
 
 import zero_offload
-from zero_offload import errors
+from zero_offload.base import errors
 
 PUBLIC_NAMES = {
     "Adagrad",
@@ -114,7 +114,7 @@ def test_import_starts_neither_a_device_nor_the_library() -> None:
         "assert not torch.cuda.is_initialized();"
         "assert '_native.so' not in open('/proc/self/maps').read();"
         "assert 'matplotlib' not in sys.modules;"
-        "assert 'zero_offload.kernels.triton_update' not in sys.modules"
+        "assert 'zero_offload.hardware.kernels.triton_update' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

@@ -26,7 +26,7 @@ from tests.helpers.accumulating import (
 )
 from tests.helpers.architectures import ARCHITECTURES
 from tests.helpers.models import NARROW, VOCAB, AttentionBlock, Block, TinyLM, build, tokens_of
-from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
 
 Make = Callable[[], nn.Module]
 

@@ -11,8 +11,8 @@ import torch
 
 import zero_offload as zo
 from tests.helpers.ranks import RankPool
-from zero_offload import pretrained
 from zero_offload.cli.main import main
+from zero_offload.integrations import pretrained
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")

@@ -18,9 +18,9 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same
+from zero_offload.base.types import format_bytes
 from zero_offload.runtime import session
 from zero_offload.runtime.saved.tensors import SavedTensors
-from zero_offload.types import format_bytes
 
 
 class Shared(TinyLM):

@@ -18,8 +18,8 @@ from tests.helpers.models import AttentionBlock, TinyLM, tokens_of
 from tests.helpers.pretrained import write_weights
 from tests.helpers.ranks import UNEVEN, Case, Outcome, RankPool, read_params, steps
 from tests.helpers.reference import param_groups, placed, read_masters
-from zero_offload.deferred.recipe import Recipe
-from zero_offload.recipes.gpt import GPT, preset
+from zero_offload.cli.recipes.gpt import GPT, preset
+from zero_offload.model.deferred.recipe import Recipe
 
 THREE = [name for name in ARCHITECTURES if name in ("bert", "mamba", "wav2vec2")]
 """Also with everything on disk: ties and inits by data; parameters from data; a parametrization."""

@@ -18,7 +18,7 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, Block, Fuse, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import assert_same, train
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 
 class Explosion(Exception):

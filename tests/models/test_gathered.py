@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
 from tests.helpers.twins import train
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 Model = partial(TinyLM, NARROW)
 NAME = "blocks.0.up.weight"

@@ -23,8 +23,8 @@ import zero_offload as zo
 from tests.helpers.models import VOCAB, WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import train
-from zero_offload.api import runtime_of
-from zero_offload.memory.heap import trim_heap
+from zero_offload.model.api import runtime_of
+from zero_offload.storage.memory.heap import trim_heap
 
 Model = partial(TinyLM, WIDE)
 

@@ -20,7 +20,7 @@ from torch.testing._internal.generated.annotated_fn_args import annotated_args
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zero_offload as zo
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.guard import AtRest, Away
 from zero_offload.runtime.units.read_only import changed_by
 

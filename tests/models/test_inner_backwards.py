@@ -21,7 +21,7 @@ from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool, read_params
 from tests.helpers.reference import param_groups, placed
 from tests.helpers.twins import assert_same, train
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 NUM_BLOCKS = 6
 

@@ -22,13 +22,13 @@ import zero_offload as zo
 from tests.helpers.disk import drain
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import placed, read_masters
-from zero_offload.api import runtime_of
-from zero_offload.memory import arena, pages
+from zero_offload.base.types import MIB, EngineKind
+from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.runtime.units.carrier import HostCarrier
-from zero_offload.storage import aiofiles_engine
-from zero_offload.storage.engine import BLOCK_DTYPE, EngineSettings
-from zero_offload.types import MIB, EngineKind
+from zero_offload.storage.files import aiofiles_engine
+from zero_offload.storage.files.engine import BLOCK_DTYPE, EngineSettings
+from zero_offload.storage.memory import arena, pages
 
 Model = partial(TinyLM, WIDE)
 

@@ -23,9 +23,9 @@ from tests.helpers.offloaded_player import Offloaded
 from tests.helpers.reference import param_groups, placed
 from tests.helpers.schedules import Pass, Script
 from tests.helpers.twins import train
-from zero_offload.api import runtime_of
-from zero_offload.memory import pages
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
+from zero_offload.model.api import runtime_of
+from zero_offload.storage.memory import pages
 
 
 @contextmanager

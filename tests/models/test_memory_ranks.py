@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.ranks import RankPools
-from zero_offload.api import runtime_of
-from zero_offload.types import STAGES, Tier
+from zero_offload.base.types import STAGES, Tier
+from zero_offload.model.api import runtime_of
 
 NARROW, BROAD = 1024, 6144
 """Their product in fp32 is 24 MiB: twelve frames."""

@@ -22,7 +22,7 @@ import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import Script, assert_same, train
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.runtime.loans import Loans
 
 Model = partial(TinyLM, WIDE)

@@ -13,14 +13,15 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload import model_runtime, move_in
+from zero_offload.checkpoint.run_files import RunFiles
+from zero_offload.model import move_in
+from zero_offload.model import runtime as model_runtime
 from zero_offload.optim import worker
-from zero_offload.run_files import RunFiles
 from zero_offload.runtime import hooks
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.registry import owner_of
+from zero_offload.storage.shards.registry import owner_of
 
-OFFLOAD = importlib.import_module("zero_offload.offload")  # the package's attribute is the function
+OFFLOAD = importlib.import_module("zero_offload.model.offload")  # the package's attribute is the function
 BEFORE_VALUES_MOVE = [
     (OFFLOAD, "check_same_model", 1),
     (OFFLOAD, "Arena", 1),

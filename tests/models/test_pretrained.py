@@ -22,8 +22,8 @@ from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.pretrained import OURS, THEIRS, Everything, read_folder, weights_of, write_weights
 from tests.helpers.reference import param_groups, read_masters
 from tests.helpers.twins import run_plain
-from zero_offload.abi import Fault
 from zero_offload.checkpoint.hf_files import StoredTensor
+from zero_offload.hardware.abi import Fault
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Model = partial(Everything, WIDE)

@@ -15,7 +15,7 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM
 from tests.helpers.pretrained import write_weights
 from tests.helpers.resident import forget_peak, peak_bytes
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
 
 DIM, NUM_BLOCKS = 768, 10
 UNIT_BYTES = 8 * DIM * DIM * 4

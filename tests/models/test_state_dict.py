@@ -24,7 +24,7 @@ from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same, train
 from zero_offload.runtime.units.state_copy import StateCopy
-from zero_offload.shards.store import ShardStore
+from zero_offload.storage.shards.store import ShardStore
 
 WEIGHT = "blocks.1.up.weight"
 State = dict[str, Tensor]

@@ -27,8 +27,8 @@ from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import Case, RankPools
 from tests.helpers.reference import new_scaler, param_groups, read_masters
 from tests.helpers.twins import Script, run_offloaded
-from zero_offload.api import runtime_of
-from zero_offload.types import STAGES, Tier
+from zero_offload.base.types import STAGES, Tier
+from zero_offload.model.api import runtime_of
 
 TIERS = {"cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 BLOCKS = {"feed": Block, "attention": AttentionBlock}

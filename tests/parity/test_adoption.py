@@ -16,10 +16,10 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Result, run_both, run_offloaded, run_plain
+from zero_offload.base.errors import CapacityError
 from zero_offload.cli.main import main
-from zero_offload.errors import CapacityError
-from zero_offload.shards.registry import owner_of
-from zero_offload.shards.store import ShardStore
+from zero_offload.storage.shards.registry import owner_of
+from zero_offload.storage.shards.store import ShardStore
 
 Rows = Callable[[int], Tensor]
 TIERS: dict[str, dict[str, Any]] = {

@@ -25,12 +25,12 @@ from tests.helpers.models import NARROW, WIDE, Block, Fuse, TinyLM, build, token
 from tests.helpers.pairwise import Row, all_rows, in_pairs, label, pairwise
 from tests.helpers.ranks import Case, RankPool
 from tests.helpers.reference import Recipe, Trajectory, param_groups, read_masters, set_learning_rate, train_plain
-from zero_offload.api import runtime_of
-from zero_offload.backward_updates import BackwardUpdates
-from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.types import MIB, STAGES, Tier
+from zero_offload.model.api import runtime_of
+from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.optim import pipeline
 from zero_offload.plan.memory import GRAD_RING_UNITS
-from zero_offload.types import MIB, STAGES, Tier
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 NUM_STEPS = 3

@@ -20,7 +20,7 @@ from tests.helpers.models import Block, build
 from tests.helpers.pairwise import Row, label, pairwise
 from tests.helpers.ranks import Failure, RankPool, RankPools, read_params
 from tests.helpers.reference import clip_factor, global_norm
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.optim.pipeline import UpdatePipeline
 
 DIM, NUM_BLOCKS, NUM_STEPS = 33, 5, 5

@@ -19,8 +19,8 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import TinyLM
-from zero_offload.memory import pages
-from zero_offload.types import MIB, Tier
+from zero_offload.base.types import MIB, Tier
+from zero_offload.storage.memory import pages
 
 DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
 CPU_MEMORY = 128 * MIB

@@ -15,11 +15,11 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.disk import assert_finishes, drain, generation_file, open_model, reference, runtime, train
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
+from zero_offload.base import stats
 from zero_offload.checkpoint import commit_clock
 from zero_offload.checkpoint.commit_clock import PLAIN_MIN
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.telemetry import stats
 
 WORLD_SIZE, STEPS = 2, 40
 FIRST_STEP = PLAIN_MIN + 2

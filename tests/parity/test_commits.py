@@ -20,8 +20,8 @@ from tests.helpers.disk import abandon, drain, runtime
 from tests.helpers.late_writes import Gate, make_writes_late
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.reference import param_groups, read_masters
-from zero_offload.shards.snapshot import Snapshots
-from zero_offload.shards.store import OpenChunks
+from zero_offload.storage.shards.snapshot import Snapshots
+from zero_offload.storage.shards.store import OpenChunks
 
 STEPS = 5
 HALVES = {"cpu": 0.5, "nvme": 0.5}

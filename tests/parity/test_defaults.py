@@ -18,7 +18,7 @@ from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.ranks import RankPool
 from zero_offload.optim.optimizer import FusedOptimizer
-from zero_offload.shards.shard import Component
+from zero_offload.storage.shards.shard import Component
 
 DEFAULTS = ("bfloat16", "float16", "float64", "set_default_device", "torch.device")
 TIERS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, TinyLM, tokens_of
-from zero_offload.types import FRAME, MIB
+from zero_offload.base.types import FRAME, MIB
 
 
 class Scaled(nn.Module):

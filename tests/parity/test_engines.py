@@ -12,7 +12,7 @@ import zero_offload as zo
 from tests.helpers.disk import reference, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import param_groups
-from zero_offload.storage.engines import io_uring_problem
+from zero_offload.storage.files.engines import io_uring_problem
 
 STEPS = 6
 STRIPED = ("", "second", "third")

@@ -13,7 +13,7 @@ import torch
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import Failure, RankPool
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 
 Call = Callable[[Any, zo.AdamW, Path, bool], object]
 """call(model, optimizer, folder, whether this is the rank that fails)."""

@@ -16,12 +16,12 @@ from tests.helpers.accumulating import loop
 from tests.helpers.late_writes import make_writes_late
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import Recipe, Trajectory, read_masters, train_offloaded, train_plain
-from zero_offload.api import runtime_of
-from zero_offload.memory.pages import FRAME
+from zero_offload.model.api import runtime_of
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.shards import host_grads
-from zero_offload.shards.drive_grads import STREAM_CHUNKS, DriveGrads
+from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards.drive_grads import STREAM_CHUNKS, DriveGrads
 
 MIXED = {"cpu": 0.5, "nvme": 0.5}
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from tests.helpers.any_bits import floats, halves, image, random_segments
-from zero_offload import abi, native
-from zero_offload.abi import Rule
-from zero_offload.kernels.checksum import crc32c_of_tensor
-from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
-from zero_offload.kernels.master import convert, join_master, split_master
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import STATES
+from zero_offload.hardware import abi, native
+from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels.checksum import crc32c_of_tensor
+from zero_offload.hardware.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.kernels.master import convert, join_master, split_master
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import STATES
 
 SIZES = [0, 1, 7, 31, 255, 4096 + 3, 100001]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -12,13 +12,13 @@ import torch
 
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
+from zero_offload.base.types import STAGES
 from zero_offload.runtime.grads import reductions
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.ranks import collectives
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import HostLane, NativeLane
 from zero_offload.runtime.residency import Residency
-from zero_offload.types import STAGES
 
 GATHER, REDUCE = "gather", "reduce"
 

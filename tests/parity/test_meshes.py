@@ -14,7 +14,7 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
-from zero_offload.types import Tier
+from zero_offload.base.types import Tier
 
 HYBRID, STRIDED = ((0, 1), (2, 3)), ((0, 2), (1, 3))
 CASE = Case({"precision": "fp32"}, num_steps=4, micro_batches=2, max_norm=0.5, num_frozen=1)

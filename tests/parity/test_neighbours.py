@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
-from zero_offload import native
+from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
 from zero_offload.runtime.ranks.lanes import HostLane
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel

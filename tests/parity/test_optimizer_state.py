@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero_offload as zo
-from zero_offload.shards.store import ShardStore
+from zero_offload.storage.shards.store import ShardStore
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda params: zo.AdamW(params, 1e-2),

@@ -14,8 +14,8 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.disk import SWAP, drain, runtime, small_disk
 from tests.helpers.models import TinyLM, build, tokens_of
-from zero_offload.api import runtime_of
-from zero_offload.shards.shard import Component
+from zero_offload.model.api import runtime_of
+from zero_offload.storage.shards.shard import Component
 
 Make = Callable[[list[dict[str, Any]]], Any]
 MAKERS: dict[str, Make] = {

@@ -11,8 +11,8 @@ import zero_offload as zo
 from tests.helpers.disk import reference, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import param_groups
-from zero_offload.memory import pages
-from zero_offload.memory.arena import MovableBuffer
+from zero_offload.storage.memory import pages
+from zero_offload.storage.memory.arena import MovableBuffer
 
 STEPS = 4
 

@@ -17,7 +17,7 @@ from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_both, run_offloaded, run_plain
 from zero_offload.runtime.grads import reductions
-from zero_offload.shards import host_grads
+from zero_offload.storage.shards import host_grads
 
 Rows = Callable[[int], Tensor]
 NUM_STEPS = 4
@@ -326,7 +326,7 @@ def test_a_section_frozen_in_part_is_still_reduced_as_it_completes(pool: RankPoo
 
 def count_open_sections(rank: int, world_size: int) -> int:
     """The most sections that had an fp32 buffer at once, with a reduction for each."""
-    from zero_offload.api import runtime_of
+    from zero_offload.model.api import runtime_of
 
     reductions.BUCKET_BYTES = 0  # in this rank's process, which keeps it: bits do not depend on it
     model = zo.offload(build(partial(TinyLM, UNEVEN, 6)), zo.OffloadConfig(precision="fp32"))

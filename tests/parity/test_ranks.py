@@ -23,7 +23,7 @@ from tests.helpers.disk import SWAP
 from tests.helpers.pairwise import Row, all_rows, label, pairwise
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from tests.helpers.trainer import fork_server
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 
 TIERS = {"device": "device", "cpu": "cpu", "nvme": "nvme", "mixed": {"cpu": 0.5, "nvme": 0.5}}
 PLACEMENTS: dict[str, Sequence[Any]] = {kind: list(TIERS) for kind in ("params", "grads", "optimizer")}

@@ -15,7 +15,7 @@ from tests.helpers import ranks
 from tests.helpers.ranks import Case, Failure, Outcome, RankPools
 from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import SavedCheckpoint
-from zero_offload.storage.swap_file import SwapFile
+from zero_offload.storage.files.swap_file import SwapFile
 
 SETTINGS: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "existing": "resume", "precision": "bf16"}
 CHANGES = [

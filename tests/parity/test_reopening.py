@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, RankPool
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 
 
 def train_and_open(rank: int, world_size: int, case: Case) -> list[float]:

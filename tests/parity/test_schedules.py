@@ -20,9 +20,9 @@ from tests.helpers.offloaded_player import Offloaded, play_on_ranks
 from tests.helpers.plain_player import Plain, play_plain
 from tests.helpers.ranks import UNEVEN, RankPool, RankPools
 from tests.helpers.schedules import NUM_BLOCKS, PARTS, Operation, Pass, Script
-from zero_offload.shards import host_grads
-from zero_offload.shards.host_grads import LARGE_BYTES
-from zero_offload.types import STAGES
+from zero_offload.base.types import STAGES
+from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards.host_grads import LARGE_BYTES
 
 FEW, MANY = 60, 3000
 FEW_ON_RANKS, MANY_ON_RANKS = 12, 300

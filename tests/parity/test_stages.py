@@ -15,8 +15,8 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.models import build, tokens_of
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
-from zero_offload.api import runtime_of
-from zero_offload.types import STAGES
+from zero_offload.base.types import STAGES
+from zero_offload.model.api import runtime_of
 
 MICRO_BATCHES = 3
 ACCUMULATING = Case({"precision": "fp32"}, num_steps=3, micro_batches=MICRO_BATCHES, max_norm=0.5)

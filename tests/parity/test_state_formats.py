@@ -17,7 +17,7 @@ from tests.helpers.disk import drain, runtime
 from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import RankPool
 from tests.parity.test_optimizers import MAKERS, STATES, TIERS, groups_of, masters, train
-from zero_offload.shards.shard import shard_bytes
+from zero_offload.storage.shards.shard import shard_bytes
 
 FORMATS = ("bf16", "compact")
 

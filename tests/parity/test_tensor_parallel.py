@@ -29,11 +29,11 @@ import zero_offload as zo
 from tests.helpers.models import Block, build
 from tests.helpers.ranks import Failure, RankPool, RankPools
 from tests.helpers.reference import clip_factor
-from zero_offload.api import runtime_of
 from zero_offload.checkpoint import commit_clock
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.kernels.grads import sum_of_squares
+from zero_offload.hardware.kernels.grads import sum_of_squares
+from zero_offload.model.api import runtime_of
 
 VOCAB, DIM, ROWS = 64, 48, 4
 NUM_STEPS = 4

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import build
 from tests.helpers.ranks import Failure, RankPool, RankPools
+from zero_offload.base.types import STAGES
 from zero_offload.runtime.grads.reductions import BUCKET_BYTES
-from zero_offload.types import STAGES
 
 WORLD_SIZE = 2
 DIM = 520

@@ -15,8 +15,8 @@ from tests.helpers.models import NARROW, TinyLM
 from tests.helpers.pairwise import in_pairs
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded
 from tests.helpers.without_library import whole_run_without_library
-from zero_offload.api import runtime_of
-from zero_offload.storage.aiofiles_engine import AiofilesEngine
+from zero_offload.model.api import runtime_of
+from zero_offload.storage.files.aiofiles_engine import AiofilesEngine
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,7 +62,7 @@ def test_a_program_warns_once() -> None:
     code = (
         "from pathlib import Path\n"
         "import torch, zero_offload as zo\n"
-        "from zero_offload import native\n"
+        "from zero_offload.hardware import native\n"
         "native.LIBRARY_PATH = Path('/nowhere/_native.so')\n"
         "model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))\n"
         "zo.offload(model, zo.OffloadConfig(precision='bf16'))\n"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload.accelerators import ACCELERATORS, present_type
+from zero_offload.hardware.accelerators import ACCELERATORS, present_type
 
 CUDA = ACCELERATORS["cuda"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from zero_offload.checkpoint import commit_clock
 from zero_offload.checkpoint.format import StepRecord
-from zero_offload.commits import Commits
+from zero_offload.model.commits import Commits
 
 
 class Runtime:

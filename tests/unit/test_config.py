@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from zero_offload.config import OffloadConfig, Precision
-from zero_offload.errors import ConfigError
-from zero_offload.types import GIB, Durability, StateKind, Tier
+from zero_offload.base.config import OffloadConfig, Precision
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import GIB, Durability, StateKind, Tier
 
 
 def problems_of(**settings: Any) -> str:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload import device
-from zero_offload.accelerators import ACCELERATORS, Accelerator
-from zero_offload.device import AcceleratorDevice, numa_node
-from zero_offload.memory.arena import Arena
-from zero_offload.problems import warn_user
-from zero_offload.telemetry.spans import Lane, Spans
-from zero_offload.types import GIB
+from zero_offload.base.problems import warn_user
+from zero_offload.base.spans import Lane, Spans
+from zero_offload.base.types import GIB
+from zero_offload.hardware import device
+from zero_offload.hardware.accelerators import ACCELERATORS, Accelerator
+from zero_offload.hardware.device import AcceleratorDevice, numa_node
+from zero_offload.storage.memory.arena import Arena
 
 SLOT = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
 

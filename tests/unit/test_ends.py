@@ -18,7 +18,7 @@ from tests.helpers.without_library import whole_run_without_library
 
 SCRIPT = """
 import sys
-from zero_offload.ends import at_exit, in_child
+from zero_offload.base.ends import at_exit, in_child
 class Named:
     def __init__(self, name): self.name = name
     def end(self): print(self.name, flush=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload import abi, native
-from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.hardware import abi, native
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,7 +37,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_import_loads_nothing_and_openmp_is_loaded_once() -> None:
     result = python(
         "import os\n"
-        "from zero_offload import native\n"
+        "from zero_offload.hardware import native\n"
         "maps = lambda: {line.split()[-1] for line in open('/proc/self/maps') if line.count('/')}\n"
         "assert not [path for path in maps() if path.endswith('_native.so')]\n"
         "native.lib()\n"
@@ -90,19 +90,21 @@ def test_a_wrong_size_field_is_refused() -> None:
 
 @pytest.mark.parametrize("isa", native.supported_isas())
 def test_the_environment_chooses_the_isa(isa: abi.Isa) -> None:
-    result = python("from zero_offload import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower())
+    result = python(
+        "from zero_offload.hardware import native; print(native.isa().name)", ZERO_OFFLOAD_ISA=isa.name.lower()
+    )
     assert result.stdout.strip() == isa.name, result.stderr
 
 
 def test_an_unknown_isa_in_the_environment_is_refused() -> None:
-    result = python("from zero_offload import native; native.lib()", ZERO_OFFLOAD_ISA="altivec")
+    result = python("from zero_offload.hardware import native; native.lib()", ZERO_OFFLOAD_ISA="altivec")
     assert result.returncode != 0
     assert "ConfigError: ZERO_OFFLOAD_ISA=altivec cannot run here" in result.stderr
 
 
 def test_the_widest_isa_is_the_default() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "ZERO_OFFLOAD_ISA"}
-    code = "from zero_offload import native; print(native.isa() == native.supported_isas()[-1])"
+    code = "from zero_offload.hardware import native; print(native.isa() == native.supported_isas()[-1])"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import zero_offload as zo
-from zero_offload import probe
+from zero_offload.hardware import probe
+from zero_offload.model.updates import update_threads
 from zero_offload.optim.pipeline import UpdatePipeline
-from zero_offload.updates import update_threads
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from zero_offload import probe
-from zero_offload.types import GIB, MIB
+from zero_offload.base.types import GIB, MIB
+from zero_offload.hardware import probe
 
 Host = namedtuple("Host", "total available")
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from zero_offload import threads
-from zero_offload.threads import Bell, Monitor
+from zero_offload.base import threads
+from zero_offload.base.threads import Bell, Monitor
 
 
 def test_a_bell_that_rang_before_is_heard_once() -> None:

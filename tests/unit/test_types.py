@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zero_offload.errors import ConfigError
-from zero_offload.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes, parse_seconds, whole_sectors
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import GIB, KIB, MIB, SECTOR, format_bytes, parse_bytes, parse_seconds, whole_sectors
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zero_offload.base.errors import CheckpointError
+from zero_offload.base.host import host_empty
 from zero_offload.checkpoint.format import dtype_of
-from zero_offload.errors import CheckpointError
-from zero_offload.host import host_empty
 
 Saved = Mapping[str, Mapping[str, Any]]
 _LEVEL = 1

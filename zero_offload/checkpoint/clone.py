@@ -13,11 +13,11 @@ import struct
 
 import numpy as np
 
-from zero_offload.errors import StorageError
-from zero_offload.kernels.checksum import reseeded
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.extents import Extent
-from zero_offload.types import SECTOR
+from zero_offload.base.errors import StorageError
+from zero_offload.base.types import SECTOR
+from zero_offload.hardware.kernels.checksum import reseeded
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.extents import Extent
 
 FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import deque
 
-from zero_offload.types import parse_seconds
+from zero_offload.base.types import parse_seconds
 
 COST_SHARE_MAX = 0.02
 """What commits may take of the time, with "auto"."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero_offload.host import host_tensor
+from zero_offload.base.host import host_tensor
 
 _PAIRS, _FLOAT, _TENSOR, _TUPLE, _NUMPY = "__pairs__", "__float__", "__tensor__", "__tuple__", "__numpy__"
 _WRAPS = frozenset({_PAIRS, _FLOAT, _TENSOR, _TUPLE, _NUMPY})

@@ -16,6 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.errors import ConfigError, IntegrityError, ZeroOffloadError
+from zero_offload.base.types import Durability, HardwareProfile
 from zero_offload.checkpoint.format import (
     CHECKPOINT_KIND,
     COMMITTED,
@@ -26,10 +28,8 @@ from zero_offload.checkpoint.format import (
     rank_manifest_name,
     swap_file_name,
 )
-from zero_offload.errors import ConfigError, IntegrityError, ZeroOffloadError
-from zero_offload.storage.directory import RunDirectory, hold_directory, sync_path
-from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.types import Durability, HardwareProfile
+from zero_offload.storage.files.directory import RunDirectory, hold_directory, sync_path
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
 
 ALWAYS = frozenset({*GENERATION_NAMES, RUN_NAME})
 """Files that every run announces."""

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from zero_offload.abi import StateFormat
-from zero_offload.errors import CheckpointError, IntegrityError
+from zero_offload.base.errors import CheckpointError, IntegrityError
+from zero_offload.base.precision import STATE_FORMATS
+from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
-from zero_offload.precision import STATE_FORMATS
 
 RUN_NAME = "run.json"
 COMMITTED = "generations"

@@ -19,6 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
+from zero_offload.base.spans import Lane
+from zero_offload.base.types import Durability, Existing
 from zero_offload.checkpoint.file_list import ALWAYS, FileList, names_of
 from zero_offload.checkpoint.format import (
     FORMAT,
@@ -35,17 +38,14 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
 )
 from zero_offload.checkpoint.history import History
-from zero_offload.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.plan.layout import ShardLayout
-from zero_offload.shards.shard import Component, Shard
-from zero_offload.shards.snapshot import Snapshot
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.extents import Extent, extent_record
-from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.telemetry.spans import Lane
-from zero_offload.types import Durability, Existing
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.extents import Extent, extent_record
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.shards.shard import Component, Shard
+from zero_offload.storage.shards.snapshot import Snapshot
+from zero_offload.storage.shards.store import ShardStore
 
 
 class Exchange(Protocol):

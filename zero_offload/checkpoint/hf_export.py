@@ -21,9 +21,9 @@ from typing import NoReturn
 
 import torch
 
+from zero_offload.base.errors import ConfigError, StorageError
+from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, LENGTH_NBYTES, shard_name
-from zero_offload.errors import ConfigError, StorageError
-from zero_offload.types import format_bytes
 
 HEADER_ALIGN = 8
 """The data begins at a multiple of it, so that readers may map tensors of any dtype."""

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from zero_offload.errors import CheckpointError, IntegrityError, StorageError
-from zero_offload.host import host_empty
+from zero_offload.base.errors import CheckpointError, IntegrityError, StorageError
+from zero_offload.base.host import host_empty
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from zero_offload.base.errors import CheckpointError
 from zero_offload.checkpoint.hf_files import StoredTensor
-from zero_offload.errors import CheckpointError
 from zero_offload.plan.layout import CHUNK_NUMEL
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

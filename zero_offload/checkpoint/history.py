@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zero_offload.base.errors import CheckpointError, IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.format import COMMITTED, GENERATION_NAMES, RUN_NAME, Generation, rank_manifest_name
-from zero_offload.errors import CheckpointError, IntegrityError, ZeroOffloadError
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import read_manifest
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from zero_offload.abi import StateFormat
+from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, StorageError
+from zero_offload.base.host import host_empty
+from zero_offload.base.types import SECTOR, Durability, StateFormat, StateKind, Tier
 from zero_offload.checkpoint.clone import can_share, clone_blocks
 from zero_offload.checkpoint.format import (
     Generation,
@@ -31,19 +33,16 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation, open_in_turn
-from zero_offload.errors import CapacityError, CheckpointError, ConfigError, StorageError
-from zero_offload.host import host_empty
-from zero_offload.kernels.master import join_master, split_master
-from zero_offload.memory.arena import Arena
+from zero_offload.hardware.kernels.master import join_master, split_master
 from zero_offload.plan.layout import SectionLayout, ShardLayout
-from zero_offload.shards.codec import encode
-from zero_offload.shards.shard import Component, Shard, component_dtype, is_state, master_components
-from zero_offload.shards.store import ChunkSource, ShardStore
-from zero_offload.storage.directory import OR_KEEP_MORE, RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.storage.system import naming_errors
-from zero_offload.types import SECTOR, Durability, StateKind, Tier
+from zero_offload.storage.files.directory import OR_KEEP_MORE, RunDirectory
+from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.files.system import naming_errors
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.codec import encode
+from zero_offload.storage.shards.shard import Component, Shard, component_dtype, is_state, master_components
+from zero_offload.storage.shards.store import ChunkSource, ShardStore
 
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 

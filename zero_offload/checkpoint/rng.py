@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero_offload.device import device_rng_states, set_device_rng_states
+from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 
 
 def _encode(state: torch.Tensor) -> str:

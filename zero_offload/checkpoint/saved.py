@@ -16,23 +16,23 @@ from typing import Any
 
 import torch
 
+from zero_offload.base.errors import CheckpointError, IntegrityError
+from zero_offload.base.events import Counters
 from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
 from zero_offload.checkpoint.format import RUN_NAME, Generation, reading, sections_of, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
 from zero_offload.checkpoint.history import History
-from zero_offload.errors import CheckpointError, IntegrityError
-from zero_offload.memory.arena import Arena, Region
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.shards.codec import decode
-from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Component, block_sizes, component_dtype, is_state, master_components
-from zero_offload.storage.directory import RunDirectory, hold_directory
-from zero_offload.storage.engine import FileEngine
-from zero_offload.storage.extents import Extent
-from zero_offload.storage.lock import LOCK_NAME
-from zero_offload.storage.manifest import read_manifest
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.telemetry.events import Counters
+from zero_offload.storage.files.directory import RunDirectory, hold_directory
+from zero_offload.storage.files.engine import FileEngine
+from zero_offload.storage.files.extents import Extent
+from zero_offload.storage.files.lock import LOCK_NAME
+from zero_offload.storage.files.manifest import read_manifest
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.shards.codec import decode
+from zero_offload.storage.shards.disk import DiskArrays
+from zero_offload.storage.shards.shard import Component, block_sizes, component_dtype, is_state, master_components
 
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 

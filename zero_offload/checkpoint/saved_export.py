@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.host import host_empty
 from zero_offload.checkpoint.buffers import decoded
 from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_match import adapter_names
 from zero_offload.checkpoint.saved import SavedGeneration
-from zero_offload.errors import ConfigError
-from zero_offload.host import host_empty
-from zero_offload.kernels.master import join_master
+from zero_offload.hardware.kernels.master import join_master
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.shards.shard import Component, component_dtype, master_components
+from zero_offload.storage.shards.shard import Component, component_dtype, master_components
 
 
 def export_saved(

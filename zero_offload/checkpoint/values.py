@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from zero_offload.host import host_empty, host_zeros
-from zero_offload.kernels.master import convert, join_master, split_master
+from zero_offload.base.host import host_empty, host_zeros
+from zero_offload.hardware.kernels.master import convert, join_master, split_master
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
-from zero_offload.shards.codec import decode, encode
-from zero_offload.shards.shard import Component, Shard, array_numel, component_dtype, master_components
-from zero_offload.shards.store import ShardStore
+from zero_offload.storage.shards.codec import decode, encode
+from zero_offload.storage.shards.shard import Component, Shard, array_numel, component_dtype, master_components
+from zero_offload.storage.shards.store import ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
 """fill(begin, end, out): write the values of shard elements [begin, end) into `out`, (end - begin,)."""

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
-from zero_offload.errors import IntegrityError, ZeroOffloadError
-from zero_offload.memory.arena import Arena
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.shards.shard import Component
-from zero_offload.storage.extents import Extent
-from zero_offload.storage.swap_file import Transfer
+from zero_offload.storage.files.extents import Extent
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.shard import Component
 
 READS_IN_FLIGHT = 8
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from zero_offload import native
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import KIB, MIB, format_bytes, parse_bytes
 from zero_offload.cli.measure import measure_gpu, private_directory
-from zero_offload.device import compute_device, on_likely_gpu
-from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.kernels.checksum import crc32c
-from zero_offload.memory.arena import Arena
-from zero_offload.rates import cache_file
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import EngineSettings
-from zero_offload.storage.engines import (
+from zero_offload.hardware import native
+from zero_offload.hardware.device import compute_device, on_likely_gpu
+from zero_offload.hardware.kernels.checksum import crc32c
+from zero_offload.hardware.rates import cache_file
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engine import EngineSettings
+from zero_offload.storage.files.engines import (
     AIOFILES,
     IO_URING,
     THREADS,
@@ -38,7 +38,7 @@ from zero_offload.storage.engines import (
     pick,
     stripe_weights,
 )
-from zero_offload.types import KIB, MIB, format_bytes, parse_bytes
+from zero_offload.storage.memory.arena import Arena
 
 ROUNDS, LIMIT_S = 5, 60.0
 _SIZE_MIN_BYTES = 16 * MIB

@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.history import History
+from zero_offload.cli.recipes.run_dir import FILES_FILE
 from zero_offload.cli.saved import described, read_object
-from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.recipes.run_dir import FILES_FILE
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import read_manifest
-from zero_offload.types import format_bytes
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest
 
 NVME_SETTING = "offload.nvme"
 

@@ -17,17 +17,17 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from zero_offload import device, native, probe, rates
-from zero_offload.accelerators import ACCELERATORS
+from zero_offload.base.errors import CapacityError, ZeroOffloadError
+from zero_offload.base.types import GIB, format_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
-from zero_offload.device_memory import read_memory
-from zero_offload.errors import CapacityError, ZeroOffloadError
-from zero_offload.kernels import choice
-from zero_offload.memory import pages
+from zero_offload.hardware import device, native, probe, rates
+from zero_offload.hardware.accelerators import ACCELERATORS
+from zero_offload.hardware.device_memory import read_memory
+from zero_offload.hardware.kernels import choice
 from zero_offload.plan.memory import margin_bytes
-from zero_offload.storage.directory import check_private
-from zero_offload.storage.engines import io_uring_problem
-from zero_offload.types import GIB, format_bytes
+from zero_offload.storage.files.directory import check_private
+from zero_offload.storage.files.engines import io_uring_problem
+from zero_offload.storage.memory import pages
 
 PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 10)

@@ -11,12 +11,12 @@ import contextlib
 import json
 from pathlib import Path
 
+from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
 from zero_offload.checkpoint.saved_export import export_saved
 from zero_offload.cli.saved import RUN_HELP, alone, described, find_home
-from zero_offload.pretrained import EXPORT_DTYPES
-from zero_offload.storage.engines import open_engine
-from zero_offload.types import parse_bytes
+from zero_offload.integrations.pretrained import EXPORT_DTYPES
+from zero_offload.storage.files.engines import open_engine
 
 CONFIG_NAME = "config.json"
 

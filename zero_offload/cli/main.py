@@ -13,9 +13,9 @@ import sys
 from collections.abc import Sequence
 
 import zero_offload
+from zero_offload.base.errors import StorageError, ZeroOffloadError
+from zero_offload.base.startup import interrupts_raise
 from zero_offload.cli import bench, clean, doctor, export, plan, report, train, verify
-from zero_offload.errors import StorageError, ZeroOffloadError
-from zero_offload.startup import interrupts_raise
 
 PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 

@@ -18,22 +18,22 @@ from pathlib import Path
 
 import torch
 
-from zero_offload.abi import Rule
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.host import host_empty
+from zero_offload.base.types import MIB, format_bytes
 from zero_offload.cli.measure_device import block_flops, device_rates, median_s
-from zero_offload.config import OffloadConfig
-from zero_offload.device import Device, compute_device
-from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.host import host_empty
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import Segment, segment_array
-from zero_offload.memory.arena import Arena
-from zero_offload.plan.hardware import ONE_DRIVE, Cluster, Drives, Machine, default_machine
-from zero_offload.probe import count_cores, existing_parent
-from zero_offload.rates import Rates, Table, load, save
-from zero_offload.storage import engines
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.types import MIB, format_bytes
-from zero_offload.updates import update_threads
+from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.device import Device, compute_device
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import Segment, segment_array
+from zero_offload.hardware.machines import ONE_DRIVE, Cluster, Drives, Machine, default_machine
+from zero_offload.hardware.probe import count_cores, existing_parent
+from zero_offload.hardware.rates import Rates, Table, load, save
+from zero_offload.model.updates import update_threads
+from zero_offload.storage.files import engines
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.memory.arena import Arena
 
 _WIDTH, _SEQUENCE = 256, 128
 """Of the block that is timed: small, since some processors have no instructions for a bf16 product."""

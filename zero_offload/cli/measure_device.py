@@ -16,10 +16,10 @@ from functools import partial
 
 import torch
 
-from zero_offload.device import Device
-from zero_offload.memory.arena import Arena
-from zero_offload.rates import Table
-from zero_offload.recipes.gpt import GPT, GPTConfig
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig
+from zero_offload.hardware.device import Device
+from zero_offload.hardware.rates import Table
+from zero_offload.storage.memory.arena import Arena
 
 ROUNDS = 5
 CALL_S = 0.01

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.cli import measure, plan_text
 from zero_offload.cli.planning import Request, by_wear, find_gpu_here, offers, plan_request
-from zero_offload.config import OffloadConfig
-from zero_offload.errors import CapacityError, ConfigError
+from zero_offload.hardware.machines import GPUS, parse_drives
 from zero_offload.plan.forecast import forecast
-from zero_offload.plan.hardware import GPUS, parse_drives
 from zero_offload.plan.wear import TBW_USUAL
 
 _SETTINGS = {

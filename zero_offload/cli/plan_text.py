@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zero_offload.base.spans import Cause
+from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.cli.planning import Offer, Planned, Request, drive_wear
 from zero_offload.plan.forecast import MEETS, Forecast
 from zero_offload.plan.unit_bytes import PLACED_KINDS
 from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
-from zero_offload.telemetry.spans import Cause
-from zero_offload.types import StateKind, Tier, format_bytes
 
 _CAUSES = {
     Cause.PARAMS: "parameters",

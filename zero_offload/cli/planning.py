@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.cli.measure import remembered, remembered_drives
-from zero_offload.config import OffloadConfig
-from zero_offload.device import compute_device, on_likely_gpu
-from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job, device_activation_bytes, kept_bytes
-from zero_offload.plan.forecast import NOTICED, next_memory
-from zero_offload.plan.hardware import (
+from zero_offload.cli.recipes import gpt
+from zero_offload.hardware.device import compute_device, on_likely_gpu
+from zero_offload.hardware.machines import (
     DRIVE_BYTES,
     Cluster,
     Drives,
@@ -30,6 +30,10 @@ from zero_offload.plan.hardware import (
     gpu_memory_bytes,
     share_of_rank,
 )
+from zero_offload.hardware.probe import probe_hardware
+from zero_offload.hardware.rates import with_measured
+from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job, device_activation_bytes, kept_bytes
+from zero_offload.plan.forecast import NOTICED, next_memory
 from zero_offload.plan.memory import MemoryPlan, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import AUTO_FRACTION, Variant, assign_tiers, tier_budget, ways_to_fit
@@ -38,10 +42,6 @@ from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, 
 from zero_offload.plan.step_time import Prediction, predict
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, value_bytes
 from zero_offload.plan.wear import Wear
-from zero_offload.probe import probe_hardware
-from zero_offload.rates import with_measured
-from zero_offload.recipes import gpt
-from zero_offload.types import Durability, HardwareProfile, Tier, UpdateOverlap, format_bytes, parse_bytes
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)
 _MULTIPLE = {"m": 10**6, "b": 10**9, "t": 10**12}

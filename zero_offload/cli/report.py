@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_offload.errors import ZeroOffloadError
-from zero_offload.recipes.run_dir import read_run
-from zero_offload.telemetry.report import WAITS, summarize, write_report
-from zero_offload.telemetry.spans import Cause
-from zero_offload.types import format_bytes
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.spans import Cause
+from zero_offload.base.types import format_bytes
+from zero_offload.cli.recipes.report import WAITS, summarize, write_report
+from zero_offload.cli.recipes.run_dir import read_run
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -11,17 +11,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
 from zero_offload.checkpoint.format import GENERATION_NAMES
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.history import History
-from zero_offload.config import OffloadConfig
-from zero_offload.errors import ConfigError
-from zero_offload.recipes.run_dir import RUN_FILE
+from zero_offload.cli.recipes.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import MAGIC
-from zero_offload.storage.system import read_file
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import MAGIC
+from zero_offload.storage.files.system import read_file
 
 RUN_HELP = "run directory of `train`, NVMe directory, or checkpoint"
 

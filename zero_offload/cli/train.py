@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.types import Existing
 from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
-from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.recipes.gpt import PRESETS
-from zero_offload.recipes.settings import TrainConfig, read_tables
-from zero_offload.recipes.train import Ending, TrainResult, train
-from zero_offload.telemetry.report import write_report
-from zero_offload.types import Existing
+from zero_offload.cli.recipes.gpt import PRESETS
+from zero_offload.cli.recipes.report import write_report
+from zero_offload.cli.recipes.settings import TrainConfig, read_tables
+from zero_offload.cli.recipes.train import Ending, TrainResult, train
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 

@@ -15,15 +15,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from zero_offload.base.errors import IntegrityError
+from zero_offload.base.types import format_bytes
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import SavedGeneration, is_immutable, other_directories, take_directories
 from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.cli.saved import RUN_HELP, alone, find_home
-from zero_offload.errors import IntegrityError
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.types import format_bytes
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engines import open_engine
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

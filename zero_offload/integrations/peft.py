@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 
 _RANDOM_INITS = (True, False, "gaussian", "orthogonal")
 """Of `init_lora_weights`: those that do not look at the base's weights."""

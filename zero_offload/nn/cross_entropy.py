@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from zero_offload.errors import ConfigError
-from zero_offload.types import MIB
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import MIB
 
 
 class _Sizes(NamedTuple):

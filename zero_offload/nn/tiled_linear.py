@@ -17,7 +17,7 @@ from numbers import Integral
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 
 GRAIN = 64
 """Tiles of large layers are multiples of it: kernels like it, and the products tried then round as the whole does."""

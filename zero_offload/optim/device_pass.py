@@ -15,19 +15,20 @@ from typing import NamedTuple
 
 import torch
 
-from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
-from zero_offload.device import Device, Event, Handoff
-from zero_offload.kernels.choice import has_device_update
-from zero_offload.kernels.update import update_on_device
-from zero_offload.kernels.words import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
-from zero_offload.memory.pool import LazyRegion
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.device import Device, Event, Handoff
+from zero_offload.hardware.kernels.choice import has_device_update
+from zero_offload.hardware.kernels.update import update_on_device
+from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
 from zero_offload.optim.pipeline import SectionUpdate, cut_segments
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL
 from zero_offload.plan.memory import DEVICE_CHUNKS_IN_FLIGHT
-from zero_offload.shards.grad_store import GradPiece
-from zero_offload.shards.shard import Component, is_packed
-from zero_offload.shards.store import ShardStore
-from zero_offload.shards.unit_update import UnitUpdate
+from zero_offload.storage.memory.pool import LazyRegion
+from zero_offload.storage.shards.grad_store import GradPiece
+from zero_offload.storage.shards.shard import Component, is_packed
+from zero_offload.storage.shards.store import ShardStore
+from zero_offload.storage.shards.unit_update import UnitUpdate
 
 Arrays = Mapping[Component, torch.Tensor]
 TOGETHER_NUMEL = 1 << 20

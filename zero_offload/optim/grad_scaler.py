@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_offload.errors import ConfigError, NonFiniteError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.groups import group_records
-from zero_offload.shards.registry import Owner, check_adopted, owner_of
+from zero_offload.storage.shards.registry import Owner, check_adopted, owner_of
 
 INIT_SCALE = 2.0**16
 

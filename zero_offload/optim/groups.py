@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import CheckpointError, ConfigError
-from zero_offload.shards.registry import owner_of
+from zero_offload.base.errors import CheckpointError, ConfigError
+from zero_offload.storage.shards.registry import owner_of
 
 _NOT_HYPER = ("params", "optimizer")
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import ConfigError
-from zero_offload.kernels.hyper import Hyper
-from zero_offload.shards.registry import owner_of
+from zero_offload.base.errors import ConfigError
+from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.storage.shards.registry import owner_of
 
 State = dict[str, Any]
 """What an optimizer keeps of one ordinary parameter, by torch's names."""

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.host import host_tensor
-from zero_offload.kernels.choice import has_device_update
-from zero_offload.kernels.dtypes import address_of, kind_of
-from zero_offload.kernels.hyper import Hyper
-from zero_offload.kernels.update import UpdateBuffers, fused_update, update_on_device
-from zero_offload.kernels.words import Segment, UpdateTensors
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.host import host_tensor
+from zero_offload.hardware.kernels.choice import has_device_update
+from zero_offload.hardware.kernels.dtypes import address_of, kind_of
+from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update, update_on_device
+from zero_offload.hardware.kernels.words import Segment, UpdateTensors
+from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.groups import group_records
 from zero_offload.optim.loading import (
     BESIDE,
@@ -37,8 +38,7 @@ from zero_offload.optim.loading import (
 )
 from zero_offload.optim.ordinary import squares_of
 from zero_offload.optim.state import Entry, States, assign, check_assigned, reset, settled, tensors_of
-from zero_offload.probe import kernel_threads
-from zero_offload.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
+from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
 
 
 class FusedOptimizer(torch.optim.Optimizer):

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_offload.kernels.grads import sum_of_squares
+from zero_offload.hardware.kernels.grads import sum_of_squares
+from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.probe import kernel_threads
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

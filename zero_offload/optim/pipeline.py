@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zero_offload.abi import Rule
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import STATES, SegmentArray
-from zero_offload.memory.arena import Region
+from zero_offload.base.spans import Lane, Opened
+from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import STATES, SegmentArray
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
-from zero_offload.shards.grad_store import Arrival, GradSource, GradStore
-from zero_offload.shards.shard import Component, Shard, is_packed
-from zero_offload.shards.store import OpenChunks, ShardStore
-from zero_offload.shards.unit_update import UnitUpdate
-from zero_offload.storage.swap_file import Transfer
-from zero_offload.telemetry.spans import Lane, Opened
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.arena import Region
+from zero_offload.storage.shards.grad_store import Arrival, GradSource, GradStore
+from zero_offload.storage.shards.shard import Component, Shard, is_packed
+from zero_offload.storage.shards.store import OpenChunks, ShardStore
+from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from zero_offload.threads import LOOK_S, Bell, FirstError, start, through_interrupts
+from zero_offload.base.threads import LOOK_S, Bell, FirstError, start, through_interrupts
 
 
 @dataclass

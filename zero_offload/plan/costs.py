@@ -15,12 +15,12 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from zero_offload.config import OffloadConfig
-from zero_offload.plan.hardware import Lane, Machine
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import Durability, StateKind, Tier
+from zero_offload.hardware.machines import Lane, Machine
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import UnitWork
 from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units, value_bytes
-from zero_offload.types import Durability, StateKind, Tier
 
 TOKENS_UNKNOWN = 2048
 """Tokens of a step where the caller does not say how many."""

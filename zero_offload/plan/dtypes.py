@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from zero_offload.abi import StateFormat
-from zero_offload.config import OffloadConfig
-from zero_offload.errors import ConfigError
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.precision import TORCH_NAMES, ModuleKey
+from zero_offload.base.types import StateFormat
 from zero_offload.plan.model_spec import can_be_called
-from zero_offload.precision import TORCH_NAMES, ModuleKey
 
 _PARAM_DTYPES = frozenset(getattr(torch, name) for name in TORCH_NAMES.values())
 

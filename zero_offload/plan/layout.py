@@ -16,8 +16,8 @@ from functools import cached_property
 
 import torch
 
-from zero_offload.abi import StateFormat
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import StateFormat
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zero_offload.config import OffloadConfig
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import FRAME, Durability, HardwareProfile, StateKind, Tier, format_bytes
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.unit_bytes import (
@@ -21,7 +22,6 @@ from zero_offload.plan.unit_bytes import (
     resting,
 )
 from zero_offload.plan.wear import Wear
-from zero_offload.types import FRAME, Durability, HardwareProfile, StateKind, Tier, format_bytes
 
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""

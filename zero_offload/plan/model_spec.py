@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 from zero_offload.plan.tensor_parallel import division, local_part, mesh_of, num_copies
 
 SMALL_NUMEL = 1 << 18

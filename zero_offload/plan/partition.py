@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zero_offload.config import OffloadConfig
-from zero_offload.types import Branches
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import Branches
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_offload.config import OffloadConfig
-from zero_offload.errors import CapacityError
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError
+from zero_offload.base.types import HardwareProfile, Tier, format_bytes
 from zero_offload.plan.dealer import Dealer
 from zero_offload.plan.memory import Budget, MemoryPlan, Placement, estimate_memory
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.search import Outlook, Room, UnitTiers, fastest, weight
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
-from zero_offload.types import HardwareProfile, Tier, format_bytes
 
 __all__ = ["Placement", "UnitBytes", "Variant", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
 

@@ -22,15 +22,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zero_offload.config import OffloadConfig, Precision
+from zero_offload.base.config import OffloadConfig, Precision
+from zero_offload.base.types import Tier
+from zero_offload.hardware.machines import NO_DRIVES, Cluster, share_of_rank
 from zero_offload.plan.costs import Batch, Job
-from zero_offload.plan.hardware import NO_DRIVES, Cluster, share_of_rank
 from zero_offload.plan.memory import Budget, Placement
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import SHAPES, Shape, UnitWork
 from zero_offload.plan.step_time import predict as predict_step
 from zero_offload.plan.unit_bytes import PLACED_KINDS
-from zero_offload.types import Tier
 
 _FFN_AGAIN = 0.51
 """Of a block's forward, the first two of its feed-forward part's products in Qwen2.5-14B."""

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from zero_offload.config import OffloadConfig
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import StateKind, Tier
+from zero_offload.hardware.machines import Cluster, Machine, default_machine
 from zero_offload.plan.costs import Job, Numbers
-from zero_offload.plan.hardware import Cluster, Machine, default_machine
 from zero_offload.plan.memory import Budget, Placement, estimate_memory
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import UnitWork, plain_block
 from zero_offload.plan.step_time import Totals, of_unit, predict, step_times
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes, UnitNumel, resting
-from zero_offload.types import StateKind, Tier
 
 SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
 """Into how many parts the bytes of a kind are cut; most bytes are the optimizer's."""

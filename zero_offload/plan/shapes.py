@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 from zero_offload.plan.unit_bytes import UnitNumel
 
 

@@ -22,6 +22,9 @@ from typing import NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
+from zero_offload.base.spans import Cause
+from zero_offload.base.types import Tier, UpdateOverlap
+from zero_offload.hardware.machines import Lane, Machine
 from zero_offload.plan.costs import (
     COLUMN,
     STALL,
@@ -33,11 +36,8 @@ from zero_offload.plan.costs import (
     device_activation_bytes,
     unit_seconds,
 )
-from zero_offload.plan.hardware import Lane, Machine
 from zero_offload.plan.memory import UNITS_IN_FLIGHT, Budget, Placement, margin_bytes
 from zero_offload.plan.unit_bytes import PLACED_KINDS
-from zero_offload.telemetry.spans import Cause
-from zero_offload.types import Tier, UpdateOverlap
 
 COMPUTE, READ, WRITE, HOST = (COLUMN[lane] for lane in (Lane.COMPUTE, Lane.READ, Lane.WRITE, Lane.HOST))
 

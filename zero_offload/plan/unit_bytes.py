@@ -28,11 +28,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from zero_offload.abi import STATE_BLOCK, StateFormat
-from zero_offload.config import OffloadConfig
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.types import FRAME, StateFormat, StateKind, Tier, UpdateOverlap
+from zero_offload.hardware.abi import STATE_BLOCK
 from zero_offload.plan.layout import UnitLayout
 from zero_offload.plan.partition import ONE_RANK, Partition
-from zero_offload.types import FRAME, StateKind, Tier, UpdateOverlap
 
 PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
 _VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from zero_offload.types import parse_seconds
+from zero_offload.base.types import parse_seconds
 
 TB = 10**12
 """As drives are sold."""

@@ -13,7 +13,7 @@ from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.state import UnitState
+from zero_offload.storage.shards.state import UnitState
 
 _ARRIVING = (UnitState.FETCHING, UnitState.AWAITING)
 

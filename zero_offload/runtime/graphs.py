@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_offload.device_memory import is_capturing
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
+from zero_offload.hardware.device_memory import is_capturing
 
 _SETTING = "triton.cudagraphs"
 _INSTEAD = (

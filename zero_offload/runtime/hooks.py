@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero_offload.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.saved.boundary import Group
@@ -27,7 +27,7 @@ from zero_offload.runtime.saved.recompute import Recompute
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.registry import Owner, owner_of
+from zero_offload.storage.shards.registry import Owner, owner_of
 
 GradReady = Callable[[nn.Parameter, Tensor], None]
 

@@ -6,8 +6,8 @@ import os
 
 import torch
 
-from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.threads import FirstError
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.threads import FirstError
 
 
 def in_backward() -> bool:

@@ -13,14 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zero_offload.errors import CapacityError
-from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.memory.pages import FRAME
-from zero_offload.memory.resizable import Budget
+from zero_offload.base.errors import CapacityError
+from zero_offload.base.types import format_bytes
 from zero_offload.runtime.eviction import Evictor
 from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.types import format_bytes
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory.resizable import Budget
 
 
 class MemoryPool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from zero_offload.memory.resizable import Budget
+from zero_offload.base.spans import Cause, Lane
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.eviction import Evictor
 from zero_offload.runtime.loans import Loans
@@ -23,11 +23,11 @@ from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.shard import Component
-from zero_offload.shards.state import UnitState
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.engine import Urgency
-from zero_offload.telemetry.spans import Cause, Lane
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.memory.resizable import Budget
+from zero_offload.storage.shards.shard import Component
+from zero_offload.storage.shards.state import UnitState
+from zero_offload.storage.shards.store import ShardStore
 
 
 class Residency:

@@ -24,14 +24,14 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_offload.device_memory import DeviceMemory, forget_peak, read_memory
-from zero_offload.memory.resizable import FrameBudget
+from zero_offload.base.stats import DeviceParams
+from zero_offload.base.types import FRAME, format_bytes
+from zero_offload.hardware.device_memory import DeviceMemory, forget_peak, read_memory
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.runtime.graphs import refuse_capture
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.telemetry.stats import DeviceParams
-from zero_offload.types import FRAME, format_bytes
+from zero_offload.storage.memory.resizable import FrameBudget
 
 
 class DeviceRoom:

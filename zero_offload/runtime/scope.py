@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.spans import Lane, Opened
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.telemetry.spans import Lane, Opened
 
 
 @dataclass

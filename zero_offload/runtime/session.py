@@ -31,8 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from zero_offload.errors import ZeroOffloadError
-from zero_offload.memory.heap import HeapRoom, HeapTrimmer
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.spans import Lane
+from zero_offload.base.types import MIB, format_bytes
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.life import ModelLife, in_backward
@@ -43,8 +44,7 @@ from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, leave_
 from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
-from zero_offload.telemetry.spans import Lane
-from zero_offload.types import MIB, format_bytes
+from zero_offload.storage.memory.heap import HeapRoom, HeapTrimmer
 
 _IN_ANOTHER_THREAD = (
     "of this model runs in another thread; what starts now could take its parameters out of memory. Run one forward at "

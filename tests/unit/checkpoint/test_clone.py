@@ -56,7 +56,7 @@ class Ioctl:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes that whole-shard reads took from disk."""
-    from zero_offload.shards.disk import DiskArrays
+    from zero_offload.storage.shards.disk import DiskArrays
 
     found: list[int] = []
     original = DiskArrays.read_block

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from tests.helpers.models import TinyLM
+from zero_offload.base.errors import CheckpointError, IntegrityError
 from zero_offload.checkpoint.format import Generation, check_fingerprint, dtype_of, fingerprint, rank_manifest_name
-from zero_offload.errors import CheckpointError, IntegrityError
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec

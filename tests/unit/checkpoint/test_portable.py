@@ -21,7 +21,7 @@ from zero_offload.plan.layout import ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
-from zero_offload.shards.shard import planned_components
+from zero_offload.storage.shards.shard import planned_components
 
 IN_MEMORY = {"params": "cpu", "optimizer": "cpu"}
 PLACEMENTS: list[dict[str, Any]] = [{}, IN_MEMORY, {"params": {"cpu": 0.5, "nvme": 0.5}, "grads": "nvme"}]

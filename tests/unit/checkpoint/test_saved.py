@@ -6,10 +6,10 @@ import contextlib
 from pathlib import Path
 
 from tests.helpers.crew import Crew, CrewExchange
+from zero_offload.base.errors import ConfigError, StorageError
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.saved import open_in_turn
-from zero_offload.errors import ConfigError, StorageError
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 
 
 def test_rank_0_opens_first_and_all_let_go_where_one_cannot(tmp_path: Path) -> None:

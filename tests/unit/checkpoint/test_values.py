@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from tests.helpers.models import TinyLM, build
+from zero_offload.base.types import StateKind, Tier
 from zero_offload.checkpoint.values import ComponentSource, fill_from_array, fill_from_readers, read_master
-from zero_offload.memory.arena import Arena
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.shards.shard import ADAM_STATES, Component
-from zero_offload.shards.store import ShardStore
-from zero_offload.types import StateKind, Tier
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.shard import ADAM_STATES, Component
+from zero_offload.storage.shards.store import ShardStore
 
 WIDTH = 33
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import zero_offload as zo
 from tests.helpers.deferred import Bag, built, made_values
-from zero_offload.deferred import recipe, tracer
-from zero_offload.deferred.recipe import Node
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
+from zero_offload.model.deferred import recipe, tracer
+from zero_offload.model.deferred.recipe import Node
 
 
 @pytest.fixture

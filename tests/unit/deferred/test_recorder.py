@@ -15,8 +15,8 @@ from torch.nn.utils import parametrizations
 
 import zero_offload as zo
 from tests.helpers.deferred import ODDITIES, Bag, built, kept, made_values, modules
-from zero_offload.deferred import tracer
-from zero_offload.deferred.recorder import current_recorder
+from zero_offload.model.deferred import tracer
+from zero_offload.model.deferred.recorder import current_recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 

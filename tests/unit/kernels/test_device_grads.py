@@ -15,9 +15,9 @@ import torch
 
 from tests.helpers.any_bits import floats, halves
 from tests.helpers.device_updates import GRADS, SUMS, import_triton_module
-from zero_offload.kernels import device_grads
-from zero_offload.kernels.device_grads import launch_sums, total
-from zero_offload.kernels.grads import GradSum, sum_of_squares
+from zero_offload.hardware.kernels import device_grads
+from zero_offload.hardware.kernels.device_grads import launch_sums, total
+from zero_offload.hardware.kernels.grads import GradSum, sum_of_squares
 
 SIZES = [1, 15, 16, 17, 1000, 16383, 16384, 16385, 40000, 5 * 16384]
 

@@ -18,14 +18,15 @@ import torch
 from numba.core.bytecode import FunctionIdentity
 
 from tests.helpers.without_library import forget_choices, without_library
-from zero_offload import abi, native
-from zero_offload.abi import Rule, StateFormat
-from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.kernels import choice
-from zero_offload.kernels.fallback import calls, numba_passes, numba_words
-from zero_offload.kernels.master import convert
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import Segment, state_dtype
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware import abi, native
+from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels import choice
+from zero_offload.hardware.kernels.fallback import calls, numba_passes, numba_words
+from zero_offload.hardware.kernels.master import convert
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import Segment, state_dtype
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ def test_a_numba_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "numba.py").write_text("raise SystemError('numba needs another numpy')")
     code = (
         "import torch\n"
-        "from zero_offload import errors, native\n"
-        "from zero_offload.kernels.master import convert\n"
+        "from zero_offload.base import errors\nfrom zero_offload.hardware import native\n"
+        "from zero_offload.hardware.kernels.master import convert\n"
         "native.LIBRARY_PATH = native.LIBRARY_PATH.with_name('nowhere.so')\n"
         "for _ in range(2):\n"
         "    try:\n        convert(torch.empty(4, dtype=torch.float16), torch.ones(4))\n"

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from tests.helpers.without_library import without_library
 from tests.parity import test_isa as isas
-from zero_offload.abi import Isa, Rule
-from zero_offload.errors import ConfigError
-from zero_offload.kernels.choice import kernels
-from zero_offload.kernels.grads import accumulate_grad, store_grad, sum_of_squares
-from zero_offload.kernels.master import convert, join_master, split_master
-from zero_offload.kernels.update import UpdateBuffers, fused_update
-from zero_offload.kernels.words import STATES, Segment
+from zero_offload.base.errors import ConfigError
+from zero_offload.hardware.abi import Isa, Rule
+from zero_offload.hardware.kernels.choice import kernels
+from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.kernels.master import convert, join_master, split_master
+from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
+from zero_offload.hardware.kernels.words import STATES, Segment
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(value, grad) for value in (FP32, BF16, FP16) for grad in (FP32, BF16, FP16)]

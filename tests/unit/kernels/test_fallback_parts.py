@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.helpers.locks import locks_taken
-from zero_offload.kernels.fallback import parts
-from zero_offload.kernels.fallback.parts import in_parts
-from zero_offload.threads import Monitor
+from zero_offload.base.threads import Monitor
+from zero_offload.hardware.kernels.fallback import parts
+from zero_offload.hardware.kernels.fallback.parts import in_parts
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 100])

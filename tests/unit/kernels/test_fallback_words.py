@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zero_offload.kernels.fallback import numba_words
+from zero_offload.hardware.kernels.fallback import numba_words
 
 floats = st.floats(width=32, allow_nan=False, allow_infinity=False)
 ULP = 2.0**-23

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_offload.kernels import fingerprint
-from zero_offload.kernels.fingerprint import device_fingerprints, fingerprints
+from zero_offload.hardware.kernels import fingerprint
+from zero_offload.hardware.kernels.fingerprint import device_fingerprints, fingerprints
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
 SIZES = [(0,), (1,), (3,), (4096,), (4097,), (65, 129), (130, 140)]

@@ -5,8 +5,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from zero_offload.errors import ConfigError
-from zero_offload.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+from zero_offload.base.errors import ConfigError
+from zero_offload.hardware.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CHUNK = 16384

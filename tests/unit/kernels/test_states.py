@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zero_offload.abi import STATE_BLOCK, Rule, StateFormat
-from zero_offload.errors import ConfigError
-from zero_offload.kernels.master import join_master, split_master
-from zero_offload.kernels.states import decode_states, encode_states
-from zero_offload.kernels.words import SIGNED, STATES, num_scales, state_dtype
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.kernels.master import join_master, split_master
+from zero_offload.hardware.kernels.states import decode_states, encode_states
+from zero_offload.hardware.kernels.words import SIGNED, STATES, num_scales, state_dtype
 
 COMPACT = StateFormat.COMPACT
 SMALLEST = 2.0**-63

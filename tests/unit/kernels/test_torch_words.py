@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.any_bits import SPECIALS
-from zero_offload.kernels.fallback import numba_words, torch_words
+from zero_offload.hardware.kernels.fallback import numba_words, torch_words
 
 ULP = 2.0**-23
 Floats = Any

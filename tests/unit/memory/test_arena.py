@@ -10,10 +10,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from zero_offload.errors import CapacityError
-from zero_offload.memory import pages
-from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.memory.pages import FRAME
+from zero_offload.base.errors import CapacityError
+from zero_offload.storage.memory import pages
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.memory.pages import FRAME
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["pages move", "pages stay"])

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from zero_offload.memory import heap
-from zero_offload.memory.heap import HeapTrimmer
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
+from zero_offload.storage.memory import heap
+from zero_offload.storage.memory.heap import HeapTrimmer
 
 
 def test_trims_whenever_so_much_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,8 +27,8 @@ def test_trims_whenever_so_much_was_freed(monkeypatch: pytest.MonkeyPatch) -> No
 # What the tests below do in a heap of its own, that of a new process.
 HEAP = """
 import ctypes, mmap, resource
-from zero_offload.memory import heap
-from zero_offload.types import MIB
+from zero_offload.storage.memory import heap
+from zero_offload.base.types import MIB
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 

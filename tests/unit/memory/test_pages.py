@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from zero_offload.errors import CapacityError
-from zero_offload.memory import pages
-from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.memory.pages import FRAME
+from zero_offload.base.errors import CapacityError
+from zero_offload.storage.memory import pages
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.memory.pages import FRAME
 
-PREAMBLE = "import ctypes; from zero_offload.memory import pages; F = pages.FRAME\n"
+PREAMBLE = "import ctypes; from zero_offload.storage.memory import pages; F = pages.FRAME\n"
 
 
 def run_alone(body: str) -> int:

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
-from zero_offload.memory.arena import Arena
-from zero_offload.memory.pool import SpanPool
-from zero_offload.types import MIB, SECTOR
+from zero_offload.base.types import MIB, SECTOR
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.memory.pool import SpanPool
 
 
 def test_leases_never_overlap_and_all_comes_back() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_offload.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.storage.memory.resizable import FrameBudget, ResizableBuffer
 
 
 def test_a_buffer_without_memory_takes_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:

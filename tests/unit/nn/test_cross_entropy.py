@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import zero_offload as zo
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 from zero_offload.nn import cross_entropy
 
 FEATURES, VOCAB, SHAPE = 48, 301, (3, 13)

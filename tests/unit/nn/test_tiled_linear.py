@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 from zero_offload.nn import TiledLinear
 from zero_offload.plan.model_spec import ModelSpec, find_units
 

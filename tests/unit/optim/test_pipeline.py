@@ -11,11 +11,11 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import build
-from zero_offload.api import runtime_of
+from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.shards import host_grads
-from zero_offload.shards.store import ShardStore
+from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards.store import ShardStore
 
 WIDTH = 1300
 NUM_CHUNKS = 4

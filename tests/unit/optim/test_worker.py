@@ -14,11 +14,11 @@ import weakref
 
 import pytest
 
+from zero_offload.base.events import Counters
+from zero_offload.base.threads import FirstError, UpdateInterrupted
 from zero_offload.optim import worker as worker_module
 from zero_offload.optim.worker import Worker
-from zero_offload.shards.unit_update import UnitUpdate
-from zero_offload.telemetry.events import Counters
-from zero_offload.threads import FirstError, UpdateInterrupted
+from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 def test_jobs_run_in_order() -> None:
@@ -153,7 +153,7 @@ def test_a_dropped_worker_ends_its_thread_and_keeps_nothing() -> None:
 SCRIPT = """
 import threading, time
 from zero_offload.optim.worker import Worker
-from zero_offload.threads import FirstError
+from zero_offload.base.threads import FirstError
 
 def thread_named(name):
     return next(thread for thread in threading.enumerate() if thread.name == name)

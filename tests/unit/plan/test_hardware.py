@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from zero_offload.errors import ConfigError
-from zero_offload.plan.hardware import (
+from zero_offload.base.errors import ConfigError
+from zero_offload.hardware.machines import (
     GPUS,
     HOSTS,
     LINK_SHARE,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL, SHARD_NUMEL, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from zero_offload.config import OffloadConfig, Precision
+from zero_offload.base.config import OffloadConfig, Precision
+from zero_offload.base.types import GIB, MIB, StateKind, Tier
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
@@ -22,8 +23,7 @@ from zero_offload.plan.memory import (
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, measure_units
-from zero_offload.shards.shard import planned_components, shard_bytes
-from zero_offload.types import GIB, MIB, StateKind, Tier
+from zero_offload.storage.shards.shard import planned_components, shard_bytes
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)
 GPU = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=False)

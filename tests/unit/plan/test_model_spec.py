@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.helpers.models import Block, TinyLM
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
 from zero_offload.plan.model_spec import SMALL_NUMEL, ModelSpec, find_units
 
 

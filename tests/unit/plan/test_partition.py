@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from zero_offload.base.types import STAGES
 from zero_offload.plan.partition import ONE_RANK, Partition
-from zero_offload.types import STAGES
 
 
 @pytest.mark.parametrize(

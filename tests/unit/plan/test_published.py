@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload.plan.hardware import GPUS
+from zero_offload.hardware.machines import GPUS
 from zero_offload.plan.published import RUNS, Run, as_table, predict
 
 FITTED = {run.gpu: run for run in reversed(RUNS)}

@@ -6,11 +6,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from zero_offload.errors import ConfigError
+from zero_offload.base.errors import ConfigError
+from zero_offload.cli.recipes import gpt
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.model_work import work_of
 from zero_offload.plan.shapes import SHAPES, Shape, equal_blocks, find_shape
-from zero_offload.recipes import gpt
 
 # As counted in the published checkpoints.
 COUNTS = {

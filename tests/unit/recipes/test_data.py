@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from zero_offload.errors import ConfigError
-from zero_offload.recipes.data import BatchShape, load_corpus, train_batch, validation_batch
+from zero_offload.base.errors import ConfigError
+from zero_offload.cli.recipes.data import BatchShape, load_corpus, train_batch, validation_batch
 
 SHAPE = BatchShape(batch=4, seq=16, seed=7)
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from zero_offload.errors import ConfigError
-from zero_offload.recipes.gpt import (
+from zero_offload.base.errors import ConfigError
+from zero_offload.cli.recipes.gpt import (
     GPT,
     PRESETS,
     GPTConfig,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero_offload.recipes import products
+from zero_offload.cli.recipes import products
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -10,10 +10,10 @@ from random import Random
 
 import pytest
 
-from zero_offload.errors import ConfigError, IntegrityError, LockError, StorageError
-from zero_offload.recipes.run_dir import Metrics, RunDir, read_run
-from zero_offload.storage.system import replace_file
-from zero_offload.types import Existing
+from zero_offload.base.errors import ConfigError, IntegrityError, LockError, StorageError
+from zero_offload.base.types import Existing
+from zero_offload.cli.recipes.run_dir import Metrics, RunDir, read_run
+from zero_offload.storage.files.system import replace_file
 
 
 def _write_steps(path: Path, last_step: int, committed_step: int = 0) -> None:

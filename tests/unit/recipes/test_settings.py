@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from zero_offload.errors import ConfigError
-from zero_offload.recipes.gpt import Recompute
-from zero_offload.recipes.settings import TrainConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.cli.recipes.gpt import Recompute
+from zero_offload.cli.recipes.settings import TrainConfig
 
 
 def test_defaults_put_parameters_and_optimizer_on_nvme() -> None:

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from zero_offload.recipes.ranks import joined_ranks
-from zero_offload.recipes.stop import requested_stop
+from zero_offload.cli.recipes.ranks import joined_ranks
+from zero_offload.cli.recipes.stop import requested_stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -17,20 +17,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_offload as zo
 from tests.helpers.activations import make_small
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
-from zero_offload.api import runtime_of
-from zero_offload.device import HostDevice
-from zero_offload.memory.arena import Arena
+from zero_offload.base.events import Counters
+from zero_offload.base.types import MIB, Tier
+from zero_offload.hardware.device import HostDevice
+from zero_offload.model.api import runtime_of
 from zero_offload.runtime.saved.activations import Activations, Away
 from zero_offload.runtime.saved.landing import SLAB_BYTES
 from zero_offload.runtime.saved.tiers import DiskTier
-from zero_offload.shards.disk import DiskArrays
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.storage.extents import Extent
-from zero_offload.storage.native_engine import NativeEngine
-from zero_offload.storage.swap_file import SwapFile, Transfer
-from zero_offload.telemetry.events import Counters
-from zero_offload.types import MIB, Tier
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.extents import Extent
+from zero_offload.storage.files.native_engine import NativeEngine
+from zero_offload.storage.files.swap_file import SwapFile, Transfer
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.disk import DiskArrays
 
 
 class NotedFile(SwapFile):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from zero_offload.runtime.units.carrier import HostCarrier
-from zero_offload.storage.engine import Urgency
+from zero_offload.storage.files.engine import Urgency
 
 
 class Transfer:

@@ -91,7 +91,7 @@ def test_no_interrupt_of_a_forward_or_a_backward_is_lost(
 
 @pytest.mark.parametrize("engine", ["threads", "aiofiles"])
 def test_the_control_thread_takes_no_lock_that_an_interrupt_could_leave_taken(engine: str, tmp_path: Path) -> None:
-    """The standard library's are given back in Python, and a Ctrl-C may strike first; see zero_offload/threads.py."""
+    """The standard library's are given back in Python, and a Ctrl-C may strike first; see base/threads.py."""
     model, optimizer = open_model(tmp_path / "run", io_engine=engine)
     losses = train(model, optimizer, 0, 2)
     with locks_taken() as taken:

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
-from zero_offload.shards import host_grads
-from zero_offload.shards.host_grads import HostGrads
+from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards.host_grads import HostGrads
 
 
 @pytest.fixture(autouse=True)

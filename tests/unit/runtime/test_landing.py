@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from zero_offload.memory.arena import Arena
+from zero_offload.base.types import MIB
 from zero_offload.runtime.saved.landing import SLAB_BYTES, Landing, Lease
-from zero_offload.types import MIB
+from zero_offload.storage.memory.arena import Arena
 
 
 class Read:

@@ -10,14 +10,14 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, tokens_of
-from zero_offload.api import runtime_of
-from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.memory.pages import FRAME
-from zero_offload.memory.resizable import Budget, FrameBudget
+from zero_offload.model.api import runtime_of
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.eviction import Evictor
 from zero_offload.runtime.loans import Loans
 from zero_offload.runtime.memory_pool import MemoryPool
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory.resizable import Budget, FrameBudget
 
 
 def pool_of(arena: Arena, budget: Budget) -> MemoryPool:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from zero_offload.memory.arena import Arena, MovableBuffer
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import make_layout
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.runtime.grads import partials as module
 from zero_offload.runtime.grads.partials import HostPartials
 from zero_offload.runtime.grads.section import GradSection
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
 
 
 def attach(buffer: MovableBuffer) -> None:

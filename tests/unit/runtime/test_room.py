@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload.device_memory import DeviceMemory
-from zero_offload.memory.resizable import FrameBudget
+from zero_offload.base.types import FRAME, GIB
+from zero_offload.hardware.device_memory import DeviceMemory
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.runtime import room as room_module
 from zero_offload.runtime.room import DeviceRoom
-from zero_offload.types import FRAME, GIB
+from zero_offload.storage.memory.resizable import FrameBudget
 
 UNITS, LEAST = 20, 6
 TOTAL = 24 * GIB

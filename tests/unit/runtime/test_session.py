@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
-from zero_offload.api import runtime_of
-from zero_offload.model_runtime import ModelRuntime
+from zero_offload.model.api import runtime_of
+from zero_offload.model.runtime import ModelRuntime
 from zero_offload.runtime.inputs import InputsWatch
 from zero_offload.runtime.units.guard import GuardedParameter
-from zero_offload.shards.state import UnitState
+from zero_offload.storage.shards.state import UnitState
 
 
 def offloaded(nvme: Path, make: object = partial(TinyLM, WIDE)) -> tuple[nn.Module, ModelRuntime]:
@@ -164,11 +164,11 @@ def test_the_heap_is_trimmed_where_units_leave_memory(
 ) -> None:
     """Once per so many bytes of units that backward is through with, and never beside units that stay."""
     trimmed: list[None] = []
-    monkeypatch.setattr("zero_offload.memory.heap.trim_heap", lambda: trimmed.append(None))
+    monkeypatch.setattr("zero_offload.storage.memory.heap.trim_heap", lambda: trimmed.append(None))
     model = zo.offload(build(partial(TinyLM, WIDE)), placed("fp32", (tier, "cpu", "nvme"), nvme, "8MiB"))
     owner = runtime_of(model)
     assert owner is not None
-    monkeypatch.setattr("zero_offload.memory.heap.TRIM_BYTES", 2 * owner.units[-2].layout.nbytes)
+    monkeypatch.setattr("zero_offload.storage.memory.heap.TRIM_BYTES", 2 * owner.units[-2].layout.nbytes)
     for backwards in range(1, 3):
         model(tokens_of(0)).backward()
         assert len(trimmed) == backwards * trims

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from tests.helpers.stores import grads_of, open_store
-from zero_offload.memory.arena import Arena
-from zero_offload.shards.grad_ring import LAUNCHED_MAX, GradRing
-from zero_offload.shards.host_grads import HostGrads
-from zero_offload.shards.unit_update import UnitUpdate
-from zero_offload.telemetry.events import Counters
-from zero_offload.threads import FirstError
-from zero_offload.types import SECTOR, Tier
+from zero_offload.base.events import Counters
+from zero_offload.base.threads import FirstError
+from zero_offload.base.types import SECTOR, Tier
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.grad_ring import LAUNCHED_MAX, GradRing
+from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 class Part:

@@ -12,11 +12,11 @@ from torch import nn
 
 from tests.helpers.late_writes import make_writes_late
 from tests.helpers.stores import grads_of, open_store
-from zero_offload.memory.arena import Arena, MovableBuffer
-from zero_offload.shards import host_grads
-from zero_offload.shards.drive_grads import DriveGrads
-from zero_offload.shards.host_grads import HostGrads
-from zero_offload.types import Tier
+from zero_offload.base.types import Tier
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards.drive_grads import DriveGrads
+from zero_offload.storage.shards.host_grads import HostGrads
 
 
 @contextmanager

@@ -14,13 +14,13 @@ from torch import nn
 
 from tests.helpers.late_writes import make_writes_late
 from tests.helpers.stores import fill, open_store
-from zero_offload.errors import StorageError
+from zero_offload.base.errors import StorageError
+from zero_offload.base.threads import Monitor
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
-from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.shard import Component
-from zero_offload.shards.snapshot import ChunkCopy, Snapshot
-from zero_offload.shards.store import OpenChunks, ShardStore
-from zero_offload.threads import Monitor
+from zero_offload.storage.shards.disk import DiskArrays
+from zero_offload.storage.shards.shard import Component
+from zero_offload.storage.shards.snapshot import ChunkCopy, Snapshot
+from zero_offload.storage.shards.store import OpenChunks, ShardStore
 
 MEMORY, DISK = ("cpu", "cpu", "cpu"), ("cpu", "cpu", "nvme")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

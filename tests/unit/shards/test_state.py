@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
+from zero_offload.base.threads import FirstError
 from zero_offload.plan.layout import UnitLayout
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.state import TRANSITIONS, UnitState
-from zero_offload.threads import FirstError
+from zero_offload.storage.shards.state import TRANSITIONS, UnitState
 
 
 def unit_in(state: UnitState) -> Unit:

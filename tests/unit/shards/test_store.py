@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from tests.helpers.stores import fill, open_store
-from zero_offload.errors import IntegrityError
-from zero_offload.memory.arena import Arena
-from zero_offload.shards.shard import Component, Shard
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.engine import Urgency
-from zero_offload.types import Tier
+from zero_offload.base.errors import IntegrityError
+from zero_offload.base.types import Tier
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.shard import Component, Shard
+from zero_offload.storage.shards.store import ShardStore
 
 PLACEMENTS = list(itertools.product(["cpu", "nvme"], ["cpu"], ["cpu", "nvme"]))
 LARGE = lambda: nn.Linear(1100, 1100)  # noqa: E731 - two chunks

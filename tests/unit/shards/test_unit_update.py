@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from zero_offload.shards.unit_update import UnitUpdate
-from zero_offload.telemetry.events import Counters
-from zero_offload.threads import FirstError
+from zero_offload.base.events import Counters
+from zero_offload.base.threads import FirstError
+from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 @pytest.fixture

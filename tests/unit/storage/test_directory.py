@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from zero_offload.errors import CapacityError, ConfigError, LockError, StorageError
-from zero_offload.storage.directory import OPEN_FILES, Caching, RunDirectory, sync_path
-from zero_offload.storage.system import FileSystem
-from zero_offload.types import MIB
+from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
+from zero_offload.base.types import MIB
+from zero_offload.storage.files.directory import OPEN_FILES, Caching, RunDirectory, sync_path
+from zero_offload.storage.files.system import FileSystem
 
 
 def mode_of(path: Path) -> int:
@@ -105,7 +105,7 @@ def test_a_lock_without_a_name_still_holds(tmp_path: Path) -> None:
 
 
 def test_another_process_is_kept_out(tmp_path: Path) -> None:
-    code = f"from zero_offload.storage.directory import RunDirectory as R; R.open({str(tmp_path)!r})"
+    code = f"from zero_offload.storage.files.directory import RunDirectory as R; R.open({str(tmp_path)!r})"
     with RunDirectory.open(tmp_path):
         result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "LockError" in result.stderr
@@ -134,7 +134,7 @@ def test_nobody_joins_what_no_run_holds(tmp_path: Path) -> None:
 
 ORPHAN = """
 import os, sys, time
-from zero_offload.storage.directory import RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 directory = RunDirectory.open(sys.argv[1])
 file = directory.create_file("data", 4096)
 if sys.argv[2] == "stuck":

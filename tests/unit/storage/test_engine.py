@@ -19,17 +19,17 @@ import numpy.typing as npt
 import pytest
 
 from tests.helpers.without_library import without_library
-from zero_offload import native
-from zero_offload.abi import Fault
-from zero_offload.errors import ConfigError, IntegrityError, StorageError
-from zero_offload.kernels.checksum import crc32c
-from zero_offload.storage import native_engine, stall
-from zero_offload.storage.aiofiles_engine import AiofilesEngine
-from zero_offload.storage.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine, Ticket, Urgency
-from zero_offload.storage.engines import IO_URING, THREADS, open_engine
-from zero_offload.storage.native_engine import NativeEngine
-from zero_offload.storage.stall import StallWatch
-from zero_offload.types import EngineKind
+from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
+from zero_offload.base.types import EngineKind
+from zero_offload.hardware import native
+from zero_offload.hardware.abi import Fault
+from zero_offload.hardware.kernels.checksum import crc32c
+from zero_offload.storage.files import native_engine, stall
+from zero_offload.storage.files.aiofiles_engine import AiofilesEngine
+from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine, Ticket, Urgency
+from zero_offload.storage.files.engines import IO_URING, THREADS, open_engine
+from zero_offload.storage.files.native_engine import NativeEngine
+from zero_offload.storage.files.stall import StallWatch
 
 BLOCK = 64 << 10
 
@@ -539,10 +539,10 @@ def test_aiofiles_gives_up_a_drive_too(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_process_ends_without_a_drive_that_aiofiles_has_given_up(ending: str, tmp_path: Path) -> None:
     code = (
         "import ctypes, mmap, os, sys, threading, numpy as np\n"
-        "from zero_offload.errors import StorageError\n"
-        "from zero_offload.storage import stall\n"
-        "from zero_offload.storage.engine import BLOCK_DTYPE\n"
-        "from zero_offload.storage.engines import AIOFILES, open_engine\n"
+        "from zero_offload.base.errors import StorageError\n"
+        "from zero_offload.storage.files import stall\n"
+        "from zero_offload.storage.files.engine import BLOCK_DTYPE\n"
+        "from zero_offload.storage.files.engines import AIOFILES, open_engine\n"
         "stall.STALL_LIMIT_S = 0.3\n"
         "os.pwritev = lambda *_: threading.Event().wait()\n"
         "engine = open_engine(AIOFILES)\n"
@@ -734,8 +734,8 @@ def test_what_a_sandbox_forbids_is_said() -> None:
     """As container runtimes do by default."""
     code = (
         "from tests.helpers.seccomp import forbid_io_uring\n"
-        "from zero_offload import errors\n"
-        "from zero_offload.storage.engines import IO_URING, open_engine\n"
+        "from zero_offload.base import errors\n"
+        "from zero_offload.storage.files.engines import IO_URING, open_engine\n"
         "forbid_io_uring()\n"
         "try:\n    open_engine(IO_URING)\n"
         "except errors.ConfigError as error:\n    print(error)\n"
@@ -786,8 +786,8 @@ def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
     """Thread pools take nothing any more then."""
     code = (
         "import atexit, ctypes, mmap, os, sys, numpy as np\n"
-        "from zero_offload.storage.engine import BLOCK_DTYPE\n"
-        "from zero_offload.storage.engines import AIOFILES, open_engine\n"
+        "from zero_offload.storage.files.engine import BLOCK_DTYPE\n"
+        "from zero_offload.storage.files.engines import AIOFILES, open_engine\n"
         "engine = open_engine(AIOFILES)\n"
         "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
         "memory = mmap.mmap(-1, 4096)\n"

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.memory.arena import Arena
-from zero_offload.storage import engines
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engine import EngineSettings
-from zero_offload.storage.engines import (
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.types import MIB
+from zero_offload.storage.files import engines
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engine import EngineSettings
+from zero_offload.storage.files.engines import (
     AIOFILES,
     FILL_MAX,
     IO_URING,
@@ -28,7 +28,7 @@ from zero_offload.storage.engines import (
     shares,
     stripe_weights,
 )
-from zero_offload.types import MIB
+from zero_offload.storage.memory.arena import Arena
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zero_offload.errors import CheckpointError, ConfigError, IntegrityError, StorageError
-from zero_offload.storage import manifest
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.manifest import read_manifest, write_manifest
-from zero_offload.types import Durability
+from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError, StorageError
+from zero_offload.base.types import Durability
+from zero_offload.storage.files import manifest
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest, write_manifest
 
 PAYLOAD = {
     "step": 7,

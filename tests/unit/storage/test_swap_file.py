@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.helpers.disk import small_disk
-from zero_offload.errors import CapacityError, IntegrityError, StorageError
-from zero_offload.memory.arena import Arena
-from zero_offload.storage.directory import RunDirectory
-from zero_offload.storage.engines import open_engine
-from zero_offload.storage.extents import Extent, extent_record
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.types import MIB
+from zero_offload.base.errors import CapacityError, IntegrityError, StorageError
+from zero_offload.base.types import MIB
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engines import open_engine
+from zero_offload.storage.files.extents import Extent, extent_record
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena
 
 BLOCK = 4096
 

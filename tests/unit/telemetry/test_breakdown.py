@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from zero_offload.telemetry.breakdown import common, seconds, step_times, union, without
-from zero_offload.telemetry.spans import Lane, Span
+from zero_offload.base.breakdown import common, seconds, step_times, union, without
+from zero_offload.base.spans import Lane, Span
 
 S = 10**9
 

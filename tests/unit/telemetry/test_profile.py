@@ -17,11 +17,11 @@ import zero_offload as zo
 from tests.helpers.disk import runtime
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool
-from zero_offload.shards.store import OpenChunks, ShardStore
-from zero_offload.telemetry import profile as profile_file
-from zero_offload.telemetry import spans as spans_module
-from zero_offload.telemetry.profile import Profile
-from zero_offload.telemetry.spans import Lane, Span, now
+from zero_offload.base import spans as spans_module
+from zero_offload.base.spans import Lane, Span, now
+from zero_offload.model import profile as profile_file
+from zero_offload.model.profile import Profile
+from zero_offload.storage.shards.store import OpenChunks, ShardStore
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

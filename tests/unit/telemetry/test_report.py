@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from zero_offload.errors import CapacityError, ConfigError
-from zero_offload.recipes.run_dir import read_run
-from zero_offload.telemetry.report import summarize, write_report
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.cli.recipes.report import summarize, write_report
+from zero_offload.cli.recipes.run_dir import read_run
 
 
 def _write_run(path: Path, num_steps: int) -> Path:

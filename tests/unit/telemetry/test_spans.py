@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from zero_offload.telemetry import events, spans
-from zero_offload.telemetry.events import Counters
-from zero_offload.telemetry.spans import Cause, Lane, Span, Spans
-from zero_offload.telemetry.stats import StatsKeeper
-from zero_offload.types import Tier
+from zero_offload.base import events, spans
+from zero_offload.base.events import Counters
+from zero_offload.base.spans import Cause, Lane, Span, Spans
+from zero_offload.base.stats import StatsKeeper
+from zero_offload.base.types import Tier
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.helpers.disk import runtime
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.ranks import RankPool
-from zero_offload.telemetry.spans import Lane, Spans
+from zero_offload.base.spans import Lane, Spans
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from zero_offload.host import host_empty
+from zero_offload.base.host import host_empty
 from zero_offload.runtime.saved.recompute import Generators, generators, set_generators
 
 _SEEDS = 2**32

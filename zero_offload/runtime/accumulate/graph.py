@@ -33,8 +33,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
-from zero_offload.errors import ZeroOffloadError
-from zero_offload.host import host_empty
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.host import host_empty
 from zero_offload.runtime.inputs import tensors_in
 from zero_offload.runtime.saved.tensors import TensorStore
 from zero_offload.runtime.units.unit import Unit

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero_offload.device import Device
-from zero_offload.errors import ConfigError
-from zero_offload.host import host_empty
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.host import host_empty
+from zero_offload.base.spans import Lane
+from zero_offload.hardware.device import Device
 from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
@@ -33,8 +34,7 @@ from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
 from zero_offload.runtime.scope import Scope, changed_in_forward, end_use
 from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.shards.registry import Owner, owner_of
-from zero_offload.telemetry.spans import Lane
+from zero_offload.storage.shards.registry import Owner, owner_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 
-from zero_offload.device import Device, this_stream
+from zero_offload.hardware.device import Device, this_stream
 from zero_offload.runtime.saved.recompute import Autocast
 from zero_offload.runtime.saved.tensors import saving_hooks
 

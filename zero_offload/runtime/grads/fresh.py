@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_offload.device import Device
-from zero_offload.shards.device_sums import neighbours
-from zero_offload.shards.grad_memory import DevicePath
-from zero_offload.shards.grad_store import Gathered, GradStore
+from zero_offload.hardware.device import Device
+from zero_offload.storage.shards.device_sums import neighbours
+from zero_offload.storage.shards.grad_memory import DevicePath
+from zero_offload.storage.shards.grad_store import Gathered, GradStore
 
 
 class Fresh(NamedTuple):

@@ -23,9 +23,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from zero_offload.device import Device
-from zero_offload.errors import ConfigError, ZeroOffloadError
-from zero_offload.kernels.grads import GradSum
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.spans import Lane
+from zero_offload.base.types import Tier
+from zero_offload.hardware.device import Device
+from zero_offload.hardware.kernels.grads import GradSum
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import staged_grad_bytes
 from zero_offload.plan.tensor_parallel import is_dtensor
@@ -37,16 +39,14 @@ from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.device_grads import DeviceGrads
-from zero_offload.shards.device_sums import DeviceSums
-from zero_offload.shards.drive_grads import DriveGrads
-from zero_offload.shards.grad_downloads import GradDownloads
-from zero_offload.shards.grad_memory import DevicePath, DriveRoom, GradMemory
-from zero_offload.shards.grad_store import Gathered, GradStore
-from zero_offload.shards.host_grads import HostGrads
-from zero_offload.shards.store import ShardStore
-from zero_offload.telemetry.spans import Lane
-from zero_offload.types import Tier
+from zero_offload.storage.shards.device_grads import DeviceGrads
+from zero_offload.storage.shards.device_sums import DeviceSums
+from zero_offload.storage.shards.drive_grads import DriveGrads
+from zero_offload.storage.shards.grad_downloads import GradDownloads
+from zero_offload.storage.shards.grad_memory import DevicePath, DriveRoom, GradMemory
+from zero_offload.storage.shards.grad_store import Gathered, GradStore
+from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.store import ShardStore
 
 
 class Gradients:

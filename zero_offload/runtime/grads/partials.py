@@ -16,16 +16,16 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_offload.device import Device
-from zero_offload.memory.arena import Arena, MovableBuffer
+from zero_offload.base.types import Tier
+from zero_offload.hardware.device import Device
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.fresh import Fresh, side_by_side, use
 from zero_offload.runtime.grads.reductions import is_small
 from zero_offload.runtime.grads.section import GradSection
-from zero_offload.shards.device_sums import neighbours
-from zero_offload.shards.grad_memory import AttachBuffer
-from zero_offload.shards.grad_store import GradStore
-from zero_offload.types import Tier
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.shards.device_sums import neighbours
+from zero_offload.storage.shards.grad_memory import AttachBuffer
+from zero_offload.storage.shards.grad_store import GradStore
 
 
 class Partials(Protocol):

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from zero_offload.base.spans import Cause
+from zero_offload.base.types import MIB
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.telemetry.spans import Cause
-from zero_offload.types import MIB
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
 """Beside the section that backward fills."""

@@ -11,10 +11,10 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from zero_offload.memory.arena import MovableBuffer
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.grad_store import GradStore
+from zero_offload.storage.memory.arena import MovableBuffer
+from zero_offload.storage.shards.grad_store import GradStore
 
 
 class GradEntry(Protocol):

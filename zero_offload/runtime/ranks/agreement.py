@@ -16,11 +16,11 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
-from zero_offload.errors import RankError, ZeroOffloadError
-from zero_offload.host import host_empty, host_tensor
+from zero_offload.base.errors import RankError, ZeroOffloadError
+from zero_offload.base.host import host_empty, host_tensor
+from zero_offload.base.types import Branches
 from zero_offload.runtime.ranks.group import RankGroup, all_gather
 from zero_offload.runtime.ranks.watch import Notice, Told, raise_first, told
-from zero_offload.types import Branches
 
 
 class Intent(IntEnum):

@@ -16,16 +16,16 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from zero_offload.config import OffloadConfig
-from zero_offload.host import host_tensor
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.events import Counters
+from zero_offload.base.host import host_tensor
+from zero_offload.base.spans import Lane as TraceLane
+from zero_offload.base.spans import now
+from zero_offload.base.types import Branches, GradReduction
 from zero_offload.runtime.ranks.agreement import Agreement
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import Lane, lane
 from zero_offload.runtime.ranks.watch import Notice, time_limit
-from zero_offload.telemetry.events import Counters
-from zero_offload.telemetry.spans import Lane as TraceLane
-from zero_offload.telemetry.spans import now
-from zero_offload.types import Branches, GradReduction
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.config import OffloadConfig
-from zero_offload.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
-from zero_offload.errors import ConfigError
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.hardware.device import DeviceChoice, choose_gpus, collectives_of, use_gpu
 from zero_offload.plan.partition import Partition
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
 from zero_offload.runtime.ranks.watch import RankWatch, time_limit

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 
-from zero_offload import native
+from zero_offload.hardware import native
 from zero_offload.runtime.ranks.watch import Place, time_limit
 
 _PAGE_WORDS = 512

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from zero_offload import errors
-from zero_offload.errors import RankError, ZeroOffloadError
+from zero_offload.base import errors
+from zero_offload.base.errors import RankError, ZeroOffloadError
 
 LISTEN_S = 5.0
 """How long a rank that has waited in vain waits for the last words of others."""

@@ -19,19 +19,19 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from zero_offload.config import OffloadConfig
-from zero_offload.device import Device
-from zero_offload.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.events import Counters
+from zero_offload.base.spans import Cause
+from zero_offload.base.types import MIB, Tier
+from zero_offload.hardware.device import Device
 from zero_offload.plan.dealer import Dealer
 from zero_offload.runtime.saved.host_tier import HostTier
 from zero_offload.runtime.saved.tensors import VersionCheck
 from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, Pieces
-from zero_offload.shards.disk import DiskArrays
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.swap_file import SwapFile
-from zero_offload.telemetry.events import Counters
-from zero_offload.telemetry.spans import Cause
-from zero_offload.types import MIB, Tier
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
+from zero_offload.storage.shards.disk import DiskArrays
+from zero_offload.storage.shards.store import ShardStore
 
 SMALLEST_BYTES = 1 * MIB
 """A smaller storage stays: it saves less memory than its way costs."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.ranks.group import all_gather
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, SavingHooks, Unpack, VersionCheck
 

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_offload.device import Device, Handoff
-from zero_offload.memory.arena import Arena
+from zero_offload.base.events import Counters
+from zero_offload.base.types import MIB, Tier
+from zero_offload.hardware.device import Device, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES
 from zero_offload.runtime.saved.tiers import Arrival, Pieces
-from zero_offload.telemetry.events import Counters
-from zero_offload.types import MIB, Tier
+from zero_offload.storage.memory.arena import Arena
 
 BYTES_OUT = 512 * MIB
 """Of the device's memory on its way to the host's at once; one storage may be larger. A link takes 10 to 20 ms for it:

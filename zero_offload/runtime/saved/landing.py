@@ -11,10 +11,10 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
-from zero_offload.memory.arena import Arena, Region
-from zero_offload.memory.pool import SpanPool
-from zero_offload.storage.swap_file import Transfer
-from zero_offload.types import MIB
+from zero_offload.base.types import MIB
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.pool import SpanPool
 
 SLAB_BYTES = 16 * MIB
 """Taken at once; one tensor may be larger."""

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from zero_offload.device import device_rng_states, set_device_rng_states
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.runtime.saved.boundary import Boundary, Group
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, hooks_of_session, saving_hooks
-from zero_offload.shards.registry import owner_of
+from zero_offload.storage.shards.registry import owner_of
 
 
 class _Refilled(Exception):

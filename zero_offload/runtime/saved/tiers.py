@@ -19,16 +19,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zero_offload.device import Device, Handoff
-from zero_offload.errors import CapacityError, StorageError
-from zero_offload.memory.arena import Arena
+from zero_offload.base.errors import CapacityError, StorageError
+from zero_offload.base.types import whole_sectors
+from zero_offload.hardware.device import Device, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
 from zero_offload.runtime.saved.landing import Landing, Lease
-from zero_offload.shards.disk import ALL_ROWS, DiskArrays
-from zero_offload.storage.engine import Urgency
-from zero_offload.storage.extents import Extent
-from zero_offload.storage.swap_file import Transfer
-from zero_offload.types import whole_sectors
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.files.extents import Extent
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.disk import ALL_ROWS, DiskArrays
 
 Pieces = Sequence[Any]
 

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
-from zero_offload.device import Device, Event, Handoff
-from zero_offload.memory.arena import Region
-from zero_offload.memory.pool import SpanPool
+from zero_offload.base.types import Tier
+from zero_offload.hardware.device import Device, Event, Handoff
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.replica import Replica
-from zero_offload.shards.store import ShardStore
-from zero_offload.storage.engine import Urgency
-from zero_offload.storage.swap_file import Transfer
-from zero_offload.types import Tier
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.arena import Region
+from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.shards.replica import Replica
+from zero_offload.storage.shards.store import ShardStore
 
 
 class Carrier(Protocol):

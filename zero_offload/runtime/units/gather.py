@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.shards.shard import Component
+from zero_offload.storage.shards.shard import Component
 
 
 class Gatherer:

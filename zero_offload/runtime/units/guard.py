@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_any_only, tree_leaves, tree_map_only
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.units.read_only import ReadOnly, View, changed_by, lend, name_of, refuse_changes
-from zero_offload.shards.registry import Touched, dropped_error, owner_of
+from zero_offload.storage.shards.registry import Touched, dropped_error, owner_of
 
 _HARMLESS_PROPERTIES = (
     *("shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "grad_fn"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zero_offload.errors import ZeroOffloadError
+from zero_offload.base.errors import ZeroOffloadError
 
 T = TypeVar("T")
 

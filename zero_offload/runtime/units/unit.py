@@ -18,16 +18,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zero_offload.kernels.fingerprint import fingerprints
-from zero_offload.memory.resizable import Buffer
+from zero_offload.base.threads import FirstError
+from zero_offload.hardware.kernels.fingerprint import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import guard, unguard
 from zero_offload.runtime.units.read_only import storage_of
-from zero_offload.shards.shard import Shard
-from zero_offload.shards.state import TRANSITIONS, UnitState
-from zero_offload.shards.unit_update import UnitUpdate
-from zero_offload.threads import FirstError
+from zero_offload.storage.memory.resizable import Buffer
+from zero_offload.storage.shards.shard import Shard
+from zero_offload.storage.shards.state import TRANSITIONS, UnitState
+from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 class Section:

@@ -1,0 +1,390 @@
+"""What a user asks for: `OffloadConfig`, checked whole and then never changed.
+
+Owns the names, defaults and rules of every setting. Never looks at the machine: whether the request
+fits is the planner's question. The calls in order: construct (or `from_dict`, `from_toml`), which checks
+every field and raises one ConfigError listing all problems; then read through the typed accessors
+(`placement_of`, `budget_bytes`, `nvme_dirs`, `numerics`, `effective_durability`).
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.precision import STATE_FORMATS, TORCH_NAMES, ModuleKey, precision_problems
+from zero_offload.base.precision import Precision as Precision
+from zero_offload.base.problems import list_problems, unknown_names
+from zero_offload.base.types import (
+    STAGES,
+    Branches,
+    Durability,
+    EngineKind,
+    Existing,
+    GradReduction,
+    StateFormat,
+    StateKind,
+    Tier,
+    UpdateOverlap,
+    parse_bytes,
+    parse_seconds,
+)
+
+PlacementRequest = str | Mapping[str, float]
+"""A tier's name, "auto", or the fraction of the bytes wanted on each tier."""
+
+FRACTION_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Where each kind of state rests, within which budgets, and what a run survives."""
+
+    stage: int = 3
+    """ZeRO stage, for several ranks: 1 divides optimizer states over them, 2 gradients too, 3 parameters too;
+    0 divides nothing."""
+    params: PlacementRequest = "cpu"
+    grads: PlacementRequest = "cpu"
+    optimizer: PlacementRequest = "cpu"
+    activations: PlacementRequest = "device"
+    """Where tensors rest that forward keeps for backward; "auto" is "device"."""
+    nvme: str | Path | Sequence[str | Path] | None = None
+    """Directory of the NVMe tier and of the generations; several are striped. Read it as `nvme_dirs`."""
+    existing: str = "refuse"
+    generation: int | None = None
+    """With existing="resume": the number of the one to go on from; None is the newest."""
+    precision: str | Precision = "bf16"
+    """"bf16", "fp16" (with `zo.GradScaler`), "fp32" or a Precision. Read it as `numerics`."""
+    device_memory: int | str | None = None
+    cpu_memory: int | str | None = None
+    nvme_capacity: int | str | None = None
+    """Budgets; None is what the machine has. Read them through `budget_bytes`."""
+    durability: str = "process"
+    commit_every: int | str = 1
+    """Between two generations: optimizer steps, a duration such as "30s", "2min" or "1h" by rank 0's clock, or "auto":
+    the shortest duration with which commits take at most 2% of the time from training, by measurement."""
+    io_engine: str = "auto"
+    """What moves bytes to and from the NVMe tier: "io_uring", "threads", "aiofiles", or "auto": the fastest, by a
+    short measurement in the directory where a step moves 1 GiB or more."""
+    overlap: str = "auto"
+    """What the update runs behind: the next "forward"; the "backward" that makes the gradients, of which few are held
+    then, and which knows no clipping and no loss scale; "none"; or "auto": forward, where that gains anything."""
+    grad_reduction: str = "mean"
+    """Gradients of several ranks become their "mean" or their "sum"."""
+    branches: str = "same"
+    """Several ranks use the "same" units in the same order, or "any": each what its data asks for."""
+
+    def __new__(cls, *values: object, **settings: object) -> Self:
+        """Checks the names: without it a wrong one were a TypeError, that says nothing of the others."""
+        if values:
+            raise ConfigError("OffloadConfig takes its settings by name, such as OffloadConfig(params='cpu')")
+        known, problems = _read_names(settings)
+        if problems:
+            raise ConfigError(list_problems("OffloadConfig has", problems + _find_problems(known)))
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        if problems := _find_problems(settings):
+            raise ConfigError(list_problems("OffloadConfig has", problems))
+        # One spelling per setting from here on, so that equal requests compare equal.
+        for name, value in _normalize(settings).items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def nvme_dirs(self) -> tuple[Path, ...]:
+        return cast("tuple[Path, ...]", self.nvme)
+
+    @property
+    def numerics(self) -> Precision:
+        return cast(Precision, self.precision)
+
+    @property
+    def compute_dtype_name(self) -> str:
+        """The compute dtype's name in torch: "float32", "bfloat16" or "float16"."""
+        return TORCH_NAMES[self.numerics.compute]
+
+    @property
+    def reduce_dtype_name(self) -> str:
+        """The same of the dtype in which gradients are reduced."""
+        return TORCH_NAMES[self.numerics.reduce]
+
+    @property
+    def state_format(self) -> StateFormat:
+        return STATE_FORMATS[self.numerics.states]
+
+    @property
+    def compute_exceptions(self) -> dict[ModuleKey, str]:
+        """Modules that compute in another dtype, and its name in torch."""
+        return {key: TORCH_NAMES[name] for key, name in self.numerics.modules.items()}
+
+    @property
+    def effective_durability(self) -> Durability:
+        """Without a directory there is nowhere to keep a generation: then `scratch`."""
+        return Durability(self.durability) if self.nvme_dirs else Durability.SCRATCH
+
+    def placement_of(self, kind: StateKind) -> Mapping[Tier, float] | Literal["auto"]:
+        """Fractions per tier that sum to 1 (tiers with none are absent), or "auto"."""
+        request: PlacementRequest = getattr(self, kind.value)
+        if request == "auto":
+            return "auto"
+        if isinstance(request, str):
+            return {Tier(request): 1.0}
+        return {Tier(tier): fraction for tier, fraction in request.items()}
+
+    @property
+    def activation_fractions(self) -> Mapping[Tier, float]:
+        """Per tier that activations go to."""
+        placement = self.placement_of(StateKind.ACTIVATIONS)
+        return {Tier.DEVICE: 1.0} if placement == "auto" else placement
+
+    def budget_bytes(self, tier: Tier) -> int | None:
+        """The most this run may use of a tier; None where the user leaves it to the machine."""
+        limits = {Tier.DEVICE: self.device_memory, Tier.CPU: self.cpu_memory, Tier.NVME: self.nvme_capacity}
+        return cast("int | None", limits[tier])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON and TOML, of which `from_dict` makes an equal config. Raises for classes as keys."""
+        if classes := [key.__name__ for key in self.numerics.modules if isinstance(key, type)]:
+            raise ConfigError(list_problems("OffloadConfig has", [_no_classes(classes)]))
+        return asdict(self) | {"nvme": [str(path) for path in self.nvme_dirs]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OffloadConfig:
+        """Build from plain values; every unknown key is an error that offers the nearest name."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"OffloadConfig.from_dict takes a dict of settings, not a {type(values).__name__}")
+        settings, problems = _read_names(values)
+        if isinstance(precision := settings["precision"], Mapping):
+            names = [field.name for field in fields(Precision)]
+            problems += unknown_names(precision, names, prefix="precision.")
+            settings["precision"] = Precision(**{name: precision[name] for name in names if name in precision})
+            modules = settings["precision"].modules
+            if isinstance(modules, Mapping) and (classes := [str(key) for key in modules if not isinstance(key, str)]):
+                problems.append(_no_classes(classes))
+        if problems:
+            raise ConfigError(list_problems("OffloadConfig has", problems + _find_problems(settings)))
+        return cls(**settings)
+
+    @classmethod
+    def from_toml(cls, path: str | Path, table: str = "offload") -> OffloadConfig:
+        """Build from one table of a TOML file."""
+        try:
+            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        values = document.get(table)
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} has no table [{table}]; add one holding the OffloadConfig settings")
+        return cls.from_dict(values)
+
+
+_TIERS = tuple(tier.value for tier in Tier)
+_STATES = ("params", "grads", "optimizer", "activations")
+_BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
+
+
+def _no_classes(names: Sequence[str]) -> str:
+    return f"precision.modules has {', '.join(names)}; where plain values are wanted, use patterns of module names"
+
+
+def _read_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """All settings, those that are not given too, and what is wrong with names."""
+    defaults = {field.name: field.default for field in fields(OffloadConfig)}
+    known = {name: value for name, value in values.items() if name in defaults}
+    return defaults | known, unknown_names(values, list(defaults))
+
+
+def _find_problems(settings: Mapping[str, Any]) -> list[str]:
+    return [problem for check in _CHECKS for problem in check(settings)]
+
+
+def _plain(value: str) -> str:
+    """The exact str of an enum member or of text."""
+    return str.__str__(value)
+
+
+def _nvme_paths(value: Any) -> tuple[Path, ...]:
+    return tuple(Path(path).expanduser() for path in _as_sequence(value))
+
+
+def _as_sequence(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return [value] if isinstance(value, str | Path) else list(value)
+
+
+def _check_stage(settings: Mapping[str, Any]) -> Iterator[str]:
+    stage = settings["stage"]
+    if isinstance(stage, bool) or not isinstance(stage, int):
+        yield f"stage={stage!r} is not an integer; use 0, 1, 2 or 3"
+    elif stage not in STAGES:
+        yield f"stage={stage} does not exist; use 0, 1, 2 or 3"
+
+
+def _check_placements(settings: Mapping[str, Any]) -> Iterator[str]:
+    for name in _STATES:
+        yield from _check_placement(name, settings[name])
+
+
+def _check_placement(name: str, request: object) -> Iterator[str]:
+    fractions = f"{name}={{'cpu': 0.5, 'nvme': 0.5}}"
+    example = f"write {name}='cpu' or {fractions}"
+    if isinstance(request, str):
+        if request not in (*_TIERS, "auto"):
+            yield f"{name}={request!r} is unknown; use one of {', '.join(_TIERS)}, auto, or fractions: {fractions}"
+        return
+    if not isinstance(request, Mapping):
+        yield f"{name}={request!r} is neither a tier nor fractions per tier; {example}"
+        return
+    for tier in (tier for tier in request if tier not in _TIERS):
+        yield f"{name} has a fraction for unknown tier {tier!r}; use one of {', '.join(_TIERS)}"
+    if not all(_is_fraction(fraction) for fraction in request.values()):
+        yield f"{name}={dict(request)} has a fraction outside 0 to 1; {example}"
+    elif abs((total := sum(request.values())) - 1) > FRACTION_TOLERANCE:
+        yield f"{name}={dict(request)} sums to {total:g}; make the fractions sum to 1"
+
+
+def _is_fraction(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and 0 <= value <= 1
+
+
+def _check_nvme(settings: Mapping[str, Any]) -> Iterator[str]:
+    try:
+        paths = _nvme_paths(settings["nvme"])
+    except (TypeError, RuntimeError):
+        yield f"nvme={settings['nvme']!r} is neither a directory nor a list of directories"
+        return
+    if "" in _as_sequence(settings["nvme"]):
+        yield "nvme has an empty path; name a directory, or leave the setting out"
+    if any("\0" in str(path) for path in paths):
+        yield f"nvme={[str(path) for path in paths]} has a NUL byte in a path; name a directory"
+    if len(set(paths)) < len(paths):
+        yield f"nvme={[str(path) for path in paths]} names a directory twice; name each once"
+    if paths:
+        return
+    hint = 'add nvme="/path/to/a/directory/on/nvme"'
+    for name in _STATES:
+        request = settings[name]
+        fraction = request.get("nvme", 0) if isinstance(request, Mapping) else request == "nvme"
+        if fraction:
+            yield f"{name}={request!r} needs a directory; {hint}"
+    if (capacity := settings["nvme_capacity"]) is not None:
+        yield f"nvme_capacity={capacity!r} limits no directory; {hint}, or leave the limit out"
+    if settings["existing"] == Existing.RESUME.value:
+        yield f"existing='resume' goes on from no directory, and nothing is kept for a resume; {hint}, or leave it out"
+    if settings["durability"] == Durability.COMMIT.value:
+        yield f"durability='commit' has no directory to commit to, and nothing is kept; {hint}, or leave it out"
+
+
+def _check_generation(settings: Mapping[str, Any]) -> Iterator[str]:
+    number = settings["generation"]
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        yield f"generation={number!r} is no number of a generation; leave it out for the newest"
+    elif settings["existing"] != Existing.RESUME.value:
+        yield f"generation={number} goes on from what is there; add existing='resume', or leave generation out"
+    elif not _as_sequence(settings["nvme"]) or settings["durability"] == Durability.SCRATCH.value:
+        yield f"generation={number} is in no directory: nothing is kept without nvme= or with durability='scratch'"
+
+
+def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
+    for name in _BUDGETS:
+        if (value := settings[name]) is not None:
+            try:
+                parse_bytes(value)
+            except ConfigError as error:
+                yield f"{name}={value!r}: {error}"
+
+
+def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
+    choices: dict[str, type[Enum]] = {
+        "existing": Existing,
+        "durability": Durability,
+        "grad_reduction": GradReduction,
+        "branches": Branches,
+        "overlap": UpdateOverlap,
+    }
+    for name, enum in choices.items():
+        names = [member.value for member in enum]
+        if (value := settings[name]) not in names:
+            yield f"{name}={value!r} is unknown; use one of {', '.join(names)}"
+    engine, engines = settings["io_engine"], ["auto", *(kind.value for kind in EngineKind)]
+    if engine not in engines:
+        yield f"io_engine={engine!r} is unknown; use one of {', '.join(engines)}"
+
+
+def _check_backward(settings: Mapping[str, Any]) -> Iterator[str]:
+    if settings["overlap"] != UpdateOverlap.BACKWARD.value:
+        return
+    precision, instead = settings["precision"], "use overlap='forward'"
+    modules = getattr(precision, "modules", {})
+    names = modules.values() if isinstance(modules, Mapping) else ()
+    if "fp16" in (getattr(precision, "compute", precision), *names):
+        yield f"overlap='backward' updates before an overflow of fp16 gradients is known; {instead}, or 'bf16'"
+    if settings["branches"] == Branches.ANY.value:
+        yield f"overlap='backward' updates before ranks with branches='any' know which gradients there are; {instead}"
+
+
+def _check_commit_every(settings: Mapping[str, Any]) -> Iterator[str]:
+    every = settings["commit_every"]
+    try:
+        if isinstance(every, str) and _compact(every) != "auto":
+            parse_seconds(every)
+        is_read = isinstance(every, str) or (isinstance(every, int) and not isinstance(every, bool) and every >= 1)
+    except ConfigError:
+        is_read = False
+    if not is_read:
+        yield (
+            f"commit_every={every!r} is neither a number of optimizer steps nor a duration; give steps (1 or more), a "
+            "duration such as '30s', '2min' or '1h', or 'auto'"
+        )
+
+
+def _compact(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
+_CHECKS: tuple[Callable[[Mapping[str, Any]], Iterator[str]], ...] = (
+    _check_stage,
+    _check_placements,
+    _check_nvme,
+    _check_generation,
+    lambda settings: precision_problems(settings["precision"]),
+    _check_budgets,
+    _check_choices,
+    _check_backward,
+    _check_commit_every,
+)
+
+
+def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The checked fields in one spelling: plain strings, ints, dicts without zeros, tuples of Path."""
+    values: dict[str, Any] = {"nvme": _nvme_paths(settings["nvme"])}
+    for name in _STATES:
+        request = settings[name]
+        if isinstance(request, str):
+            values[name] = _plain(request)
+        else:
+            shares = {_plain(tier): float(share) for tier, share in request.items() if share}
+            values[name] = next(iter(shares)) if len(shares) == 1 else shares
+    for name in ("existing", "durability", "overlap", "grad_reduction", "branches"):
+        values[name] = _plain(settings[name])
+    if isinstance(settings["commit_every"], str):
+        values["commit_every"] = _compact(settings["commit_every"])
+    for name in _BUDGETS:
+        if (size := settings[name]) is not None:
+            values[name] = parse_bytes(size)
+    precision = settings["precision"]
+    if isinstance(precision, str):
+        precision = Precision(compute=_plain(precision))
+    values["precision"] = replace(precision, modules=dict(precision.modules))
+    return values

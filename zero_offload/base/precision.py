@@ -1,0 +1,60 @@
+"""The dtypes a user asks for: `Precision`, a setting of `OffloadConfig`, which checks it together with the others.
+
+Owns their names and rules. Call: `precision_problems`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from zero_offload.base.types import StateFormat
+
+ModuleKey = str | type
+"""Which modules: a class, or a pattern (as fnmatch's) of their names in `named_modules()`, or else of parameters."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of the forward and backward (`compute`), in which gradients cross the network (`reduce`), of `states`.
+
+    Gradients of several backwards are added in fp32 whatever `reduce` is. `states` is how optimizer states rest:
+    "fp32", exact; "bf16"; or "compact": 8 bits with a scale for each 256, and with bf16 compute a master of 24 bits.
+    What is rounded is rounded at random, so that it keeps its mean, and the same way in every run.
+    """
+
+    compute: str = "bf16"
+    reduce: str = "fp32"
+    states: str = "fp32"
+    modules: Mapping[ModuleKey, str] = field(default_factory=dict, hash=False)
+    """Other compute dtypes for some modules and all below them: {"*.router": "fp32", nn.LayerNorm: "fp32"}. The
+    innermost module that a key matches decides; of several keys for one module, the last. See `plan/dtypes.py`."""
+
+
+STATE_FORMATS = {format.name.lower(): format for format in StateFormat}
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def precision_problems(precision: object) -> Iterator[str]:
+    """What is wrong with the setting, all at once."""
+    if isinstance(precision, str):
+        precision = Precision(compute=precision)
+    if not isinstance(precision, Precision):
+        yield f"precision={precision!r} is no precision; use 'bf16', 'fp16', 'fp32' or a Precision"
+        return
+    if precision.compute not in tuple(TORCH_NAMES):
+        yield f"precision {precision.compute!r} is unknown; use 'bf16', 'fp16' or 'fp32'"
+    if precision.reduce not in tuple(TORCH_NAMES):
+        yield f"Precision(reduce={precision.reduce!r}) is unknown; use 'fp32', 'bf16' or 'fp16'"
+    if precision.states not in tuple(STATE_FORMATS):
+        yield f"Precision(states={precision.states!r}) is unknown; use 'fp32', 'bf16' or 'compact'"
+    yield from _check_module_dtypes(precision.modules)
+
+
+def _check_module_dtypes(modules: object) -> Iterator[str]:
+    if not isinstance(modules, Mapping) or not all(isinstance(key, str | type) for key in modules):
+        yield f"Precision(modules={modules!r}) does not map patterns of names or classes; write {{'*.router': 'fp32'}}"
+        return
+    for key, name in modules.items():
+        if name not in tuple(TORCH_NAMES):
+            yield f"Precision(modules=) has {name!r} for {key!r}, no compute dtype; use 'fp32', 'bf16' or 'fp16'"

@@ -1,0 +1,144 @@
+"""Threads that wait for each other, while a Ctrl-C may strike the one that computes.
+
+`Condition`, `Event`, `Semaphore` and `Future` of the standard library take and give back their locks in Python, where a
+signal's handler may raise first: the lock stays taken, and other threads wait for ever, and with them the end of the
+program. What is here holds nothing but locks of C, which a `with` gives back whatever strikes, and whoever waits looks
+by himself now and then, should an interrupt have kept others from waking him.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+
+from zero_offload.base.errors import CapacityError, ZeroOffloadError
+
+LOOK_S = 0.1
+THREAD_PREFIX = "zero_offload"
+"""Of the names of threads that a model's work needs."""
+NO_THREAD = "Raise the limit on threads: see 'ulimit -u', and pids.max of the container or cgroup"
+"""What to type where the system starts no thread."""
+
+
+def start(thread: threading.Thread) -> None:
+    """Raises CapacityError where the system starts no more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        count = threading.active_count()
+        raise CapacityError(f"cannot start thread {thread.name} beside {count} others: {error}. {NO_THREAD}") from error
+
+
+class Bell:
+    """Wakes the thread that waits, or the next that does; what rings already rings no louder."""
+
+    def __init__(self) -> None:
+        self._silence = threading.Lock()
+        self._silence.acquire()
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._silence.release()
+
+    def wait(self, timeout_s: float = -1) -> bool:
+        """Whether it rang, within this time if it is given."""
+        return self._silence.acquire(timeout=timeout_s)
+
+
+class Monitor:
+    """Wakes threads that wait for something to be so. What they look at changes under `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._bells: set[Bell] = set()
+
+    def notify(self) -> None:
+        """Something has changed."""
+        with self.lock:
+            for bell in self._bells:
+                bell.ring()
+            self._bells.clear()
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Return when `is_so()`. For threads that do not hold the lock."""
+        bell = Bell()
+        while not is_so():
+            with self.lock:
+                if is_so():
+                    return
+                self._bells.add(bell)
+            bell.wait(LOOK_S)
+
+
+class UpdateInterrupted(ZeroOffloadError):
+    """A Ctrl-C, or an exit, struck a step on the control thread, which raised it there."""
+
+
+class FirstError:
+    """The first error of one model's updates, commits and transfers, which every later wait and use raises."""
+
+    def __init__(self) -> None:
+        self.changed = Monitor()
+        """Waits for work look at `error` too, and are woken by it."""
+        self.error: BaseException | None = None
+        self.is_raised = False
+        """True if a call of the program has raised it."""
+        self._listeners: list[Callable[[BaseException], None]] = []
+
+    def tell(self, listener: Callable[[BaseException], None]) -> None:
+        """Call `listener` with an error that stops all work, on the thread that has met it."""
+        self._listeners.append(listener)
+
+    def set(self, error: BaseException) -> None:
+        """An update, a commit or a transfer failed.
+
+        After an interrupt the work that was submitted before it goes on: other ranks take part in the commit of the
+        step before.
+        """
+        if not isinstance(error, Exception):
+            # Later calls are not interrupted themselves, but meet the states that an interrupt has left.
+            error = UpdateInterrupted(
+                "an update was interrupted, so this model's states are a mix of two. Start again with zo.offload "
+                "(existing='resume' goes on from the last generation)"
+            )
+        with self.changed.lock:
+            # An error after an interrupt replaces it, so that waiting threads learn of it.
+            first = self.error if self.error is not None and self._stops_work() else error
+            self.error = first
+            self.changed.notify()
+        if self._stops_work():
+            for listener in self._listeners:
+                listener(first)
+
+    def check(self) -> None:
+        """Raise the error, if there is one."""
+        if self.error is not None:
+            self.is_raised = True
+            raise self.error
+
+    def check_work(self) -> None:
+        """Raise an error that keeps threads from their next jobs."""
+        if self.error is not None and self._stops_work():
+            raise self.error
+
+    def check_whole(self) -> None:
+        """Raise if a step was interrupted, for calls that need no update to be complete."""
+        if isinstance(self.error, UpdateInterrupted):
+            raise self.error
+
+    def _stops_work(self) -> bool:
+        return self.error is not None and not isinstance(self.error, UpdateInterrupted)
+
+
+def through_interrupts(wait: Callable[[], None]) -> None:
+    """Return when `wait` has returned; a Ctrl-C that strikes meanwhile is raised then."""
+    struck: KeyboardInterrupt | None = None
+    while True:
+        try:
+            wait()
+            break
+        except KeyboardInterrupt as interrupt:
+            struck = interrupt
+    if struck is not None:
+        raise struck

@@ -1,0 +1,272 @@
+"""The directories, engine, files and generations of one model, opened in the order that several ranks need.
+
+Owns that order; what is opened is closed by the `ExitStack` it is given. The calls: `open`, and `create` once there is
+a store; to go on from a generation `fill` with every shard in place, and `settle`, which makes what was cut anew the
+newest generation and deletes what it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CheckpointError, ConfigError
+from zero_offload.base.types import Durability, Existing, Tier
+from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.portable import SavedCheckpoint
+from zero_offload.checkpoint.saved import SavedGeneration, open_in_turn, take_directories
+from zero_offload.checkpoint.verify import require_whole, verify
+from zero_offload.hardware.probe import file_system_problem
+from zero_offload.plan.layout import ShardLayout
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.engine import EngineSettings, FileEngine
+from zero_offload.storage.files.engines import PROBE_BYTES, WORTH_BYTES, Scratch, open_engine, pick, shares
+from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.shards.shard import Shard, planned_components, shard_bytes
+from zero_offload.storage.shards.store import ShardStore
+
+_log = logging.getLogger("zero_offload")
+
+
+class RunFiles:
+    """The directories, engine, swap file and generations of one model; all None without a directory."""
+
+    def __init__(self) -> None:
+        self.keeper: GenerationKeeper | None = None
+        self.swap: SwapFile | None = None
+        self.scratch: SwapFile | None = None
+        """Activations: of no generation, and without a name."""
+        self._reader: FileEngine | None = None
+        self._saved: SavedGeneration | None = None
+        """The generation found, opened to be read."""
+        self._earlier: SavedCheckpoint | None = None
+        """The same, where it was cut otherwise."""
+        self._others: list[RunDirectory] = []
+        """Directories of the earlier run that are none of this one's; locked until `settle` has done with them."""
+        self._held = contextlib.ExitStack()
+
+    @classmethod
+    def open(
+        cls,
+        config: OffloadConfig,
+        layout: ShardLayout,
+        ranks: Ranks,
+        cleanup: contextlib.ExitStack,
+    ) -> RunFiles:
+        files = cls()
+        if not config.nvme_dirs:
+            return files
+        directories = open_in_turn(config.nvme_dirs, ranks, cleanup, RunDirectory.open, RunDirectory.join)
+        _check_same(directories, ranks)
+        if ranks.rank == 0:
+            _warn_of_file_systems(directories)
+        durability = config.effective_durability
+        keeper = GenerationKeeper(directories, layout, ranks, durability)
+        # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
+        # under way, and the number of a closed descriptor soon stands for another file.
+        cleanup.callback(files._close)
+        if durability is not Durability.SCRATCH:
+            with ranks.exchange.together():
+                keeper.look(Existing(config.existing), config.generation)
+            keeper.agree()
+            files.keeper = keeper
+            if keeper.found is not None:
+                files._meet(keeper.found, keeper, directories, ranks, cleanup)
+            else:
+                with ranks.exchange.together():
+                    if ranks.rank == 0:
+                        keeper.begin()
+        moved_bytes = _state_bytes(layout)
+        with ranks.exchange.together():
+            settings = pick(config.io_engine, moved_bytes)
+            engine = open_engine(settings, len(directories))
+        cleanup.callback(engine.close)
+        if ranks.rank == 0:
+            _log.info("%s: %s", directories[0].path, settings)
+        weights = _shares(settings, directories, moved_bytes, ranks)
+        keeper.weights = keeper.weights or weights
+        seed = zlib.crc32(keeper.run_id.encode())
+        if Tier.NVME in config.activation_fractions:
+            files.scratch = SwapFile(directories, "activations", engine, seed, weights)
+        name = swap_file_name(ranks.rank, keeper.edition)
+        files.swap = SwapFile(directories, name, engine, seed, keeper.weights)
+        files.swap.on_error = keeper.explain
+        return files
+
+    def _meet(
+        self,
+        found: Generation,
+        keeper: GenerationKeeper,
+        directories: list[RunDirectory],
+        ranks: Ranks,
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        """See that the generation found can be read, before anything is changed; announce what replaces it."""
+        with ranks.exchange.together():
+            paths = keeper.files.other_paths(found)
+        cleanup.callback(self._held.close)
+        self._others = take_directories(paths, ranks, self._held, locks=True)
+        if not (keeper.recuts or keeper.goes_back):
+            return
+        with ranks.exchange.together():
+            places = _places_of(found, directories, self._others) if keeper.recuts else directories
+            # With an engine of its own: io_uring keeps files that it has once known until it ends.
+            self._reader = open_engine(num_drives=len(places))
+            saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain)
+            if keeper.goes_back:
+                # Its slots are those that the newer generation's updates have not written over; or have.
+                require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
+        if keeper.recuts:
+            self._earlier = SavedCheckpoint(saved, ranks.first_of_column(found.world_size))
+            with ranks.exchange.together():
+                if ranks.rank == 0:
+                    keeper.prepare_recut(self._others)
+
+    @property
+    def awaits(self) -> bool:
+        """Whether the generation found has parameters that the model has not got yet."""
+        return self.keeper is not None and bool(self.keeper.awaited)
+
+    @property
+    def found(self) -> Generation | None:
+        return None if self.keeper is None else self.keeper.found
+
+    def lay_out(self, store: ShardStore, shards: Sequence[Shard], *, awaited: bool = True) -> None:
+        """Plan where these shards are in the files, unless the generation found says it; it has those `awaited`."""
+        if self.swap is not None and not (awaited and self.found is not None and self._earlier is None):
+            store.places.lay_out(shards)
+
+    def create(self, store: ShardStore, durability: Durability) -> None:
+        """Make the files as the store plans them, or open those of the generation found."""
+        self.lay_out(store, store.shards)
+        if self.swap is None:
+            return
+        if self.scratch is not None:
+            self.scratch.create_scratch()
+        if durability is Durability.SCRATCH:
+            self.swap.create_scratch()
+        elif self.found is not None and self._earlier is None:
+            assert self.keeper is not None
+            with self.keeper.explaining():
+                self.swap.open_existing()
+        else:
+            self.swap.create()
+
+    def fill(self, store: ShardStore, shards: Sequence[Shard], shard_index: int) -> None:
+        """Give these shards the values of the generation found; without one, nothing."""
+        if self.keeper is None or self.keeper.found is None:
+            return
+        if self._earlier is None:
+            self.keeper.restore(self.keeper.rank_payload(), shards)
+            return
+        self._earlier.tell_conversion(self.keeper.layout)
+        for shard in shards:
+            store.add_states(shard, self._earlier.states(shard.layout))
+            store.write_components(shard, self._earlier.source(shard.layout, shard_index))
+
+    def settle(self, ranks: Ranks) -> None:
+        """Commit what was cut anew; then delete what this run does not lead on from. Collective.
+
+        Nothing yet while the model lacks parameters of the generation found.
+        """
+        keeper, found = self.keeper, self.found
+        if keeper is None or found is None or keeper.awaited:
+            return
+        if self._earlier is not None:
+            same_ranks = found.world_size == ranks.world_size
+            with ranks.exchange.together():
+                keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
+            keeper.commit(StepRecord.of(found, keeper.rng))
+        self._close_earlier()  # or the disk space of what is deleted now would not be free
+        with ranks.exchange.together():
+            if ranks.rank == 0:
+                keeper.tidy(self._others)
+        self._others = []
+        self._held.close()
+
+    def telling(self, tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
+        """Who is told of a transfer that failed, once the error says what to type."""
+        # Weak: the keeper holds the swap file, and a cycle would outlive a dropped model.
+        explain = None if self.keeper is None else weakref.WeakMethod(self.keeper.explain)
+
+        def on_error(error: Exception) -> None:
+            if explain is not None and (say := explain()) is not None:
+                say(error)
+            tell(error)
+
+        return on_error
+
+    def _close_earlier(self) -> None:
+        for part in (self._reader, self._saved):
+            if part is not None:
+                part.close()
+        self._reader = self._saved = self._earlier = None
+
+    def _close(self) -> None:
+        self._close_earlier()
+        for files in (self.scratch, self.swap):
+            if files is not None:
+                files.close()
+
+
+def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirectory]) -> list[RunDirectory]:
+    """The directories that an earlier run was striped over, in its order."""
+    places = [own[0]]
+    for path in map(Path, found.directories[1:]):
+        here = [each for each in (*own, *others) if path.is_dir() and path.samefile(each.path)]
+        if not here:
+            raise CheckpointError(
+                f"{found} is striped over {len(found.directories)} directories, of which {path} cannot be found; "
+                "mount it where it was, or name all of them in nvme=, in their order"
+            )
+        places += here[:1]
+    return places
+
+
+def _state_bytes(layout: ShardLayout) -> int:
+    """Bytes of one rank's shards, with all that an update changes: about what a step writes at most."""
+    return sum(shard_bytes(section, planned_components(section)) for section in layout.sections)
+
+
+def _shares(
+    settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: Ranks
+) -> tuple[float, ...]:
+    """Of each directory in a stripe. One rank measures while the others wait: all see the same drives. What may be
+    deleted has been."""
+    with ranks.exchange.together():
+        text = ""
+        if ranks.rank == 0:
+            scratch = None
+            if len(directories) > 1 and moved_bytes >= WORTH_BYTES:
+                region = Arena(0).allocate(PROBE_BYTES)
+                scratch = Scratch(region.address, region.nbytes)
+            text = json.dumps(shares(settings, directories, 2 * moved_bytes * ranks.world_size, scratch))
+    return tuple(json.loads(ranks.exchange.agree(text)))
+
+
+def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
+    """They are used all the same: checksums, locks and the order of commits are kept there too."""
+    for directory in directories:
+        if problem := file_system_problem(directory.path):
+            warnings.warn(f"{directory.path}: {'; '.join(problem)}", stacklevel=4)
+
+
+def _check_same(directories: list[RunDirectory], ranks: Ranks) -> None:
+    """Raise on all ranks when one has joined another run, or other directories of this one."""
+    mine = [directory.holder.decode(errors="replace") for directory in directories]
+    first = json.loads(ranks.exchange.agree(json.dumps([[str(each.path) for each in directories], mine])))
+    with ranks.exchange.together():
+        if mine != first[1]:
+            raise ConfigError(
+                f"nvme={[str(each.path) for each in directories]} are not the directories of rank 0, which has "
+                f"{first[0]}; give all ranks the same ones in the same order"
+            )

@@ -1,0 +1,71 @@
+"""The ranks of one run: one plain process, or those that `torchrun` started.
+
+Owns the process group's life and the two small agreements the loop needs (a mean, "does anyone want to
+stop?"). Never moves tensors of the model. Calls: `joined_ranks()` as a context, then the value's methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zero_offload.base.host import host_tensor
+from zero_offload.runtime.ranks.group import join_ranks, launched_ranks
+from zero_offload.runtime.ranks.watch import RankWatch
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place among the ranks."""
+
+    rank: int
+    size: int
+    watch: RankWatch
+
+    @property
+    def is_first(self) -> bool:
+        """The one rank that prints and writes."""
+        return self.rank == 0
+
+    def mean(self, value: float) -> float:
+        """The mean over all ranks; every rank calls it."""
+        return self._sum(value) / self.size if self.size > 1 else value
+
+    def any(self, wanted: object) -> bool:
+        """Whether one rank wants it; every rank calls it and gets the same answer."""
+        return self._sum(float(bool(wanted))) > 0 if self.size > 1 else bool(wanted)
+
+    def wait(self) -> None:
+        """Return once every rank has come here."""
+        if self.size > 1:
+            with self.watch.waiting("the start, at which all ranks meet"):
+                dist.barrier()
+
+    def _sum(self, value: float) -> float:
+        total = host_tensor(value, torch.float64)  # (): goes over gloo on every machine
+        with self.watch.waiting("a sum of the training loop over all ranks"):
+            dist.all_reduce(total)
+        return total.item()
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """Join the ranks that the launcher's environment names; without a launcher this process is alone.
+
+    Whatever ends this rank, the others are told.
+    """
+    joins = join_ranks()
+    rank, size = launched_ranks()
+    ranks = Ranks(rank, size, RankWatch(range(size)))
+    try:
+        yield ranks
+    except BaseException as error:
+        ranks.watch.failed(error)
+        raise
+    finally:
+        if joins:
+            dist.destroy_process_group()

@@ -1,0 +1,195 @@
+"""What a training run is asked to do: `TrainConfig`, checked whole and then never changed.
+
+Owns the names, defaults and rules of the recipe's settings; those of tiers and storage are `OffloadConfig`'s.
+Never reads the data or the run directory.
+
+Calls, in order: `TrainConfig.from_tables` (or `from_toml`), which raises one ConfigError listing every
+problem of both tables; then read the fields, `gpt()` and `arguments()`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.problems import list_problems, unknown_names
+from zero_offload.base.types import Existing, UpdateOverlap
+from zero_offload.cli.recipes.gpt import PRESETS, GPTConfig, Recompute, preset
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run of the recipe. The defaults train a small GPT on the Python standard library's sources."""
+
+    model: str = "small"
+    """A name in `recipes.gpt.PRESETS`."""
+    data: tuple[Path, ...] = ()
+    """Files and directories of text; none is the Python standard library of this machine."""
+    out: Path = RUNS / "stdlib"
+    """Run directory: metrics, report, sample, and the NVMe tier where none is named."""
+    steps: int = 450
+    seq: int = 128
+    batch: int = 16
+    """Sequences per micro-batch and rank."""
+    accumulate: int = 1
+    """Micro-batches per optimizer step."""
+    lr: float = 3e-3
+    """Peak learning rate: reached after `warmup` steps, then a cosine down to a tenth of it."""
+    warmup: int = 20
+    weight_decay: float = 0.1
+    """Applied to matrices; norm weights are not decayed."""
+    clip: float = 1.0
+    seed: int = 0
+    eval_every: int = 50
+    eval_batches: int = 8
+    recompute: str = ""
+    """"none" or "block" (a block's activations are computed again in backward); empty: as the preset."""
+    sample_bytes: int = 240
+    trace: int = 0
+    """Steps to trace, after the second one of this start; no part of what the run is."""
+    offload: OffloadConfig = field(default_factory=lambda: _offload_config({}, RUNS / "stdlib"))
+
+    def __post_init__(self) -> None:
+        if problems := list(_find_problems(self)):
+            raise ConfigError(list_problems("the training settings have", problems))
+
+    @classmethod
+    def from_tables(cls, train: Mapping[str, Any], offload: Mapping[str, Any]) -> TrainConfig:
+        """Build from plain values as TOML or flags hold them; all problems of both tables at once."""
+        names = [item.name for item in fields(cls) if item.name != "offload"]
+        problems = unknown_names(train, names)
+        if "existing" in offload:
+            problems.append("existing is decided by train: a run goes on by itself, and --discard deletes it")
+        settings = {name: value for name, value in train.items() if name in names}
+        try:
+            settings |= _as_paths(settings)
+        except TypeError:
+            problems.append("data and out are paths: data = ['FILE or DIR', ...], out = 'DIR'")
+            settings = {name: value for name, value in settings.items() if name not in ("data", "out")}
+        messages: list[str] = []
+        try:
+            settings["offload"] = _offload_config(offload, settings.get("out", cls.out))
+        except ConfigError as error:
+            messages.append(str(error))
+        unchecked = _Unchecked(**{item.name: settings.get(item.name, item.default) for item in fields(cls)})
+        problems += _find_problems(unchecked)
+        if problems:
+            messages.insert(0, list_problems("the training settings have", problems))
+        if messages:
+            raise ConfigError("\n".join(messages))
+        return cls(**settings)
+
+    @classmethod
+    def from_toml(cls, path: Path) -> TrainConfig:
+        """Build from the tables [train] and [offload] of a TOML file."""
+        return cls.from_tables(*read_tables(path))
+
+    def gpt(self) -> GPTConfig:
+        config = preset(self.model, seq_max=self.seq)
+        return replace(config, recompute=Recompute(self.recompute)) if self.recompute else config
+
+    def arguments(self) -> dict[str, Any]:
+        """Plain values that decide the run, flat; two runs are the same run where these are equal."""
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("offload", "trace")}
+        values |= {"data": [str(path.absolute()) for path in self.data], "out": str(self.out.absolute())}
+        places = self.offload.to_dict()
+        places["nvme"] = [str(path.absolute()) for path in self.offload.nvme_dirs]
+        for name in ("existing", "generation"):
+            del places[name]  # how a run starts is no part of what it is
+        return values | {f"offload.{name}": value for name, value in places.items()}
+
+
+def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables [train] and [offload] of a TOML file; either may be absent."""
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; give a TOML file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    problems = unknown_names(document, ["train", "offload"])
+    problems += [f"{name} is not a table; write [{name}]" for name in document if not _is_table(document, name)]
+    if problems:
+        raise ConfigError(f"{path}: " + "; ".join(problems))
+    return document.get("train", {}), document.get("offload", {})
+
+
+def default_out(data: tuple[Path, ...]) -> Path:
+    """Where a run on this text goes unless told: runs on different text do not meet."""
+    return RUNS / (data[0].absolute().stem or "text") if data else TrainConfig.out
+
+
+class _Unchecked:
+    """The fields of a TrainConfig before their rules were applied."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+
+def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
+    defaults = {"params": "nvme", "grads": "cpu", "optimizer": "nvme", "nvme": str(out / "nvme")}
+    if "generation" in offload:
+        defaults["existing"] = Existing.RESUME.value
+    return OffloadConfig.from_dict(defaults | dict(offload))
+
+
+def _as_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
+    data = settings.get("data", ())
+    paths = tuple(Path(item).expanduser() for item in ([data] if isinstance(data, str | Path) else data))
+    out = Path(settings.get("out", default_out(paths))).expanduser()
+    if any("\0" in str(path) for path in (*paths, out)):
+        raise TypeError("a NUL byte")
+    return {"data": paths, "out": out}
+
+
+def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
+    if not isinstance(config.model, str) or config.model not in PRESETS:
+        near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
+        yield f"unknown preset model={config.model!r}; did you mean {near!r}? Choose one of {', '.join(PRESETS)}"
+    for name in ("steps", "seq", "batch", "accumulate", "eval_every", "eval_batches", "sample_bytes"):
+        if not _is_count(value := getattr(config, name), least=1):
+            yield f"{name}={value!r} is not a positive whole number"
+    for name in ("warmup", "seed", "trace"):
+        if not _is_count(value := getattr(config, name), least=0):
+            yield f"{name}={value!r} is not a whole number from 0 up"
+    for name in ("lr", "clip"):
+        if not (_is_real(value := getattr(config, name)) and value > 0):
+            yield f"{name}={value!r} is not a positive number"
+    if not (_is_real(config.weight_decay) and config.weight_decay >= 0):
+        yield f"weight_decay={config.weight_decay!r} is not a number from 0 up"
+    if config.recompute not in ("", *(choice.value for choice in Recompute)):
+        yield f"recompute={config.recompute!r} is unknown; use 'none' or 'block'"
+    # Of a place that may not be looked at, `os.path` says no, and pathlib raises.
+    if os.path.exists(config.out) and not os.path.isdir(config.out):
+        yield f"out={str(config.out)!r} is a file; name a directory"
+    if isinstance(config.offload, OffloadConfig) and config.offload.overlap == UpdateOverlap.BACKWARD:
+        clip = f"clip={config.clip!r}"
+        yield f"overlap='backward' updates before gradients can be clipped ({clip}); use overlap='forward'"
+    tier = config.offload.nvme_dirs if isinstance(config.offload, OffloadConfig) else ()
+    if config.out.resolve() in [path.resolve() for path in tier]:
+        yield f"nvme={str(config.out)!r} is the run directory too; both keep a run.json: name one inside it, or another"
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**63
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_table(document: Mapping[str, Any], name: str) -> bool:
+    return isinstance(document[name], dict)

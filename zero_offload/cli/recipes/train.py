@@ -1,0 +1,412 @@
+"""The training loop of a causal language model whose ZeRO shards rest where the config says.
+
+Owns the order of a step and of a run's start and end. Never knows how a shard moves: that is
+`zero_offload.model.offload`'s; nor how a run directory is written: that is `run_dir`'s.
+
+A run, in order: check the run directory -> offload the model (takes the directory's lock) -> resume ->
+per step: micro-batches, clip, update, metrics line, commit -> validation loss and sample -> close, which makes
+the last step a generation.
+The metrics line goes out before the commit: what a generation has seen is never missing from the file, and
+a line too many is dropped on resume.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+import zero_offload as zo
+from zero_offload.base.errors import CheckpointError, ConfigError, NonFiniteError, ZeroOffloadError
+from zero_offload.base.host import host_empty
+from zero_offload.base.types import KIB, Durability, Existing, StateKind, Tier
+from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
+from zero_offload.cli.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters
+from zero_offload.cli.recipes.progress import Progress
+from zero_offload.cli.recipes.ranks import Ranks, joined_ranks
+from zero_offload.cli.recipes.run_dir import METRICS_FILE, TRACE_FILE, Metrics, Row, RunDir
+from zero_offload.cli.recipes.settings import TrainConfig
+from zero_offload.cli.recipes.step_trace import StepTrace
+from zero_offload.cli.recipes.stop import StopRequest, requested_stop
+from zero_offload.model.api import need_runtime
+from zero_offload.plan.memory import Budget, Placement, estimate_memory
+from zero_offload.plan.unit_bytes import UnitNumel, measure_units
+from zero_offload.storage.files.directory import RunDirectory
+
+_BETAS = (0.9, 0.95)
+_LR_FLOOR = 0.1
+_NON_FINITE_STEPS_MAX = 3
+_SAMPLE_PROMPT = b"def "
+
+
+class Ending(StrEnum):
+    """Why a run's process ends without an error."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run reached."""
+
+    ending: Ending
+    step: int
+    validation_loss: float | None
+    unigram_nats: float
+    sample: str
+    out: Path
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every step needs."""
+
+    config: TrainConfig
+    corpus: Corpus
+    ranks: Ranks
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    scaler: zo.GradScaler
+    """Disabled unless the model computes in fp16."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes: its buffers are there, wherever its parameters are."""
+        return self.model.rotation.device
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(self.config.batch, self.config.seq, self.config.seed)
+
+    @property
+    def tokens_per_step(self) -> int:
+        config = self.config
+        return config.batch * config.seq * config.accumulate * self.ranks.size
+
+
+def train(config: TrainConfig, existing: Existing = Existing.RESUME, stream: TextIO | None = None) -> TrainResult:
+    """Train to the last step, or to the first Ctrl-C; a second call with an equal config continues.
+
+    `existing=Existing.DISCARD` deletes what an earlier run left in the same place.
+    """
+    with joined_ranks() as ranks:
+        progress = Progress((stream or sys.stdout) if ranks.is_first else None, config.steps)
+        corpus = load_corpus(config.data, config.seq)
+        progress.note(f"data: {corpus.description}")
+        progress.note(f"unigram entropy: {corpus.unigram_nats:.4f} nats ({corpus.unigram_bits:.4f} bits) per byte")
+        run_dir = RunDir(config.out)
+        with run_dir.held() if ranks.is_first else nullcontext() as place:
+            before = {} if existing is Existing.DISCARD else run_dir.earlier_identity() or {}
+            job, description = _set_up(config, corpus, ranks, existing)
+            with _closed_on_error(job.model):
+                first_step = _resume(job, progress, before) + 1
+                if ranks.is_first:
+                    run_dir.create(description)
+                if ranks.is_first and first_step == 1:
+                    run_dir.drop_traces()
+                # Until here a signal ends the process at once: a start may take minutes, and has no step to finish.
+                with requested_stop() as stop:
+                    with StepTrace(job.model, config.out / TRACE_FILE, config.trace, progress.note) as trace:
+                        last_step, val_loss = _train_steps(job, first_step, stop, trace, progress, place)
+                    return _finish(job, last_step, val_loss, stop, progress)
+
+
+@contextmanager
+def _closed_on_error(model: GPT) -> Iterator[None]:
+    """What ends a run with a message leaves its last whole step as a generation."""
+    try:
+        yield
+    except ZeroOffloadError:
+        with suppress(ZeroOffloadError):  # the first error tells more than what follows from it
+            zo.close(model)
+        raise
+
+
+def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existing) -> tuple[_Job, dict[str, Any]]:
+    """Build and offload the model; nothing is written before the storage tier's lock is held."""
+    identity = config.arguments() | {"text": corpus.fingerprint, "ranks": ranks.size}
+    if existing is not Existing.DISCARD:
+        existing = RunDir(config.out).find_existing(identity)
+    if config.offload.generation is not None and existing is not Existing.RESUME:
+        why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
+        raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
+    ranks.wait()  # every rank has looked before the first one writes
+    baseline_bytes = _peak_rss_bytes()
+    gpt = config.gpt()
+    with zo.deferred_init():
+        model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
+    if gpt.recompute is Recompute.BLOCK:
+        zo.checkpoint(model.blocks)
+    # Without a directory for generations a second start begins anew, whatever lies in the run's.
+    has_generations = existing is not Existing.RESUME or config.offload.nvme_dirs
+    zo.offload(model, replace(config.offload, existing=existing.value) if has_generations else config.offload)
+    matrices = [weight for weight in model.parameters() if weight.dim() >= 2]
+    others = [weight for weight in model.parameters() if weight.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = zo.AdamW(groups, lr=config.lr, betas=_BETAS, eps=1e-8)
+    scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
+    scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
+    description = {
+        "identity": identity,
+        "gpt": asdict(gpt),
+        "unigram_nats": corpus.unigram_nats,
+        "data": corpus.description,
+        "num_parameters": num_parameters(gpt),
+        "tokens_per_step": config.batch * config.seq * config.accumulate * ranks.size,
+        "baseline_rss_bytes": baseline_bytes,
+        "device": model.rotation.device.type,
+        "plan": _planned_bytes(model, config),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+    return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
+
+
+def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
+    """Restore the generation found, of a run that was `before`; the step it holds, or 0."""
+    resumed = zo.resume(job.model, job.optimizer, job.scaler)
+    if resumed is None:
+        return 0
+    if "scheduler" not in (resumed.extra or {}):
+        raise CheckpointError(
+            f"the generation of step {resumed.step} in {job.config.offload.nvme_dirs[0]} was not "
+            "committed by this recipe; start over with --discard, or name another --nvme directory"
+        )
+    step, last_step = int(resumed.extra["step"]), job.config.steps
+    if step > last_step:
+        raise ConfigError(f"the run is at step {step} already, beyond --steps {last_step}; give more, or another --out")
+    _restore_schedule(job, resumed.extra["scheduler"])
+    where = ", ".join(map(str, job.config.offload.nvme_dirs))
+    progress.note(
+        f"resuming from step {step} (generation {resumed.number}, committed {resumed.committed_at}, in {where})"
+    )
+    for name in ("lr", "clip"):
+        if (value := getattr(job.config, name)) != (former := before.get(name, value)):
+            progress.note(f"the run had {name}={former:g} and now has {value:g}")
+    if (last_before := before.get("steps", last_step)) != last_step:
+        progress.note(
+            f"the run was to end at step {last_before} and now ends at {last_step}, as does its learning rate"
+        )
+    if (num_ranks_before := before.get("ranks", job.ranks.size)) != job.ranks.size:
+        progress.note(
+            f"the run had {num_ranks_before} ranks and now has {job.ranks.size}: its files were cut anew, and a step "
+            f"reads {job.tokens_per_step} tokens from here on"
+        )
+    return step
+
+
+def _restore_schedule(job: _Job, state: dict[str, Any]) -> None:
+    """Go on at that step of this run's curve, which may have another height or last step than the state's had."""
+    scheduler = job.scheduler
+    scheduler.load_state_dict(state | {"base_lrs": [job.config.lr] * len(job.optimizer.param_groups)})
+    for group, base, factor in zip(job.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(scheduler.last_epoch)
+
+
+def _train_steps(
+    job: _Job,
+    first_step: int,
+    stop: StopRequest,
+    trace: StepTrace,
+    progress: Progress,
+    place: RunDirectory | None,
+) -> tuple[int, float | None]:
+    """Run the steps still to do; the number of the last one done, and the validation loss where measured after it."""
+    metrics = None
+    if place is not None:
+        metrics = Metrics.open(job.config.out / METRICS_FILE, first_step - 1)
+        for note in metrics.notes:
+            progress.note(note)
+    non_finite_steps = 0
+    step, val_loss = first_step - 1, None
+    started = time.perf_counter()
+    while step < job.config.steps and not job.ranks.any(stop.requested):
+        step += 1
+        trace.begin_step()
+        row: Row = {"step": step, **_train_step(job, step)}
+        row |= _measured(job, time.perf_counter() - started)
+        if step == first_step > 1:
+            row["resumed"] = True
+        is_measured = step % job.config.eval_every == 0 or step == job.config.steps
+        val_loss = _validation_loss(job) if is_measured else None
+        if val_loss is not None:
+            row["val_loss"] = val_loss
+        if metrics is not None and place is not None:
+            try:
+                place.check_in_place()
+                metrics.append(row)
+            except ZeroOffloadError:
+                if step == first_step:
+                    # `zo.close` makes it a generation, as nothing has said yet that this run completes its records:
+                    # without this one a resume would refuse it.
+                    _commit(job, step)
+                raise
+        started = time.perf_counter()  # a step's time holds its predecessor's commit, and no validation
+        _commit(job, step)
+        trace.end_step()
+        progress.step(row)
+        if math.isfinite(row["grad_norm"]):
+            non_finite_steps = 0
+        elif job.scaler.get_scale() <= 1:  # until then, an overflow is how the scaler finds its scale
+            non_finite_steps += 1
+        if non_finite_steps == _NON_FINITE_STEPS_MAX:
+            raise NonFiniteError(
+                f"the gradient norm was not finite in steps {step - non_finite_steps + 1} to {step}; "
+                "none of them changed the parameters, and a warning at the first skipped step names gradients. "
+                f"Go on with a smaller --lr (now {job.config.lr:g}), which may change from start to start, or begin "
+                "anew with --precision fp32 and another --out"
+            )
+    if metrics is not None:
+        metrics.close()
+    progress.close()
+    return step, val_loss
+
+
+def _train_step(job: _Job, step: int) -> Row:
+    """Forward, backward and update on this step's micro-batches; numbers are means over ranks."""
+    losses = _micro_batches(job, step)
+    lr = job.optimizer.param_groups[0]["lr"]
+    job.scaler.unscale_(job.optimizer)
+    grad_norm = zo.clip_grad_norm_(job.model, job.config.clip)
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    if math.isfinite(grad_norm):  # a step that was skipped uses up nothing of the schedule
+        job.scheduler.step()
+    job.optimizer.zero_grad()
+    return {
+        "loss": job.ranks.mean(sum(losses) / len(losses)),
+        "lr": lr,
+        "grad_norm": float(grad_norm),
+        "loss_scale": job.scaler.get_scale(),
+    }
+
+
+def _micro_batches(job: _Job, step: int) -> list[float]:
+    """Forward and backward of this step's micro-batches; their losses."""
+    losses = [host_empty(0, torch.float32)] * job.config.accumulate
+
+    def loss_of(model: torch.nn.Module, micro: int) -> torch.Tensor:
+        batch = train_batch(job.corpus, job.shape, step, job.ranks.rank, micro)
+        loss = next_token_loss(model(batch.inputs.to(job.device)), batch.targets.to(job.device))
+        losses[micro] = loss.detach()
+        return job.scaler.scale(loss / job.config.accumulate)
+
+    if job.config.gpt().recompute is Recompute.BLOCK:
+        zo.accumulate(job.model, range(job.config.accumulate), loss_of)
+    else:  # one micro-batch's activations at a time
+        for micro in range(job.config.accumulate):
+            loss_of(job.model, micro).backward()
+    return [loss.item() for loss in losses]
+
+
+def _measured(job: _Job, step_s: float) -> Row:
+    stats = zo.stats(job.model)
+    return {
+        "step_s": step_s,
+        "whole_s": stats.step_s,
+        "tokens_per_s": job.tokens_per_step / step_s,
+        "stall_s": stats.stall_s,
+        "exposed_s": dict(stats.exposed_s),
+        "update_s": stats.update_s,
+        "commit_s": stats.commit_s,
+        "commit_wait_s": stats.commit_wait_s,
+        "read_bytes": dict(stats.read_bytes),
+        "written_bytes": dict(stats.written_bytes),
+        "activation_bytes": dict(stats.activation_bytes),
+        "resident_bytes": dict(stats.resident_bytes),
+        "peak_rss_bytes": stats.peak_rss_bytes,
+        "skipped_steps": stats.skipped_steps,
+    }
+
+
+def _commit(job: _Job, step: int) -> None:
+    # The data position is the step itself: a batch is a function of (seed, step, rank, micro-batch).
+    zo.commit(job.model, job.optimizer, extra={"step": step, "scheduler": job.scheduler.state_dict()})
+
+
+@torch.no_grad()
+def _validation_loss(job: _Job) -> float:
+    """Mean loss over a fixed set of validation batches, dealt to the ranks."""
+    job.model.eval()
+    losses = []
+    for index in range(job.config.eval_batches):
+        batch = validation_batch(job.corpus, job.shape, index * job.ranks.size + job.ranks.rank)
+        logits = job.model(batch.inputs.to(job.device))
+        losses.append(next_token_loss(logits, batch.targets.to(job.device)).item())
+    job.model.train()
+    return job.ranks.mean(sum(losses) / len(losses))
+
+
+def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress) -> TrainResult:
+    config, unigram_nats = job.config, job.corpus.unigram_nats
+    # A sample of a large model takes as many forwards as it has bytes: one who asks to stop does not wait for it.
+    if job.ranks.any(stop.requested) or last_step < config.steps:
+        zo.close(job.model)
+        progress.note(f"stopped after step {last_step}; {_what_goes_on(config, last_step)}")
+        return TrainResult(Ending.INTERRUPTED, last_step, None, unigram_nats, "", config.out)
+    loss = _validation_loss(job) if val_loss is None else val_loss  # a run found finished has it to measure
+    job.model.eval()
+    text = generate(job.model, _SAMPLE_PROMPT, config.sample_bytes, seed=config.seed)
+    sample = _printable(text.decode("utf-8", errors="replace"))
+    zo.close(job.model)
+    if job.ranks.is_first:
+        RunDir(config.out).write_sample(sample)
+    progress.note(f"validation loss {loss:.4f} nats per byte; unigram entropy {unigram_nats:.4f}")
+    progress.note(f"a sample of what the model writes:\n{sample}")
+    return TrainResult(Ending.FINISHED, last_step, loss, unigram_nats, sample, config.out)
+
+
+def _what_goes_on(config: TrainConfig, last_step: int) -> str:
+    """What a second start would do."""
+    command = "the same command" + " without --generation" * (config.offload.generation is not None)
+    if not config.offload.nvme_dirs or config.offload.effective_durability is Durability.SCRATCH:
+        return f"nothing is kept of it (durability='scratch', or no --nvme): {command} begins anew"
+    return f"it is committed, and {command} continues from there" if last_step else f"{command} begins with step 1"
+
+
+def _printable(text: str) -> str:
+    """What a young model writes must not steer a terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
+def _lr_factor(step: int, warmup: int, steps: int) -> float:
+    """Linear warm-up, then a cosine from 1 down to the floor at the last step."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return _LR_FLOOR + (1 - _LR_FLOOR) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _planned_bytes(model: GPT, config: TrainConfig) -> dict[str, int]:
+    """Bytes of one rank that the plan gives each tier, with the placement that was made."""
+    runtime = need_runtime(model, "train")
+    partition = runtime.collectives.partition
+    numels = [UnitNumel.of(unit.layout) for unit in runtime.units]
+    unit_bytes = measure_units(numels, config.offload, partition, config.accumulate)
+    chosen = [unit.sections[0].shard.placement for unit in runtime.units]
+    tiers = tuple(
+        {StateKind.PARAMS: at.params, StateKind.GRADS: at.grads, StateKind.OPTIMIZER: at.optimizer} for at in chosen
+    )
+    placement = Placement(tiers, Budget(0, 0, 0, runtime.device.is_host))
+    plan = estimate_memory(unit_bytes, placement, config.offload, partition)
+    return {tier.value: plan.used_bytes(tier) for tier in Tier}
+
+
+def _peak_rss_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB

@@ -1,0 +1,592 @@
+"""The compute device, and the lanes on which bytes move to and from it.
+
+Nothing is initialised at import. On a CPU the device is the host itself: buffers are read into and computed on in
+place, and no lane exists. On an accelerator (a "GPU" in all texts), copies run on two streams beside compute, and
+whatever is made on one stream and used on another is a `Handoff`: a tensor and the event that makes it valid. `take`
+makes a stream wait, and not the host: before host memory that an upload reads is written or given away, the host
+synchronizes with its event. What differs between device types is in `accelerators.py`.
+Tests run all this on a fake GPU in host memory (tests/fake_gpu), which runs late and reports races.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import dlpack
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.problems import warn_user
+from zero_offload.base.spans import SPANS_MAX, Lane, Spans, now
+from zero_offload.base.types import GIB, format_bytes
+from zero_offload.hardware.accelerators import ACCELERATORS, present_type
+
+PIN_PIECE_BYTES = 16 * GIB
+"""Host memory is registered in pieces of so much: drivers from r580 on refuse 512 GiB in one call, and each piece takes
+the driver 1 to 2 s, after which progress is told."""
+PIN_TOLD_BYTES = 2 * PIN_PIECE_BYTES
+"""From so much on, progress is told."""
+
+
+class Event(Protocol):
+    """The moment at which a copy is complete."""
+
+    def wait(self) -> None:
+        """Let compute launched from now on run after it; does not block the host."""
+
+    def synchronize(self) -> None:
+        """Block the host until then."""
+
+    def done(self) -> bool: ...
+
+
+class Handoff(NamedTuple):
+    """A tensor made on one lane and wanted on another; `take` is the only way to it."""
+
+    tensor: torch.Tensor
+    ready: Event
+
+    def take(self) -> torch.Tensor:
+        """For compute: valid for kernels launched from now on."""
+        self.ready.wait()
+        return self.tensor
+
+    def take_on_host(self) -> torch.Tensor:
+        """For the host: valid when this returns."""
+        self.ready.synchronize()
+        return self.tensor
+
+
+class Device(Protocol):
+    """Where the model computes."""
+
+    torch_device: torch.device
+    is_host: bool
+    """Whether compute reads host memory in place."""
+    numa_node: int | None
+    """The node of host memory that is nearest to the device, where it has memory of its own."""
+
+    @property
+    def name(self) -> str:
+        """As its maker calls it; "cpu" where that computes."""
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        """Copy `source` (pinned host) to `target` (device), after compute launched so far.
+
+        With a mark for `after`, when that is reached: nothing launched since uses `target`.
+        """
+
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
+        """Copy `source` (device) to `target` (pinned host), after compute launched so far.
+
+        With a mark for `after`, when that is reached: for threads beside the one that computes, which would else wait
+        for whatever it has launched since. A caller that `keeps_source` does so until a stream that uses its memory
+        next has waited for the copy.
+        """
+
+    def mark(self) -> Event:
+        """When compute launched so far is done."""
+
+    def stream(self) -> Any:
+        """The one on which this thread computes; streams are compared by `==`."""
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        """Let what is launched from now on `into`, by default this thread's stream, run after all on `streams`."""
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        """This thread's stream computes with a tensor whose memory may be another's: it goes back after that."""
+
+    def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
+        """What is launched inside, on a stream of its own, comes after these and after compute launched so far.
+
+        For collectives, which come after the stream on which they are launched: compute need not wait.
+        """
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, (numel,), by a storage of its own: views of the one do not count as views of the other.
+
+        Keeps the memory alive. Copies from and to either are complete before the memory goes to something else.
+        """
+
+    def will_pin(self, nbytes: int) -> None:
+        """So much host memory is going to be registered, in all: where that takes long, progress is told."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
+
+    def unpin(self, address: int) -> None: ...
+
+    def free_bytes(self) -> int | None:
+        """Free memory of its own; None where it has none."""
+
+    def record_to(self, spans: Spans) -> None:
+        """Time copies while these are on."""
+
+    def tell_copies(self) -> None:
+        """Put those that are over among the spans; called before these end."""
+
+
+class HostDevice:
+    """The CPU as compute device: nothing to copy, nothing to pin."""
+
+    torch_device = torch.device("cpu")
+    name = "cpu"
+    is_host = True
+    numa_node: int | None = None
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        raise AssertionError("a CPU computes on host memory in place")
+
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
+        raise AssertionError("a CPU computes on host memory in place")
+
+    def mark(self) -> Event:
+        raise AssertionError("a CPU computes at once")
+
+    def stream(self) -> Any:
+        raise AssertionError("a CPU has no streams")
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        raise AssertionError("a CPU has no streams")
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        raise AssertionError("a CPU has no streams")
+
+    def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
+        raise AssertionError("a CPU has no streams")
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _alias(tensor)
+
+    def will_pin(self, nbytes: int) -> None: ...
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def record_to(self, spans: Spans) -> None: ...
+
+    def tell_copies(self) -> None: ...
+
+
+def _current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device this thread's current one.
+
+    Every thread begins with the first: a call that names no device, or a stream that is set back, would make a context
+    there, which takes half a GiB of a GPU that is another rank's.
+    """
+    return torch.accelerator.device_index(device.index)
+
+
+@contextlib.contextmanager
+def _on(stream: torch.Stream) -> Iterator[None]:
+    """Makes a stream, and its device, this thread's current ones.
+
+    Not by `with stream:`, which keeps what was current in the stream itself: threads that share one would mix it up.
+    """
+    with _current(stream.device):
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    # By a capsule: exchange between objects knows torch's own device types only.
+    capsule: Any = dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+    found: torch.Tensor = dlpack.from_dlpack(capsule)
+    return found
+
+
+class _DeviceEvent:
+    def __init__(self, event: Any, device: AcceleratorDevice) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        self.let_wait(self._device.stream())
+
+    def let_wait(self, stream: Any) -> None:
+        """Let what is launched on a stream from now on run after it."""
+        stream.wait_event(self._event)
+
+    def synchronize(self) -> None:
+        with _current(self._device.torch_device):
+            self._event.synchronize()
+
+    def done(self) -> bool:
+        with _current(self._device.torch_device):
+            return bool(self._event.query())
+
+
+class _Copy(NamedTuple):
+    """One that is timed."""
+
+    lane: Lane
+    begin: Any
+    end: Any
+    nbytes: int
+
+
+class AcceleratorDevice:
+    """One GPU. Its streams live as long as the process: a stream per step would grow the allocator's pools."""
+
+    is_host = False
+
+    def __init__(self, device_type: str) -> None:
+        self._accelerator = ACCELERATORS[device_type]
+        self._module: Any = torch.get_device_module(device_type)
+        self.torch_device = torch.device(device_type, self._module.current_device())
+        # One lane per direction: PCIe is full duplex, and a download must not queue behind a prefetch.
+        self._uploads, self._downloads, self._following = (
+            self._accelerator.make_stream(self.torch_device) for _ in range(3)
+        )
+        self._pinned: dict[int, list[int]] = {}
+        """The pieces of each region, by their addresses."""
+        self._borders: list[int] = []
+        """Addresses where a piece ends and another one begins, ascending."""
+        self._pins_all = True
+        self._pin_bytes = self._pinned_bytes = 0
+        self._spans = Spans()
+        self._timed: deque[_Copy] = deque(maxlen=SPANS_MAX)
+        self.numa_node = numa_node(self._module.get_device_properties(self.torch_device))
+
+    @property
+    def name(self) -> str:
+        return str(self._module.get_device_name(self.torch_device))
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
+        return Handoff(target, self._copy(Lane.UPLOAD, target, source, after))
+
+    def download(
+        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
+    ) -> Handoff:
+        event = self._copy(Lane.DOWNLOAD, target, source, after)
+        if not keeps_source:
+            # The allocator may reuse the source's memory only after this lane has read it.
+            source.record_stream(self._downloads)
+        return Handoff(target, event)
+
+    def _copy(self, lane: Lane, target: torch.Tensor, source: torch.Tensor, after: Event | None) -> Event:
+        stream = self._uploads if lane is Lane.UPLOAD else self._downloads
+        # Memory just resized was last used by kernels launched before: the copy comes after them.
+        mark = self.mark() if after is None else after
+        assert isinstance(mark, _DeviceEvent)
+        mark.let_wait(stream)
+        timed = self._spans.on
+        with _on(stream):
+            begin = self._recorded(stream, timed=True) if timed else None
+            for to, of in self._cut(target, source, host=source if lane is Lane.UPLOAD else target):
+                to.copy_(of, non_blocking=True)
+            end = self._recorded(stream, timed=timed)
+        if begin is not None:
+            self._timed.append(_Copy(lane, begin, end, target.nbytes))
+        return _DeviceEvent(end, self)
+
+    def _cut(self, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
+        """Targets and sources of a copy, each within one piece of the host's memory: no driver copies from two."""
+        first, last = host.data_ptr(), host.data_ptr() + host.nbytes
+        borders = self._borders[bisect_right(self._borders, first) : bisect_left(self._borders, last)]
+        if not borders:
+            return [(target, source)]
+        cuts = [(border - first) // host.itemsize for border in borders]
+        return zip(target.view(-1).tensor_split(cuts), source.view(-1).tensor_split(cuts), strict=True)
+
+    def _recorded(self, stream: Any, *, timed: bool = False) -> Any:
+        """When a stream has done what was launched on it."""
+        event = self._accelerator.make_event(self.torch_device, timed)
+        event.record(stream)
+        return event
+
+    def mark(self) -> Event:
+        return _DeviceEvent(self._recorded(self.stream()), self)
+
+    def stream(self) -> Any:
+        return self._accelerator.current_stream(self.torch_device)
+
+    def join(self, streams: Iterable[Any], into: Any = None) -> None:
+        then = self.stream() if into is None else into
+        for first in streams:
+            if first != then:
+                then.wait_event(self._recorded(first))
+
+    def use_here(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.stream())
+
+    @contextlib.contextmanager
+    def following(self, events: Iterable[Event]) -> Iterator[None]:
+        for event in (self.mark(), *events):
+            assert isinstance(event, _DeviceEvent)
+            event.let_wait(self._following)
+        with _on(self._following):
+            yield
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        # The allocator does not know the alias: its `record_stream` does nothing. So the memory itself is marked, once,
+        # and whenever it is given back the allocator waits for what is on both lanes then.
+        for stream in (self._uploads, self._downloads):
+            tensor.record_stream(stream)
+        return _alias(tensor)
+
+    def will_pin(self, nbytes: int) -> None:
+        self._pin_bytes, self._pinned_bytes = nbytes, 0
+
+    def pin(self, address: int, nbytes: int) -> None:
+        registry = self._accelerator.host_memory
+        if registry is None:
+            self._cannot_pin(f"{self.torch_device} has no call that registers it", "")
+            return
+        pieces: list[int] = []
+        with _current(self.torch_device):
+            for begin in range(0, nbytes, PIN_PIECE_BYTES):
+                size = min(PIN_PIECE_BYTES, nbytes - begin)
+                if status := registry.register(address + begin, size):
+                    # All or nothing: no driver copies from memory that is registered in part.
+                    for piece in pieces:
+                        registry.unregister(piece)
+                    error = f"registering {format_bytes(nbytes)} of it failed ({self.torch_device.type} error {status})"
+                    self._cannot_pin(error, registry.advice)
+                    return
+                pieces.append(address + begin)
+                self._tell_pinned(size)
+        self._pinned[address] = pieces
+        self._note_borders()
+
+    def _note_borders(self) -> None:
+        self._borders = sorted(piece for pieces in list(self._pinned.values()) for piece in pieces[1:])
+
+    def _tell_pinned(self, nbytes: int) -> None:
+        told, self._pinned_bytes = self._pinned_bytes // PIN_PIECE_BYTES, self._pinned_bytes + nbytes
+        done, of = self._pinned_bytes, self._pin_bytes
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # the ranks of a machine pin alike
+        if is_first and of >= PIN_TOLD_BYTES and done // PIN_PIECE_BYTES > told:
+            progress = f"{done // GIB} of {max(of, done) // GIB} GiB"
+            print(f"zero_offload: pinning {format_bytes(max(of, done))} of CPU memory: {progress}", file=sys.stderr)
+
+    def _cannot_pin(self, why: str, advice: str) -> None:
+        # Copies from and to pageable memory pass through the driver's own staging, and a launch returns when the host's
+        # memory is done with: slower, and nothing runs beside it, but every Handoff is valid.
+        if self._pins_all:
+            warn_user(
+                f"CPU memory is not pinned: {why}. Copies to and from the GPU go through pageable memory, slower and "
+                f"not beside compute. {advice}".rstrip()
+            )
+        self._pins_all = False
+
+    def unpin(self, address: int) -> None:
+        pieces = self._pinned.pop(address, None)
+        self._note_borders()
+        registry = self._accelerator.host_memory
+        if pieces is not None and registry is not None:
+            # In a forked child, or late in a process, the driver is gone.
+            with contextlib.suppress(RuntimeError), _current(self.torch_device):
+                # The pages go next, and the last copies from there may still be under way.
+                self._uploads.synchronize()
+                self._downloads.synchronize()
+                for piece in pieces:
+                    registry.unregister(piece)
+
+    def free_bytes(self) -> int | None:
+        return int(self._module.mem_get_info(self.torch_device)[0])
+
+    def record_to(self, spans: Spans) -> None:
+        self._spans = spans
+
+    def tell_copies(self) -> None:
+        with _current(self.torch_device):
+            # The GPU's clock is not the host's: one moment that both know stands for all.
+            anchor = self._recorded(self.stream(), timed=True)
+            anchor.synchronize()
+            anchor_ns = now()
+            while self._timed:
+                copy = self._timed.popleft()
+                if copy.end.query():
+                    begin_ns, end_ns = (anchor_ns - _ns_between(event, anchor) for event in (copy.begin, copy.end))
+                    self._spans.put(copy.lane, copy.lane.value, begin_ns, end_ns, copy.nbytes)
+
+
+def _ns_between(begin: Any, end: Any) -> int:
+    return int(begin.elapsed_time(end) * 1e6)
+
+
+def numa_node(properties: Any, devices: Path = Path("/sys/bus/pci/devices")) -> int | None:
+    """Of the node that the GPU's slot is wired to; None where the system does not say."""
+    try:
+        address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+        node = int((devices / address / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def compute_device() -> Device:
+    """The current device of the accelerator, or the CPU."""
+    device_type = present_type()
+    return HostDevice() if device_type is None else AcceleratorDevice(device_type)
+
+
+class DeviceChoice(NamedTuple):
+    """What one rank sees, and which GPU its thread computes on now."""
+
+    host: str
+    """The same text on all ranks of one machine."""
+    gpus: tuple[str, ...]
+    """Each visible GPU, by a text that no other one of the machine has."""
+    current: int
+    local_rank: int | None
+    """LOCAL_RANK, as torchrun sets it."""
+    is_made: bool
+    """True if the program has used the GPUs, and so may have chosen even the first one."""
+    device_type: str
+    """As torch names it; "" where there is no GPU."""
+
+    @classmethod
+    def here(cls) -> DeviceChoice:
+        text = os.environ.get("LOCAL_RANK", "")
+        local_rank = int(text) if text.isdecimal() else None
+        device_type = present_type()
+        if device_type is None:
+            return cls(_host(), (), 0, local_rank, False, "")
+        module: Any = torch.get_device_module(device_type)
+        is_made = bool(module.is_initialized())
+        gpus = tuple(_gpu_name(device_type, index) for index in range(module.device_count()))
+        return cls(_host(), gpus, module.current_device(), local_rank, is_made, device_type)
+
+    @property
+    def by_local_rank(self) -> int:
+        """The GPU of LOCAL_RANK, unless the program has chosen one, or sees its own only."""
+        is_free = self.current == 0 and self.local_rank is not None and self.local_rank < len(self.gpus)
+        return self.local_rank if is_free and self.local_rank is not None else self.current
+
+
+def choose_gpus(choices: Sequence[DeviceChoice], names: Sequence[int]) -> list[int]:
+    """Which of its GPUs each rank computes on, by the choices of all ranks, which have these `names`.
+
+    Where those of a machine differ already, the program has chosen. Raises ConfigError for two ranks on one GPU.
+    """
+    crowded = {host for host, _, _ in _shared(choices, [each.current for each in choices])}
+    hosts = [each.host for each in choices]
+    chosen = [
+        each.by_local_rank
+        if each.host in crowded or (hosts.count(each.host) == 1 and not each.is_made)
+        else each.current
+        for each in choices
+    ]
+    for host, gpu, ranks in _shared(choices, chosen):
+        numbers = " and ".join(str(names[rank]) for rank in ranks)
+        raise ConfigError(
+            f"ranks {numbers} on {host.split()[0]} compute on the same GPU ({gpu}), and each needs its own. Start at "
+            "most as many ranks as the machine has GPUs, with torchrun, which sets LOCAL_RANK; or call "
+            "torch.accelerator.set_device_index(...) on each rank before zo.offload"
+        )
+    return chosen
+
+
+def _shared(choices: Sequence[DeviceChoice], chosen: Sequence[int]) -> Iterator[tuple[str, str, list[int]]]:
+    """GPUs that several ranks have: machine, GPU, ranks."""
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, (choice, index) in enumerate(zip(choices, chosen, strict=True)):
+        if choice.gpus:
+            users.setdefault((choice.host, choice.gpus[index]), []).append(rank)
+    return ((*place, ranks) for place, ranks in users.items() if len(ranks) > 1)
+
+
+def use_gpu(choice: DeviceChoice, index: int) -> torch.device | None:
+    """Make this GPU the thread's current one; None where there is no GPU."""
+    if not choice.gpus:
+        return None
+    if index != choice.current:
+        torch.accelerator.set_device_index(index)
+    return torch.device(choice.device_type, index)
+
+
+def on_likely_gpu() -> AbstractContextManager[None]:
+    """Inside, the current GPU is the one that `zo.offload` will take, as far as a rank knows without the others."""
+    device = _likely_gpu()
+    return contextlib.nullcontext() if device is None else _current(device)
+
+
+def _likely_gpu() -> torch.device | None:
+    choice = DeviceChoice.here()
+    return torch.device(choice.device_type, choice.by_local_rank) if choice.gpus else None
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()} {boot.read_text().strip() if boot.is_file() else ''}"
+
+
+def _gpu_name(device_type: str, index: int) -> str:
+    visible = os.environ.get(ACCELERATORS[device_type].visible_devices, "")
+    names = [name for name in visible.split(",") if name]
+    name = names[index] if index < len(names) else str(index)
+    # Parts of one GPU (MIG) may have its number.
+    module: Any = torch.get_device_module(device_type)
+    uuid = None if name.startswith("MIG") else getattr(module.get_device_properties(index), "uuid", None)
+    return name if uuid is None else str(uuid)
+
+
+def collectives_of(device: torch.device | None) -> str:
+    """The backends of a process group for tensors of the host, and of the device if there is one."""
+    return "gloo" if device is None else f"cpu:gloo,{device.type}:{ACCELERATORS[device.type].collectives}"
+
+
+def describe_device() -> str:
+    """One line for people: the name and memory of the GPU that `zo.offload` will take, or the CPU."""
+    device = _likely_gpu()
+    if device is None:
+        other = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu (no GPU)" if other is None else f"cpu (zero_offload does not know the device type {other.type})"
+    module: Any = torch.get_device_module(device)
+    free, total = module.mem_get_info(device)
+    return f"{module.get_device_name(device)} ({format_bytes(free)} of {format_bytes(total)} free)"
+
+
+def _module_in_use() -> Any:
+    """The module of the accelerator, such as torch.cuda, once the program has used it."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or found.type not in ACCELERATORS:
+        return None
+    module: Any = torch.get_device_module(found)
+    return module if module.is_initialized() else None
+
+
+def this_stream() -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts in which another thread computes on the device and the stream that this one does now."""
+    if _module_in_use() is None:
+        return contextlib.nullcontext
+    return partial(_on, torch.accelerator.current_stream())
+
+
+def device_rng_states() -> list[torch.Tensor]:
+    """The generators of all GPUs if this process uses them."""
+    module = _module_in_use()
+    return [] if module is None else module.get_rng_state_all()
+
+
+def set_device_rng_states(states: list[torch.Tensor]) -> None:
+    """Restore what `device_rng_states` gave; devices that are not here are skipped."""
+    device_type = present_type()
+    if device_type is not None:
+        module: Any = torch.get_device_module(device_type)
+        for index, state in enumerate(states[: module.device_count()]):
+            module.set_rng_state(state, index)

@@ -1,0 +1,161 @@
+"""The kernels of the native library without it: the same calls, chunks and bits over passes that numba compiles.
+
+This module stands where `native` stands otherwise: each call cuts its work into parts and runs the passes. Arguments
+are the package's own, and not checked again, except that buffers of an update, which may be a user's, lie apart. The
+first call of a kind may take time to compile.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any
+
+import numpy as np
+
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import STATE_BLOCK, GradMode, Kind, Rule, UpdateArgsStruct
+from zero_offload.hardware.kernels.fallback import numba_passes as passes
+from zero_offload.hardware.kernels.fallback.codec import random_key, turns
+from zero_offload.hardware.kernels.fallback.elements import INFINITY
+from zero_offload.hardware.kernels.fallback.parts import Body, in_parts, num_chunks
+from zero_offload.hardware.kernels.fallback.rules import NUM_SCALARS, scalars_of_row
+from zero_offload.hardware.kernels.words import CHUNK, SEGMENT_DTYPE, STATES, check_apart
+from zero_offload.hardware.native import SumOfSquares
+
+_KIND_OF = {StateFormat.FP32: Kind.FP32, StateFormat.BF16: Kind.BF16}
+_STATE_BYTES = {StateFormat.FP32: 4, StateFormat.BF16: 2, StateFormat.COMPACT: 1}
+
+
+def update(args: UpdateArgsStruct) -> None:
+    if args.num_segments == 0:
+        return
+    rows = (ctypes.c_char * (args.num_segments * SEGMENT_DTYPE.itemsize)).from_address(args.segments)
+    segments = np.frombuffer(memoryview(rows), SEGMENT_DTYPE)
+    rule = Rule(args.rule)
+    _check_update(args, rule, segments)
+    kinds = (args.value_kind, args.grad_kind, args.state_format)
+    addresses = (args.value, args.residual, args.master, *args.states, *args.scales, args.grad, args.value_out)
+    arrays = tuple(address or 0 for address in addresses)
+    line, run = _line_of(args, rule, segments), passes.update_of(rule)
+    _in_elements(int(line[0][-1]), args.num_threads, lambda *part: run(kinds, arrays, line, *part))
+
+
+def master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.split(master, half, residual, *part))
+
+
+def master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.join(half, residual, master, *part))
+
+
+def short_master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.short_split(master, half, residual, *part))
+
+
+def short_master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    _in_elements(numel, num_threads, lambda *part: passes.short_join(half, residual, master, *part))
+
+
+def states_decode(
+    format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+) -> None:
+    if format is StateFormat.COMPACT:
+        arrays = (states, scales, fp32)
+        _in_elements(numel, num_threads, lambda *part: passes.decode(signed, arrays, *part))
+    else:
+        convert(fp32, Kind.FP32, states, _KIND_OF[format], numel, num_threads)
+
+
+def states_encode(
+    format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
+) -> None:
+    if format is StateFormat.COMPACT:
+        arrays = (states, scales, fp32)
+        _in_elements(numel, num_threads, lambda *part: passes.encode(signed, arrays, *part))
+    else:
+        convert(states, _KIND_OF[format], fp32, Kind.FP32, numel, num_threads)
+
+
+def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_threads: int) -> None:
+    kinds = (int(dst_kind), int(src_kind))
+    _in_elements(numel, num_threads, lambda *part: passes.convert(kinds, (dst, src), *part))
+
+
+def grad_store(
+    dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
+) -> SumOfSquares:
+    return _sum((int(dst_kind), int(src_kind)), int(mode), (dst, src), numel, num_threads)
+
+
+def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
+    return _sum((int(kind), int(kind)), passes.READ, (values, values), numel, num_threads)
+
+
+def crc32c(seed: int, address: int, nbytes: int) -> int:
+    """`seed` is the register's start, so that equal bytes in other places have other checksums."""
+    return int(passes.crc32c(np.uint32(seed ^ 0xFFFFFFFF), address, nbytes, passes.crc_tables())) ^ 0xFFFFFFFF
+
+
+def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int, num_threads: int) -> SumOfSquares:
+    """See [Note: the tree] in csrc/reduce/reduce.h."""
+    count = num_chunks(numel)
+    found = sums, tops = np.zeros(count), np.zeros(count, dtype=np.uint32)
+    in_parts(count, num_threads, lambda *chunks: passes.sum_chunks(kinds, mode, arrays, numel, found, *chunks))
+    total = 0.0
+    for each in sums.tolist():
+        total += each
+    return SumOfSquares(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
+
+
+def _check_update(args: UpdateArgsStruct, rule: Rule, segments: Any) -> None:
+    """Raises ConfigError, in the words of csrc/abi_update.cpp, where buffers overlap."""
+    begin, end = int(segments[0]["begin"]), int(segments[-1]["end"])
+    value_bytes, grad_bytes = (4 if kind == Kind.FP32 else 2 for kind in (args.value_kind, args.grad_kind))
+    sizes = [("value", args.value, value_bytes), ("value_out", args.value_out, value_bytes)]
+    sizes.append(("grad", args.grad, grad_bytes))
+    if args.value_kind == Kind.BF16:
+        sizes.append(("residual", args.residual, 1 if args.state_format == StateFormat.COMPACT else 2))
+    if args.value_kind == Kind.FP16:
+        sizes.append(("master", args.master, 4))
+    names = ("the first state", "the second state", "the third state")[: len(STATES[rule])]
+    sizes += [(name, at, _STATE_BYTES[args.state_format]) for name, at in zip(names, args.states, strict=False)]
+    spans = [(name, at + size * begin, at + size * end) for name, at, size in sizes if at]
+    for name, at in zip(names, args.scales, strict=False):
+        if at:
+            spans.append((f"{name}'s scales", at + 4 * (begin // STATE_BLOCK), at + 4 * -(-end // STATE_BLOCK)))
+    check_apart("zo_update", spans)
+
+
+def _line_of(args: UpdateArgsStruct, rule: Rule, segments: Any) -> tuple[Any, Any, Any, Any]:
+    """Chunks are cut from one line, so that many small segments share a part.
+
+    A row of it is a segment, or as much of one as has one key: random words are numbered modulo 2^32, and which turn it
+    is is a part of their key. (rows + 1,) where each begins on the line, beside compact states at a block; (rows, 3)
+    how far from there its elements lie, where they end, and how far from there they are numbered; (rows, NUM_SCALARS)
+    fp32 scalars; (rows, 2) uint32 keys.
+    """
+    scalars = np.zeros((len(segments), NUM_SCALARS), dtype=np.float32)
+    with np.errstate(over="ignore"):
+        for row, segment in zip(scalars, segments, strict=True):
+            row[:] = scalars_of_row(rule, segment)
+    grain = STATE_BLOCK if args.state_format == StateFormat.COMPACT else 1
+    first, places, keys, of_segment = [0], [], [], []
+    for index, (start, end, step) in enumerate(segments[["begin", "end", "step"]].tolist()):
+        for begin, stop, turn in turns(args.origin, start, end):
+            shift = begin - first[-1]
+            places.append((shift, stop, (args.origin + shift) % (1 << 32)))
+            keys.append(random_key(args.seed, step, turn))
+            of_segment.append(index)
+            first.append(first[-1] - (begin - stop) // grain * grain)
+    return (
+        np.array(first, dtype=np.int64),
+        np.array(places, dtype=np.int64).reshape(-1, 3),
+        scalars[of_segment],
+        np.array(keys, dtype=np.uint32).reshape(-1, 2),
+    )
+
+
+def _in_elements(numel: int, num_threads: int, body: Body) -> None:
+    """body(begin, end) for runs of whole chunks."""
+    in_parts(num_chunks(numel), num_threads, lambda first, last: body(first * CHUNK, min(last * CHUNK, numel)))

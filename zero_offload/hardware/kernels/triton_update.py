@@ -1,0 +1,230 @@
+"""The fused updates of all optimizers on a GPU, compiled by Triton: csrc/optim on tensors of a device.
+
+Imported, and triton with it, only when `choice.has_device_update` asks for it. One pass, as on a CPU: gradient, master
+and states are read, states, master and value written, in whatever format they rest (`triton_states`). The operations
+and their roundings are those of [Note: rounding] in csrc/optim/rules.inl, one by one, so that the bits are those of the
+native kernels: `tl.fma` is the only fused one (a launch forbids others), divisions and roots are the rounded ones, and
+subnormal numbers are kept. Nothing waits for the device. Triton keeps what it has compiled in files, for the next
+process too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware.abi import MAX_STATES, STATE_BLOCK, Rule
+from zero_offload.hardware.kernels.dtypes import kind_of
+from zero_offload.hardware.kernels.fallback import rules
+from zero_offload.hardware.kernels.fallback.codec import random_key, turns
+from zero_offload.hardware.kernels.triton_states import load_master, load_state, random_words, store_master, store_state
+from zero_offload.hardware.kernels.words import Segment, UpdateTensors, check_update
+
+BLOCK = 1024
+"""Elements of a program: eight for each of its 128 threads, so that halves, too, are loaded 16 bytes at a time.
+A warp's are one block of codes, which finds its scale without the others."""
+OPTIONS = {"enable_fp_fusion": False}
+"""Of the compiler: a product is not fused with the sum behind it."""
+
+# A kernel reads no globals but those that it may take for constants.
+_GRAD_SCALE, _DECAY, _L2 = tl.constexpr(rules.GRAD_SCALE), tl.constexpr(rules.DECAY), tl.constexpr(rules.L2)
+_BETA1, _BETA2 = tl.constexpr(rules.BETA1), tl.constexpr(rules.BETA2)
+_ONE_MINUS_BETA1, _ONE_MINUS_BETA2 = tl.constexpr(rules.ONE_MINUS_BETA1), tl.constexpr(rules.ONE_MINUS_BETA2)
+_INV_SQRT_BIAS2, _EPS = tl.constexpr(rules.INV_SQRT_BIAS2), tl.constexpr(rules.EPS)
+_NEG_STEP_SIZE, _GRAD_SHARE = tl.constexpr(rules.NEG_STEP_SIZE), tl.constexpr(rules.GRAD_SHARE)
+_FIRST_SUM = tl.constexpr(rules.FIRST_SUM)
+_ADAMW, _ADAMW_AMSGRAD = tl.constexpr(int(Rule.ADAMW)), tl.constexpr(int(Rule.ADAMW_AMSGRAD))
+_ADAM_AMSGRAD, _ADAGRAD = tl.constexpr(int(Rule.ADAM_AMSGRAD)), tl.constexpr(int(Rule.ADAGRAD))
+_LION, _SGD = tl.constexpr(int(Rule.LION)), tl.constexpr(int(Rule.SGD))
+_SGD_NESTEROV = tl.constexpr(int(Rule.SGD_NESTEROV))
+
+
+def update_on_device(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
+    """Launch one step of elements [segment.begin, segment.end) on the current stream of the tensors' device.
+
+    Elements outside are not touched. Raises ConfigError for tensors and segments that do not fit.
+    """
+    check_update(rule, tensors, segment)
+    beside = tensors.residual if tensors.master is None else tensors.master
+    arrays = (tensors.grad, tensors.value, beside, *_padded(tensors.states))
+    scales = _padded(tensors.scales)
+    scalars = rules.scalars_of(rule, segment)
+    # Triton launches on the current device, whatever device the tensors are on.
+    with torch.accelerator.device_index(tensors.value.device.index):
+        for begin, end, numbering in _runs(tensors, segment):
+            update_elements[(triton.cdiv(end - begin, BLOCK),)](
+                *(_part(array, begin) for array in arrays),
+                *(_part(scale, begin // STATE_BLOCK) for scale in scales),
+                scalars,
+                end - begin,
+                *numbering,
+                RULE=int(rule),
+                NUM_STATES=len(tensors.states),
+                VALUE=int(kind_of(tensors.value.dtype)),
+                HAS_BF16_GRAD=tensors.grad.dtype is torch.bfloat16,
+                FORMAT=int(tensors.state_format),
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )
+
+
+def try_on(device: torch.device) -> None:
+    """Update a few elements there; raises what Triton does where it has no compiler or does not know the device."""
+    value = torch.zeros(BLOCK, dtype=torch.float32, device=device)
+    segment = Segment(0, BLOCK, lr=0.0, beta1=0.0, beta2=0.0, eps=0.0, weight_decay=0.0, grad_scale=1.0, step=1)
+    update_on_device(Rule.SGD, UpdateTensors(value, None, (), torch.zeros_like(value)), segment)
+
+
+def _runs(tensors: UpdateTensors, segment: Segment) -> Iterator[tuple[int, int, tuple[int, int, int]]]:
+    """Ranges of the segment, each of one launch; the number of its first element, and the key of its random words.
+
+    Words are numbered modulo 2^32, and which turn it is is a part of their key. All come as int32, whatever their
+    highest bit: of a type that depended on the number there would be one more kernel to compile.
+    """
+    for begin, end, turn in turns(tensors.origin, segment.begin, segment.end):
+        before = between = 0  # where nothing is rounded at random
+        if tensors.state_format is not StateFormat.FP32:
+            before, between = random_key(tensors.seed, segment.step, turn)
+        yield begin, end, (int32(tensors.origin + begin), int32(before), int32(between))
+
+
+def int32(word: int) -> int:
+    """With the same lower 32 bits."""
+    return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+
+
+def _padded(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return (*tensors, *(None,) * (MAX_STATES - len(tensors)))
+
+
+def _part(tensor: Tensor | None, begin: int) -> Tensor | None:
+    """From an element on."""
+    if tensor is None:
+        return None
+    # Triton gets the bits of bf16 numbers: they are moved into place, without a conversion that has rules of its own.
+    if tensor.dtype is torch.bfloat16:
+        tensor = tensor.view(torch.int16)
+    # Most are whole, and a launch is short: five views would take longer than all checks.
+    return tensor.view(-1)[begin:] if begin else tensor
+
+
+# The first element's number and the key change from step to step, and so no kernel is made for special values of them.
+@triton.jit(do_not_specialize=["number", "before", "between"])
+def update_elements(
+    grad: tl.tensor,
+    value: tl.tensor,
+    beside: tl.tensor,
+    state0: tl.tensor,
+    state1: tl.tensor,
+    state2: tl.tensor,
+    scales0: tl.tensor,
+    scales1: tl.tensor,
+    scales2: tl.tensor,
+    c: tl.tuple,
+    numel: tl.tensor,
+    number: tl.tensor,
+    before: tl.tensor,
+    between: tl.tensor,
+    RULE: tl.constexpr,
+    NUM_STATES: tl.constexpr,
+    VALUE: tl.constexpr,
+    HAS_BF16_GRAD: tl.constexpr,
+    FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One block; `c` are the scalars of `rules.scalars_of`. VALUE is a Kind and FORMAT a StateFormat; `beside` has the
+    residuals or masters. Pointers to bf16 numbers point to their bits. `number` is the first element's; `before` and
+    `between` are the key of random words."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < numel
+    # Where nothing is rounded at random, the compiler drops this.
+    random = random_words(i.to(tl.int32) + number, before, between)
+    g = tl.load(grad + i, mask=inside)
+    if HAS_BF16_GRAD:
+        g = (g.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    g = g.to(tl.float32) * c[_GRAD_SCALE]
+    p = load_master(value, beside, i, inside, VALUE, FORMAT)
+    # Where a rule has fewer states, the others stand for nothing and come back as they are.
+    s0, s1, s2 = g, g, g
+    if NUM_STATES > 0:
+        s0 = load_state(state0, scales0, i, numel, RULE != _ADAGRAD, FORMAT, BLOCK)
+    if NUM_STATES > 1:
+        s1 = load_state(state1, scales1, i, numel, False, FORMAT, BLOCK)
+    if NUM_STATES > 2:
+        s2 = load_state(state2, scales2, i, numel, False, FORMAT, BLOCK)
+    if RULE <= _ADAM_AMSGRAD:
+        p, s0, s1, s2 = _adam(c, g, p, s0, s1, s2, RULE <= _ADAMW_AMSGRAD, NUM_STATES == 3)
+    elif RULE == _ADAGRAD:
+        p, s0 = _adagrad(c, g, p, s0)
+    elif RULE == _LION:
+        p, s0 = _lion(c, g, p, s0)
+    else:
+        p, s0 = _sgd(c, g, p, s0, RULE)
+    if NUM_STATES > 0:
+        store_state(state0, scales0, i, s0, random, numel, RULE != _ADAGRAD, True, FORMAT, BLOCK)
+    if NUM_STATES > 1:
+        store_state(state1, scales1, i, s1, random, numel, False, False, FORMAT, BLOCK)
+    if NUM_STATES > 2:
+        store_state(state2, scales2, i, s2, random, numel, False, False, FORMAT, BLOCK)
+    store_master(value, beside, i, p, random, inside, VALUE, FORMAT)
+
+
+# The rules, with the formulas and sources of csrc/optim/rules.inl.
+
+
+@triton.jit
+def _adam(
+    c: tl.tuple,
+    g: tl.tensor,
+    p: tl.tensor,
+    m: tl.tensor,
+    v: tl.tensor,
+    x: tl.tensor,
+    DECOUPLED: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+) -> tl.tuple:
+    if DECOUPLED:
+        p = p * c[_DECAY]
+    else:
+        g = tl.fma(c[_L2], p, g)
+    m = tl.fma(c[_ONE_MINUS_BETA1], g - m, m)
+    v = tl.fma(c[_BETA2], v, c[_ONE_MINUS_BETA2] * (g * g))
+    if AMSGRAD:
+        x = tl.where(v > x, v, x)
+    root = tl.math.sqrt_rn(x if AMSGRAD else v)
+    p = tl.fma(c[_NEG_STEP_SIZE], tl.math.div_rn(m, tl.fma(root, c[_INV_SQRT_BIAS2], c[_EPS])), p)
+    return p, m, v, x
+
+
+@triton.jit
+def _adagrad(c: tl.tuple, g: tl.tensor, p: tl.tensor, total: tl.tensor) -> tl.tuple:
+    g = tl.fma(c[_L2], p, g)
+    total = tl.fma(g, g, total + c[_FIRST_SUM])
+    p = tl.fma(c[_NEG_STEP_SIZE], tl.math.div_rn(g, tl.math.sqrt_rn(total) + c[_EPS]), p)
+    return p, total
+
+
+@triton.jit
+def _lion(c: tl.tuple, g: tl.tensor, p: tl.tensor, m: tl.tensor) -> tl.tuple:
+    apart = g - m
+    mixed = tl.fma(c[_ONE_MINUS_BETA1], apart, m)
+    # -1, 1, or the zero or NaN it was.
+    sign = tl.where(mixed > 0.0, 1.0, tl.where(mixed < 0.0, -1.0, mixed))
+    p = tl.fma(c[_NEG_STEP_SIZE], sign, p * c[_DECAY])
+    m = tl.fma(c[_ONE_MINUS_BETA2], apart, m)
+    return p, m
+
+
+@triton.jit
+def _sgd(c: tl.tuple, g: tl.tensor, p: tl.tensor, b: tl.tensor, RULE: tl.constexpr) -> tl.tuple:
+    g = tl.fma(c[_L2], p, g)
+    if RULE != _SGD:
+        b = tl.fma(c[_BETA1], b, c[_GRAD_SHARE] * g)
+        g = b if RULE != _SGD_NESTEROV else tl.fma(c[_BETA1], b, g)
+    p = tl.fma(c[_NEG_STEP_SIZE], g, p)
+    return p, b

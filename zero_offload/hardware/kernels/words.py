@@ -1,0 +1,169 @@
+"""What all kernels of updates and sums share: segments, the states of rules, what an update of tensors takes.
+
+Values and checks only: it runs nothing, and imports no kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.types import StateFormat
+from zero_offload.hardware import abi
+from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.kernels.dtypes import FLOATS, kind_of
+
+CHUNK = 16384
+"""Elements: kChunk of csrc/util/chunks.h, what one thread takes at once; sums depend on it."""
+LANES = 16
+"""Sums of a chunk that are added up side by side; see [Note: the tree] in csrc/reduce/reduce.h."""
+
+SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
+SegmentArray = npt.NDArray[np.void]
+
+STATES: dict[Rule, tuple[str, ...]] = {
+    Rule.ADAMW: ("exp_avg", "exp_avg_sq"),
+    Rule.ADAMW_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.ADAM: ("exp_avg", "exp_avg_sq"),
+    Rule.ADAM_AMSGRAD: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    Rule.ADAGRAD: ("sum",),
+    Rule.LION: ("exp_avg",),
+    Rule.SGD: (),
+    Rule.SGD_MOMENTUM: ("momentum_buffer",),
+    Rule.SGD_NESTEROV: ("momentum_buffer",),
+}
+"""What a rule keeps, by torch's names, in the order of the kernels."""
+
+SIGNED = frozenset({"exp_avg", "momentum_buffer"})
+"""The states that may be below 0; the others are means, sums or maxima of squares."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements [begin, end) of every buffer share these hyperparameters; `step` counts from 1.
+
+    For SGD, beta1 is the momentum and beta2 the dampening; for Adagrad, beta1 is lr_decay and beta2 is
+    initial_accumulator_value, which the first step adds to `sum`.
+    """
+
+    begin: int
+    end: int
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_scale: float
+    step: int
+
+
+def segment_array(segments: Sequence[Segment]) -> SegmentArray:
+    """The segments as one array for `fused_update`: build it once, use it for many calls."""
+    # Not by `astuple`, whose copies of numbers take longer than a launch on a device.
+    return np.array([tuple(vars(segment).values()) for segment in segments], dtype=SEGMENT_DTYPE)
+
+
+def state_dtype(format: StateFormat, *, signed: bool) -> torch.dtype:
+    """The dtype of a state's elements, codes or not."""
+    if format is StateFormat.COMPACT:
+        return torch.int8 if signed else torch.uint8
+    return torch.bfloat16 if format is StateFormat.BF16 else torch.float32
+
+
+def num_scales(format: StateFormat, numel: int) -> int:
+    """How many fp32 scales stand beside a state of `numel` elements."""
+    return -(-numel // STATE_BLOCK) if format is StateFormat.COMPACT else 0
+
+
+@dataclass(frozen=True)
+class UpdateTensors:
+    """A flat range in the memory of one device: each tensor is contiguous and has the same number of elements, in any
+    shape; compact states have scales beside them, one for each STATE_BLOCK of elements. Beside a bf16 value, which is
+    the half of a master, stands its residual; beside an fp16 value its master; an fp32 value is the master. `seed` and
+    `origin` are those of `UpdateBuffers`."""
+
+    value: Tensor  # fp32, bf16 or fp16
+    residual: Tensor | None  # int16, or int8 beside compact states; None but for a bf16 value
+    states: tuple[Tensor, ...]  # in the order of STATES: fp32, or bf16, or compact codes, int8 or uint8
+    grad: Tensor  # fp32, bf16 or fp16
+    master: Tensor | None = None  # fp32; None but for an fp16 value
+    scales: tuple[Tensor, ...] = ()  # of compact states: (ceil(numel / STATE_BLOCK),) fp32 each
+    state_format: StateFormat = StateFormat.FP32
+    seed: int = 0
+    origin: int = 0
+
+
+def check_update(rule: Rule, tensors: UpdateTensors, segment: Segment) -> None:
+    """Raises ConfigError for what no kernel takes."""
+    numel, device = tensors.value.numel(), tensors.value.device
+    compact = tensors.state_format is StateFormat.COMPACT
+    kind_of(tensors.grad.dtype)
+    if not 0 <= segment.begin <= segment.end <= numel or segment.step < 1:
+        raise ConfigError(
+            f"an update of [{segment.begin}, {segment.end}) of {numel} elements in step {segment.step}; give a range "
+            "inside of them, and count steps from 1"
+        )
+    grain = STATE_BLOCK if compact else 1
+    if tensors.origin < 0 or tensors.origin % grain or segment.begin % grain:
+        raise ConfigError(
+            f"an update that begins at {segment.begin} of elements from {tensors.origin} on; both are 0 or more, and "
+            f"beside compact states multiples of {STATE_BLOCK}"
+        )
+    spans = []
+    for name, tensor, count, dtypes in _expected(rule, tensors):
+        there = tensor.device == device and tensor.numel() == count and tensor.is_contiguous()
+        if not there or tensor.dtype not in dtypes:
+            wanted = f"{count} contiguous elements of {' or '.join(map(str, dtypes))} on {device}"
+            got = f"{tensor.numel()} of {tensor.dtype} with strides {tensor.stride()} on {tensor.device}"
+            raise ConfigError(
+                f"{name}: an update takes {wanted}, got {got}; move a model before the first step of its optimizer, or "
+                "load the optimizer's state dict after it has moved"
+            )
+        spans.append((name, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+    if device.type != "meta":  # which has no addresses
+        check_apart("an update", spans)
+
+
+def _expected(rule: Rule, tensors: UpdateTensors) -> Iterator[tuple[str, Tensor, int, tuple[torch.dtype, ...]]]:
+    """Each tensor with its name, and the elements and dtypes it is to have."""
+    numel, names, format = tensors.value.numel(), STATES[rule], tensors.state_format
+    compact = format is StateFormat.COMPACT
+    yield "value", tensors.value, numel, FLOATS
+    yield "gradient", tensors.grad, numel, FLOATS
+    parts = (
+        ("residual", tensors.residual, torch.bfloat16, torch.int8 if compact else torch.int16),
+        ("master", tensors.master, torch.float16, torch.float32),
+    )
+    for name, part, of, dtype in parts:
+        if (tensors.value.dtype is of) != (part is not None):
+            verb = "needs a" if part is None else "has no"
+            raise ConfigError(f"a value of {tensors.value.dtype} {verb} {name}; values of {of} alone have one")
+        if part is not None:
+            yield name, part, numel, (dtype,)
+    for what, found, count in (
+        ("states", tensors.states, len(names)),
+        ("scales", tensors.scales, compact * len(names)),
+    ):
+        if len(found) != count:
+            raise ConfigError(f"{rule.name} keeps {count} {what} ({', '.join(names[:count])}), got {len(found)}")
+    for name, state in zip(names, tensors.states, strict=True):
+        yield name, state, numel, (state_dtype(format, signed=name in SIGNED),)
+    for name, scales in zip(names, tensors.scales, strict=False):
+        yield f"the scales of {name}", scales, num_scales(format, numel), (torch.float32,)
+
+
+def check_apart(call: str, spans: Iterable[tuple[str, int, int]]) -> None:
+    """No element of one buffer may lie in another: the pass would read what it has just written.
+
+    A span is a name and the addresses of the first byte and of that behind the last.
+    """
+    for (a, a_first, a_last), (b, b_first, b_last) in itertools.combinations(spans, 2):
+        if a_last > b_first and b_last > a_first:
+            raise ConfigError(f"{call}: {a} and {b} overlap; give each memory of its own")

@@ -1,0 +1,194 @@
+"""Which steps become generations, and how they get there behind the next step.
+
+Owns the record of the last step until a generation has it, and the thread of commits. A commit begins on the update's
+thread when the update is complete, which fixes what the generation is made of, and goes on on a thread of its own.
+Moves no bytes. The calls: `is_due_by_clock` and `note_due` when a step begins; `drop` before states change, `add` per
+step, `complete` where the program has more to say, `launch_due`; `set_aside` when the program has written states
+itself; `forget_unfit`, `launch_latest`, `drain` and `shutdown` at the end.
+
+[Note: how ranks commit the same steps]
+A number of steps is counted alike on all ranks. A duration, or "auto", is measured by rank 0's clock alone
+(`CommitClock`). All ranks meet when `step()` begins, to say that nothing went wrong on any of them. Rank 0's word there
+says whether the step that begins becomes a generation: a bit of a message that is sent anyway.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+from zero_offload.checkpoint.commit_clock import CommitClock
+from zero_offload.checkpoint.format import StepRecord
+from zero_offload.checkpoint.generation import GenerationKeeper
+from zero_offload.optim.worker import Worker
+from zero_offload.storage.shards.snapshot import Snapshots
+
+
+class Commits:
+    """Of one model; the control thread's. Without a keeper there is nothing to do."""
+
+    def __init__(
+        self,
+        keeper: GenerationKeeper | None,
+        snapshots: Snapshots,
+        workers: tuple[Worker, Worker | None],
+        unit_order: Callable[[], Sequence[int]],
+        every: int | str,
+        *,
+        is_first_rank: bool,
+    ) -> None:
+        """`workers`: the updates' and, with a keeper, the commits'. `unit_order`: in which units are first used.
+        `every`: as in `OffloadConfig.commit_every`; `is_first_rank`: this rank's clock counts."""
+        self._keeper = keeper
+        self._snapshots = snapshots
+        self._updates, self._commits = workers
+        self._unit_order = unit_order
+        self._every = every
+        self._latest: StepRecord | None = None
+        """The last step, until a generation has it."""
+        self._is_aside = self._is_loaded = False
+        """Whether the states are no longer what `_latest` or, without it, the newest generation says; and whether they
+        are all a checkpoint's."""
+        self._due = False
+        self.completes = False
+        """Whether this run calls `complete`: then a record without its part belongs to a step that broke off."""
+        self._clock: CommitClock | None = None
+        if isinstance(every, str) and is_first_rank and keeper is not None:
+            self._clock = CommitClock(every)
+        self._is_due_by_time = False
+        """Whether rank 0 has said that this step becomes a generation."""
+        self._num_launched = self._num_ended = 0
+
+    def start(self, *, loaded: bool = False) -> None:
+        """The states are those of the generation that was found or, if `loaded`, of a checkpoint."""
+        self.drop()
+        self._is_aside = self._is_loaded = loaded
+        self._due = False
+        # Files that are cut anew have had a commit of their own.
+        self._num_launched = self._num_ended = self._snapshots.num_ended
+        if self._clock is not None:
+            self._clock.restart()
+
+    def drop(self) -> None:
+        """The states of the last step are about to change; whatever interrupts that, they are not committed as its."""
+        self._latest, self._is_aside, self._is_loaded = None, False, False
+
+    def set_aside(self) -> None:
+        """The program has written states of its own: the last step is committed only if it says so by `complete`."""
+        self._is_aside = True
+
+    def note_written(self) -> None:
+        """The program has changed parameters: as a part of the last step, unless a generation has that already."""
+        self._is_aside = self._is_aside or self._latest is None
+
+    @property
+    def makes_generations(self) -> bool:
+        return self._keeper is not None
+
+    @property
+    def pending_step(self) -> int:
+        """The step that `launch_latest` would make a generation; 0 when there is none."""
+        return 0 if self._latest is None or self._is_aside else self._latest.step
+
+    def is_due_by_clock(self) -> bool:
+        """True if the step that begins is to become a generation by this rank's clock. Never while a commit runs: the
+        next one would have to wait for it, and the update for both."""
+        return self._clock is not None and self._num_launched <= self._snapshots.num_ended and self._clock.is_due()
+
+    def note_due(self, is_due: bool) -> None:
+        """What rank 0's `is_due_by_clock` has said."""
+        self._is_due_by_time = is_due
+
+    def add(self, record: StepRecord, step_s: float, wait_s: float) -> None:
+        """A step was taken, of this length, of which commits have cost `wait_s`."""
+        self._latest, self._is_aside = record, False
+        if self._keeper is None:
+            return
+        if self._clock is not None:
+            ended, before = self._snapshots.num_ended, self._num_ended
+            self._num_ended, is_over = ended, ended >= self._num_launched
+            self._clock.add(step_s, wait_s, is_beside=ended > before or not is_over, is_over=is_over)
+        # Whatever number of steps one backward has: the last one may not be the one that is due.
+        self._due = self._due or (
+            record.step % self._every == 0 if isinstance(self._every, int) else self._is_due_by_time
+        )
+
+    def complete(self, record: Callable[[], StepRecord], *, in_step: bool = False) -> None:
+        """The program is done with the last step: replace its record, and launch its generation if it is due.
+
+        A generation may have that step already: states were replaced since, or the program has something else to say,
+        unless it is `in_step`, on its way to the next one, whose gradients no generation has.
+        """
+        self.completes = True
+        is_further = self._latest is None
+        if is_further and in_step and not self._is_aside:
+            return
+        self._latest, self._is_aside = record(), False
+        if is_further:
+            num_steps = self._latest.step
+            self._due = self._due or self._is_loaded or (isinstance(self._every, int) and not num_steps % self._every)
+        self.launch_due()
+
+    def launch_due(self) -> None:
+        # What is set aside is left out, and the next step is due in its place.
+        if self._due and not self._is_aside:
+            self.launch_latest()
+
+    def launch_latest(self) -> None:
+        """Make the last step a generation, unless it is one."""
+        record, keeper, commits = self._latest, self._keeper, self._commits
+        self.drop()
+        self._due = False
+        if record is None or keeper is None or commits is None:
+            return
+        snapshots, order = self._snapshots, self._unit_order()
+
+        def begin() -> None:
+            snapshot = snapshots.begin(order)
+            commits.submit(lambda: keeper.commit(record, snapshot))
+
+        self._updates.submit(begin)
+        # Not before: what was never submitted is never over.
+        self._num_launched += 1
+        if self._clock is not None:
+            self._clock.restart()
+
+    def forget_unfit(self) -> None:
+        """No generation is made of a step whose record does not say what a resume needs; the one before does."""
+        record = self._latest
+        if self._is_aside and (what := self._left_out(record)):
+            warnings.warn(
+                f"{what}: after it load_state_dict, optimizer.state, zo.load_checkpoint, zo.gathered(mode='write') or "
+                "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
+                "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
+                stacklevel=4,
+            )
+        # The script may also have ended between `step` and `commit`.
+        if self._is_aside or (self.completes and record is not None and record.rng is None):
+            self.drop()
+
+    def _left_out(self, record: StepRecord | None) -> str:
+        """What a resume will not find, of states that the program has replaced."""
+        if self._keeper is None:
+            return ""
+        if record is not None:
+            return f"step {record.step} is not made a generation"
+        if self._keeper.found is None and not self._num_launched:
+            return ""  # there is no generation to go on from
+        return "a resume goes on from the generation committed last"
+
+    def drain(self) -> None:
+        """Wait for updates, and for commits. Raises the first error."""
+        try:
+            self._updates.drain()
+        finally:
+            if self._commits is not None:
+                self._commits.drain()
+
+    def shutdown(self) -> None:
+        """Both threads end with what was submitted."""
+        try:
+            self._updates.shutdown()
+        finally:
+            if self._commits is not None:
+                self._commits.shutdown()

@@ -1,0 +1,124 @@
+"""How a model ends: closed by the program, dropped by it, or with the interpreter.
+
+Owns the order in which work, commits, threads, files and locks end. The finalizer of a dropped `ModelRuntime` has this
+object, which therefore must not refer to the runtime. A model ends once: what comes later does nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.threads import THREAD_PREFIX, FirstError, UpdateInterrupted, start
+from zero_offload.checkpoint.generation import Ranks
+from zero_offload.model.commits import Commits
+from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.life import ModelLife
+from zero_offload.storage.shards.store import ShardStore
+
+
+@dataclass(frozen=True)
+class ModelEnd:
+    """Of one model."""
+
+    life: ModelLife
+    errors: FirstError
+    grads: Gradients
+    commits: Commits
+    store: ShardStore
+    ranks: Ranks
+    close_files: Callable[[], None]
+
+    def close(self) -> None:
+        """Finish updates, make the last step a generation, release files and locks."""
+        if self.life.is_closed:
+            return
+        self._stop_use()
+        commits, exchange, is_raised = self.commits, self.ranks.exchange, sys.exc_info()[1] is not None
+        whole = together = same = False
+        try:
+            self.store.read_lazy()
+            commits.forget_unfit()
+            try:
+                # First of all: a commit under way talks to the other ranks, on the same group.
+                commits.drain()
+                whole = True
+            except UpdateInterrupted:
+                pass  # the program has had its KeyboardInterrupt
+            finally:
+                if not whole:
+                    commits.drop()
+                # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
+                together = exchange.all_come("zo.close, which all ranks call", surely=whole and not is_raised)
+                # It may also have struck ranks at different steps.
+                same = together and len(set(exchange.gather_digests(f"{commits.pending_step:016x}"))) == 1
+            if same:
+                commits.launch_latest()
+            if whole:
+                commits.drain()
+        finally:
+            try:
+                commits.shutdown()
+            finally:
+                # When one rank returns, none holds the directory's lock: it can be opened again at once.
+                with exchange.together() if together else nullcontext():
+                    self.close_files()
+
+    def close_at_exit(self, close: Callable[[], None]) -> None:
+        """`close` the model where this rank can do that alone. With several ranks a commit needs all of them, and an
+        exit may be one rank's failure: nothing is waited for."""
+        if self.ranks.world_size > 1 or not self.life.is_in_own_process:
+            return
+        self.store.forget_lazy()  # the program is over: a state dict that it still holds is not read for that
+        told = self.errors.is_raised
+        try:
+            close()
+        except ZeroOffloadError as error:
+            if not told:  # else the program has had it, and the user
+                _say(f"the last step is not made a generation: {error}")
+
+    def drop(self) -> None:
+        """End a model that nothing refers to any more; its directory is free when this returns.
+
+        The garbage collector may call this on one of the model's own threads, which cannot wait for itself.
+        """
+        if self.life.is_closed or not self.life.is_in_own_process:
+            return
+        self._stop_use()
+        if threading.current_thread().name.startswith(THREAD_PREFIX):
+            start(threading.Thread(target=self._end_dropped, name="zero-offload-end"))
+        else:
+            self._end_dropped()
+
+    def _end_dropped(self) -> None:
+        """Finish what is under way, and release files and locks. Nothing more is committed: an exception between `step`
+        and `zo.commit` drops a model too, and other ranks may be elsewhere."""
+        told, step = self.errors.is_raised, self.commits.pending_step
+        try:
+            self.store.read_lazy()
+            self.commits.drop()
+            with suppress(UpdateInterrupted):
+                self.commits.drain()
+            if step and self.commits.makes_generations:
+                _say(f"step {step} is not made a generation: the model was dropped. Call zo.close(model) to keep it")
+        except ZeroOffloadError as error:
+            if not told:  # else the program has had it, and the user
+                _say(f"an error after the model was dropped: {error}")
+        finally:
+            try:
+                self.commits.shutdown()
+            finally:
+                self.close_files()
+
+    def _stop_use(self) -> None:
+        """Gradients that are on their way from a device have come, and more are not expected."""
+        self.life.is_closed = True
+        self.grads.close()
+
+
+def _say(text: str) -> None:
+    print(f"zero_offload: {text}", file=sys.stderr)

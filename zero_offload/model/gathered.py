@@ -1,0 +1,216 @@
+"""`gathered()`: look at, or change, the full parameters of a module outside of its forward.
+
+Owns the meaning of its modes; units are made present by `Residency`, changes are written by `OptimizerStates`. With
+several ranks every rank must enter, since parameters are gathered from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.inputs import params_of
+from zero_offload.checkpoint.values import read_master
+from zero_offload.model.param_places import Place
+from zero_offload.model.runtime import ModelRuntime
+from zero_offload.runtime.grads.gradients import check_not_updated
+from zero_offload.runtime.residency import replaced
+from zero_offload.runtime.units.guard import unguard
+from zero_offload.storage.shards.registry import owner_of
+
+KINDS = ("params", "master", "grads")
+MODES = ("read", "write")
+
+Values = dict[str, torch.Tensor]
+
+
+@contextmanager
+def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kind: str = "params") -> Iterator[Values]:
+    """Inside, full values of the parameters of `module` are readable; yields them by name, host or device.
+
+    `kind="params"`: the parameters themselves (compute dtype) are read like any tensor, and the dict holds them; what
+    would change one, or a view of one, raises before anything is changed. `kind="master"`: the dict holds fp32 masters
+    (frozen: values), copies. `kind="grads"`: the dict holds copies of gradients that no step has consumed, fp32.
+    `mode="write"` (not for "grads"): what the dict's tensors hold at the end is written back, whether they were changed
+    in place, by `param.data = values`, or replaced in the dict; moments stay. With
+    "params" that is so after an exception too, as in plain torch; with "master" nothing is written then.
+    Several ranks: `kind="params"` with `mode="read"` only, and every rank enters. Writes to an address (`data_ptr()`,
+    DLPack) are not seen.
+
+    Raises ConfigError for an unknown kind or mode, and when no parameter is offloaded.
+    """
+    if kind not in KINDS or mode not in MODES or (kind == "grads" and mode == "write"):
+        raise ConfigError(
+            f"zo.gathered has no kind={kind!r} with mode={mode!r}; kinds are {', '.join(KINDS)}, "
+            'modes are "read" and "write" ("grads" only "read")'
+        )
+    params = params_of("zo.gathered", module)
+    owner = next((o for o in map(owner_of, params) if isinstance(o, ModelRuntime)), None)
+    if owner is None:
+        raise ConfigError("zo.gathered takes an offloaded module; call zo.offload(model, config) first")
+    # With stage 3 they come from all ranks; else mostly from this one.
+    with owner.together("zo.gathered") if owner.collectives.partition.param_shards > 1 else nullcontext():
+        owner.life.check_usable()
+        owner.session.settle()
+    owned = [param for param in params if owner_of(param) is owner]
+    places = [owner.places[param] for param in owned]
+    if mode == "write":
+        _one_rank(owner, "params", owner.ranks.world_size)
+        owner.store.read_lazy()
+        owner.drain()  # a commit under way must not see half of what is written
+    read: dict[str, Callable[[ModelRuntime, Sequence[Place]], Values]] = {
+        "master": _masters,
+        "grads": _grads,
+    }
+    if kind in read:
+        values = read[kind](owner, places)
+        yield values
+        if mode == "write":
+            _write_back(owner, places, values)
+        return
+    read_params = _params if mode == "read" else _changed_params
+    with read_params(owner, places) as values:
+        yield values
+
+
+@contextmanager
+def _params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Values]:
+    with _present(owner, places):
+        # At rest for all that they are here: so they ask the owner, which lets them be read and no more.
+        yield {place.name: place.param for place in places}
+
+
+@contextmanager
+def _changed_params(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[Values]:
+    given: Values = {place.name: place.param for place in places}
+    values: Values = {}
+    wrong: list[str] = []
+    try:
+        with _present(owner, places), _writable(places):
+            try:
+                yield given
+            except BaseException:
+                owner.note_written(whole=False)
+                raise
+            finally:
+                values, wrong = _taken(places, given)
+    finally:
+        # After an exception too: what is changed where it rests has lost what it was.
+        if values:
+            _write_back(owner, places, values)
+    if wrong:
+        raise ConfigError(
+            f"zo.gathered(mode='write') got {', '.join(wrong)}: it keeps its value, the others are written. Assign a "
+            "tensor of that shape, or change the one that is there in place"
+        )
+
+
+def _taken(places: Sequence[Place], given: Values) -> tuple[Values, list[str]]:
+    """Copies of what a program has left in these parameters, and what is wrong with some.
+
+    They count as they are, whatever memory they are in: `param.data = values` and `param.set_(values)` replace it, and
+    are taken with their dtype, so that an fp32 master has all their bits.
+    """
+    values, wrong = {}, []
+    for place in places:
+        value = given.get(place.name, place.param).detach()
+        if value.shape == place.piece.spec.shape and not value.is_meta:
+            values[place.name] = value.clone()
+        else:
+            wrong.append(f"{tuple(value.shape)} for {place.name}, which is {tuple(place.piece.spec.shape)}")
+    for unit in {place.unit.index: place.unit for place in places}.values():
+        unit.put_back()
+    for place in places:
+        if place.name not in values:
+            values[place.name] = place.param.detach().clone()
+    return values, wrong
+
+
+@contextmanager
+def _writable(places: Sequence[Place]) -> Iterator[None]:
+    """These parameters are plain, and no others of their units: what is written to those would be lost."""
+    units = {place.unit.index: place.unit for place in places}.values()
+    named = [(unit, [place.param for place in places if place.unit is unit]) for unit in units]
+    for unit, params in named:
+        unguard(params)
+        unit.writable.append(params)
+    try:
+        yield
+    finally:
+        for unit, params in named:
+            unit.writable = [each for each in unit.writable if each is not params]
+            unit.close()
+
+
+@contextmanager
+def _present(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[None]:
+    """The units of these parameters are on the device, and stay."""
+    held = []
+    try:
+        for unit in {place.unit.index: place.unit for place in places}.values():
+            unit.gathered_uses += 1
+            held.append(unit)
+            owner.residency.bring(unit)
+        owner.residency.meet("zo.gathered")
+        yield
+    finally:
+        for unit in held:
+            unit.gathered_uses -= 1
+            unit.close()
+
+
+def _masters(owner: ModelRuntime, places: Sequence[Place]) -> Values:
+    # Where nothing is divided every rank has them.
+    _one_rank(owner, "master", owner.collectives.num_shards)
+    values = {}
+    for section in {id(place.section): place.section for place in places}.values():
+        owner.units[section.layout.unit].wait_for_update()
+        master = read_master(owner.store, section.shard)
+        for place in places:
+            if place.section is section:
+                piece = place.piece
+                values[place.name] = master[piece.begin : piece.end].view(piece.spec.shape)
+    return values
+
+
+def _grads(owner: ModelRuntime, places: Sequence[Place]) -> Values:
+    _one_rank(owner, "grads", owner.ranks.world_size)
+    for place in places:
+        check_not_updated(owner.grads, place.param, place.name)
+        # Of the same section other parameters may have had a step, whose update reads it still.
+        place.unit.wait_for_update()
+    found = owner.grads.read([place.param for place in places])
+    return {place.name: found[place.param] for place in places if place.param in found}
+
+
+def _one_rank(owner: ModelRuntime, kind: str, num_ranks: int) -> None:
+    if num_ranks > 1 or owner.ranks.num_columns > 1:
+        raise ZeroOffloadError(
+            f'zo.gathered(kind="{kind}") works on one rank; with several save with zo.save_checkpoint '
+            "and load it on one"
+        )
+
+
+def _write_back(owner: ModelRuntime, places: Sequence[Place], values: Values) -> None:
+    """Every unit's copy on the device is made again from what was written."""
+    for place in places:
+        if values[place.name].shape != place.piece.spec.shape:
+            raise ConfigError(
+                f"zo.gathered(mode='write') got {tuple(values[place.name].shape)} for {place.name}, which is "
+                f"{tuple(place.piece.spec.shape)}; nothing is written. Put a tensor of that shape there, or change the "
+                "one that is there in place"
+            )
+    try:
+        for first in {id(place.section): place for place in places}.values():
+            masters = {p.piece: values[p.name] for p in places if p.section is first.section}
+            owner.states.write_masters(first, masters)
+        owner.note_written(whole=True)
+    except BaseException:
+        owner.note_written(whole=False)
+        raise
+    finally:
+        replaced(owner.residency, [(place.unit, place.param) for place in places])

@@ -1,0 +1,191 @@
+"""The parameters of a model move into their sections: values to where they rest, parameters to views of buffers.
+
+Owns which parameters can be moved and what becomes of each. A plain one stays the object it is. The values of one
+that `deferred_init` has left to be made are made here, one parameter at a time, and a plain parameter takes its
+place in every module. Decides nothing about tiers, and takes no memory but for values on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.host import host_empty, host_tensor, host_zeros
+from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
+from zero_offload.hardware.device import Device
+from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
+from zero_offload.model.deferred.recorder import DeferredTensor
+from zero_offload.plan.layout import ParamSlice
+from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.runtime.grads.dtensors import made_at, move_to
+from zero_offload.runtime.units.guard import wrapper_of
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.memory.heap import HeapTrimmer, trim_heap
+from zero_offload.storage.shards.registry import Recipe, recipe_of
+from zero_offload.storage.shards.store import ShardStore
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Raise if torch divides or copies the model, or a part of it, over ranks or devices itself."""
+    for name, module in model.named_modules():
+        wrappers = (wrapper_of(kind.__module__) for kind in type(module).__mro__)
+        if (what := next(filter(None, wrappers), None)) is not None:
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped by torch's {what}, and zo.offload divides and reduces parameters "
+                "over the ranks itself (stage=). Call zo.offload(model, config) on the plain model, as it was before "
+                "it was wrapped, and leave the wrapper out"
+            )
+
+
+def param_problem(param: nn.Parameter) -> str | None:
+    """Why a parameter that is not offloaded cannot be, or None."""
+    if recipe_of(param) is not None:
+        with torch._C.DisableTorchFunctionSubclass():
+            hooks = param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None)
+        return "has a hook, which a deferred parameter loses; register it after zo.offload" if hooks else None
+    if isinstance(param, DeferredTensor):
+        return "is still recorded; leave 'with zo.deferred_init():' before zo.offload"
+    if param.is_meta:
+        return "is on meta and has no values; build the model inside 'with zo.deferred_init():'"
+    if isinstance(param, nn.UninitializedParameter):
+        return "belongs to a lazy module, which gets its shape with its first input; run one forward before zo.offload"
+    if type(param) is not nn.Parameter:
+        return f"is a {type(param).__name__}; only plain parameters and DTensors can be offloaded"
+    if param.device.type != "cpu":
+        return f"is on {param.device}; build the model on the CPU"
+    return "has a gradient; call model.zero_grad() first" if param.grad is not None else None
+
+
+def lacks_values(params: Iterable[nn.Parameter]) -> bool:
+    """Whether values of some parameter were left out by `deferred_init(values="skip")`."""
+    recipes = [recipe_of(param) for param in params]
+    return any(recipe is not None and recipe.is_skipped for recipe in recipes)
+
+
+def move_buffers(model: nn.Module, device: Device, undo: contextlib.ExitStack) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            undo.callback(setattr, module, name, buffer)
+            setattr(module, name, buffer.to(device.torch_device))
+
+
+def move_in(
+    model: nn.Module,
+    units: Sequence[Unit],
+    store: ShardStore,
+    values_of: int | None,
+    undo: contextlib.ExitStack,
+) -> dict[int, Recipe]:
+    """Make every parameter of these units a view of its section; returns, by id, recipes of values that were left out.
+
+    The values of shard number `values_of` are taken along; None where the shards have theirs. `undo` gives
+    every parameter memory of its own again; a frozen one keeps its values as the compute dtype has rounded them.
+    """
+    params = dict(model.named_parameters())
+    views: dict[int, nn.Parameter] = {}  # by id: with a weak reference to it no parameter can be swapped back
+    left_out: dict[int, Recipe] = {}
+    for unit in units:
+        for section in unit.sections:
+            members = {piece: params[piece.spec.name] for piece in section.layout.params}
+            if values_of is not None:
+                _write_values(section, store, values_of, members)
+            undo.callback(_move_out, section, store, [(*member, member[1].dtype) for member in members.items()])
+            with section.buffer.addressable() if section.buffer is not None else contextlib.nullcontext():
+                for piece, param in members.items():
+                    view = section.flat[piece.begin : piece.end].view(piece.spec.shape)
+                    views[id(param)] = made = _as_view(param, view)
+                    unit.params.append(made)
+                    if (recipe := recipe_of(param)) is not None and recipe.is_skipped:
+                        left_out[id(made)] = recipe
+    for module in model.modules():
+        for name, registered in list(module._parameters.items()):
+            if registered is not None and views.get(id(registered), registered) is not registered:
+                undo.callback(module._parameters.__setitem__, name, registered)
+                setattr(module, name, views[id(registered)])
+    return left_out
+
+
+def _move_out(
+    section: Section, store: ShardStore, moved: Sequence[tuple[ParamSlice, nn.Parameter, torch.dtype]]
+) -> None:
+    """After an error elsewhere: what became a view is a tensor of its own again, since the buffer's pages will go."""
+    values = None
+    if section.layout.num_shards == 1:
+        with contextlib.suppress(ZeroOffloadError, RuntimeError):
+            values = read_master(store, section.shard)
+    for piece, param, dtype in moved:
+        if recipe_of(param) is not None:
+            continue  # the deferred parameter is still in its place
+        if values is None:
+            old = host_tensor(torch.nan, torch.float32).to(dtype).expand(piece.spec.shape)
+        else:
+            old = values[piece.begin : piece.end].view(piece.spec.shape).to(dtype, copy=True)
+        move_to(param, old)
+    if (
+        values is not None
+        and not section.layout.trainable
+        and any(dtype.itemsize > section.layout.dtype.itemsize for *_, dtype in moved)
+    ):
+        warnings.warn(
+            f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} frozen parameters) had moved to the tiers "
+            f"before zo.offload failed: they are rounded to {str(section.layout.dtype).removeprefix('torch.')} now. "
+            "Build the model again for their exact values",
+            stacklevel=2,
+        )
+    if values is None:
+        warnings.warn(
+            f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "
+            "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
+            stacklevel=2,
+        )
+
+
+def _write_values(
+    section: Section, store: ShardStore, shard_index: int, members: Mapping[ParamSlice, nn.Parameter]
+) -> None:
+    recipes = [recipe_of(param) for param in members.values()]
+    if all(recipe is not None and recipe.is_skipped for recipe in recipes):
+        return
+    values = _Values()
+    readers = {piece: functools.partial(values.read, param) for piece, param in members.items()}
+    fill = fill_from_readers(section.shard, shard_index, readers)
+    store.write_components(section.shard, ComponentSource(section.shard, fill))
+    if any(recipes):
+        trim_heap()  # what values were made with, of many sizes
+
+
+class _Values:
+    """Elements of parameters, in any order, best one parameter after the other: one that was made is kept."""
+
+    def __init__(self) -> None:
+        self._param: nn.Parameter | None = None
+        self._made = host_empty(0, torch.float32)
+        self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
+
+    def read(self, param: nn.Parameter, begin: int, end: int) -> torch.Tensor:
+        recipe = recipe_of(param)
+        if recipe is None:
+            return local_part(param).detach().reshape(-1)[begin:end]
+        if recipe.is_skipped:
+            return host_zeros(1, param.dtype).expand(end - begin)
+        if self._param is not param:
+            freed, self._made = self._made.nbytes, host_empty(0, torch.float32)  # before the next one takes memory
+            self._trimmer.freed(freed)
+            self._param, self._made = param, recipe.make().reshape(-1)
+        return self._made[begin:end]
+
+
+def _as_view(param: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+    """The parameter that is this view: itself, or a new one for a deferred one, which cannot leave meta."""
+    if recipe_of(param) is None:
+        move_to(param, view)
+        return param
+    made = made_at(view, param.requires_grad)
+    made.__dict__.update({key: value for key, value in param.__dict__.items() if key != "_is_param"})
+    return made

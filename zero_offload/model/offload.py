@@ -1,0 +1,656 @@
+"""`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place.
+
+Owns the order of building: spec -> layout -> placement -> directories -> arena, swap file, store -> units, whose
+parameters move in section by section, so that the peak is the model plus one chunk -> hooks. What it builds
+is used by `ModelRuntime`; nothing here runs in a training step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import CapacityError, ConfigError
+from zero_offload.base.inputs import check_config, check_model
+from zero_offload.base.threads import FirstError
+from zero_offload.base.types import Durability, HardwareProfile, StateKind, Tier, UpdateOverlap, whole_sectors
+from zero_offload.checkpoint.file_list import count_reusable
+from zero_offload.checkpoint.generation import Ranks
+from zero_offload.checkpoint.run_files import RunFiles
+from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
+from zero_offload.hardware.probe import probe_hardware
+from zero_offload.hardware.rates import with_measured
+from zero_offload.model.move_in import check_not_wrapped, lacks_values, move_buffers, move_in, param_problem
+from zero_offload.model.runtime import ModelRuntime
+from zero_offload.model.same_model import check_same_model
+from zero_offload.optim.worker import Worker
+from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
+from zero_offload.plan.dtypes import Cast, resolve
+from zero_offload.plan.forecast import Plan
+from zero_offload.plan.layout import SectionLayout, ShardLayout, UnitLayout, make_layout
+from zero_offload.plan.memory import (
+    GRADS_IN_FLIGHT,
+    UNITS_IN_FLIGHT,
+    Placement,
+    Sizes,
+    activations_ahead_bytes,
+    beside_made_bytes,
+    estimate_memory,
+    ring_bytes,
+    sent_grad_bytes,
+)
+from zero_offload.plan.model_spec import ModelSpec, UnitChoice
+from zero_offload.plan.model_work import work_of
+from zero_offload.plan.partition import Partition
+from zero_offload.plan.placement import assign_tiers, place, tier_budget
+from zero_offload.plan.search import Outlook
+from zero_offload.plan.shapes import UnitWork
+from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
+from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units
+from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
+from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
+from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
+from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.room import DeviceRoom
+from zero_offload.runtime.saved.activations import open_activations
+from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
+from zero_offload.runtime.units.guard import guard, unguard
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.files.system import naming_errors
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.memory.heap import trim_heap
+from zero_offload.storage.memory.pages import num_frames
+from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.storage.shards.grad_ring import GradRing
+from zero_offload.storage.shards.registry import Owner, owner_of, register, unregister
+from zero_offload.storage.shards.shard import Component, is_on_device, planned_components, shard_bytes
+from zero_offload.storage.shards.store import ShardStore
+
+UNLIMITED_FRAMES = 1 << 40
+
+
+def offload(
+    model: nn.Module,
+    config: OffloadConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    units: UnitChoice | None = None,
+) -> nn.Module:
+    """Offload `model` in place and return it: same object, same class, hooks only.
+
+    Its floating parameters become their compute dtype, with fp32 masters from their present values. `units` names
+    what moves together (module names, classes or modules); by default the repeated blocks are found. `mesh` names
+    the ranks that train this model, by default all: of one dimension, over which states are divided, or of two,
+    (replicate, shard), for hybrid sharding. All of its ranks call this together.
+    Where a launcher has set RANK, WORLD_SIZE above 1 and MASTER_ADDR and no process group exists, this makes it.
+    WORLD_SIZE=1 says that the process trains alone. Each rank has a GPU of its own: that of LOCAL_RANK, or the
+    program's choice.
+    With a generation in the directory and existing="resume", parameters and states are the generation's.
+
+    A model that has got parameters since (adapters, a new head, a module around it) is offloaded again, between two
+    steps: the second call adopts them, frozen ones too, as units of their own, and moves nothing else. It needs no
+    `config`, or the same. Optimizers go on; the next generation has the new parameters. A resume makes the same calls
+    in the same order.
+
+    Raises ConfigError (all problems at once), CapacityError, StorageError, LockError, IntegrityError and
+    CheckpointError; the model is then as it was (what had moved to the tiers and cannot be read back, as with several
+    ranks, is NaN, and a warning says so), unless reading a generation back failed half-way.
+    """
+    owners = _owners_in(model)
+    if owners:
+        _adopt(model, owners, config, mesh, units)
+        return model
+    join_ranks()
+    callers = Callers.of(mesh)
+    callers.take_gpus()
+    # DTensors: those who hold the other parts are told as well.
+    tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
+    with callers.together_with(tensor_mesh):
+        check_model("zo.offload", model)
+        config = check_config("zo.offload", config)
+        device = compute_device()
+        check_not_wrapped(model)
+        params = dict(model.named_parameters())
+        _check_params(params, mesh_problems(mesh, device.torch_device.type, tensor_mesh))
+        skips_values = lacks_values(params.values())
+        partition = partition_of(config, mesh)
+        spec = ModelSpec.from_module(model, units)
+        dtypes = resolve(model, config)
+        layout = make_layout(spec, dtypes, partition.optimizer_shards)
+        own_hardware = _hardware(config, device)
+        unit_bytes = _unit_bytes(layout.units, spec, config, partition)
+    group = RankGroup.of(config, mesh, tensor_mesh, callers)
+    collectives = Collectives(group, device.torch_device, config)
+    exchange = CommitGroup(group)
+    hardware = _agree(own_hardware, exchange)
+    with exchange.together():
+        outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
+        placement = place(unit_bytes, config, hardware, partition, outlook)
+    cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()  # run at the model's end; run after an error
+    try:
+        plan = estimate_memory(unit_bytes, placement, config, collectives.partition)
+        sizes = Sizes(hardware, unit_bytes, placement, plan)
+        build = Build(config, layout, sizes, group, collectives, device, cleanup, undo, FirstError())
+        ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
+        files = RunFiles.open(config, layout, ranks, cleanup)
+        check_same_model(params, ranks, exchange, values=files.found is None)
+        with exchange.together():
+            owner = _build(model, build, ranks, files)
+            undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
+            _install(model, owner, owner.units, spec, dtypes.casts, undo)
+        files.settle(ranks)
+        if files.found is not None:
+            owner.adopt_generation(files.found)
+        else:
+            owner.life.lacks_weights = skips_values
+        trim_heap()  # the parameters' old storages are free
+        owner.close_when_dropped()
+    except BaseException:
+        with cleanup:
+            undo.close()
+        raise
+    undo.pop_all()
+    return model
+
+
+def _owners_in(model: object) -> list[Owner]:
+    """Of the parameters that are offloaded already."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    return list({id(owner): owner for param in params if (owner := owner_of(param)) is not None}.values())
+
+
+def _install(
+    root: nn.Module,
+    owner: ModelRuntime,
+    units: Sequence[Unit],
+    spec: ModelSpec,
+    casts: Mapping[str, Cast],
+    undo: contextlib.ExitStack,
+) -> None:
+    """Units that are filled get their owner, guards and hooks. `spec` describes the last units of the model."""
+    first = len(owner.units) - len(spec.units)
+    for unit in units:
+        undo.callback(unguard, unit.params)
+        for param in unit.params:
+            undo.callback(unregister, param)
+            register(param, owner)
+        unit.seal()
+        guard(unit.params)
+    points = {point.module: [owner.units[first + i] for i in point.units] for point in spec.hook_points}
+    if not owner.has_root(root):
+        points = {"": [], **points}
+    params = [param for unit in units for param in unit.params]
+    _hook(root, owner, points, params, casts, undo)
+
+
+def _hook(
+    root: nn.Module,
+    owner: ModelRuntime,
+    points: Mapping[str, Sequence[Unit]],
+    params: Sequence[nn.Parameter],
+    casts: Mapping[str, Cast],
+    undo: contextlib.ExitStack,
+) -> None:
+    """The model of `owner` has these points, parameters and casts; what else it has hooks already."""
+    new_casts = {name: cast for name, cast in casts.items() if root.get_submodule(name) not in owner.modules}
+    install_hooks(root, points, params, owner.session, new_casts, owner.grad_ready, owner, undo)
+    install_walk_hooks([each for each in root.modules() if each not in owner.modules], undo)
+    owner.add_root(root)
+
+
+def _adopt(
+    model: nn.Module,
+    owners: Sequence[Owner],
+    config: OffloadConfig | None,
+    mesh: DeviceMesh | None,
+    units: UnitChoice | None,
+) -> None:
+    """Offload what an offloaded model has got since: further units behind those that there are, which stay."""
+    owner = owners[0]
+    if len(owners) > 1:
+        raise ConfigError(
+            f"zo.offload: these are {len(owners)} models that were offloaded apart; call it with one of them, or with "
+            "a module that holds parameters of one"
+        )
+    assert isinstance(owner, ModelRuntime)
+    keeper, device, collectives = owner.keeper, owner.device, owner.collectives
+    if not owner.life.is_closed:
+        with owner.together("zo.offload"):
+            owner.drain()  # a commit under way talks to the other ranks, as what follows does
+    with owner.ranks.exchange.together() if not owner.life.is_closed else contextlib.nullcontext():
+        _check_call(owner, config, mesh)
+        found = [param for param in model.parameters() if owner_of(param) is None]
+        if not found:
+            raise ConfigError(
+                "zo.offload: the model is offloaded already and has no new parameter to adopt; call it once per model, "
+                "and again after parameters were added"
+            )
+        root = owner.root_of(found) or model
+        check_not_wrapped(root)
+        chosen = set(map(id, found))
+        added = {name: param for name, param in root.named_parameters() if id(param) in chosen}
+        divided = [name for name, param in added.items() if is_dtensor(param)] if not owner.group.columns else []
+        _check_params(added, [f"{name} is a DTensor, and the offloaded model has none" for name in divided])
+        _check_names(owner.layout, added)
+        spec, dtypes = ModelSpec.from_module(root, units, found), resolve(root, owner.config, strict=False)
+        layout = make_layout(spec, dtypes, owner.layout.num_shards, owner.layout)
+        if keeper is not None:
+            keeper.check_growth(layout)
+        sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
+    awaited, skips_values = owner.files.awaits, lacks_values(found)
+    check_same_model(added, owner.ranks, owner.ranks.exchange, values=not awaited)
+    with contextlib.ExitStack() as undo:
+        cleanup, errors = contextlib.ExitStack(), owner.errors
+        build = Build(owner.config, layout, sizes, owner.group, collectives, device, cleanup, undo, errors)
+        store, first = owner.store, len(owner.units)
+        with owner.ranks.exchange.together():
+            sections = [section for unit in layout.units[first:] for section in unit.sections]
+            undo.callback(store.shrink, len(store.shards))
+            shards = store.grow(sections, sizes.placement.tiers)
+            owner.files.lay_out(store, shards, awaited=awaited)
+            new = [_make_unit(index, build, store, owner.frames) for index in range(first, len(layout.units))]
+            move_buffers(root, device, undo)
+            owner.files.fill(store, shards if awaited else (), collectives.shard_index)
+            left_out = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
+            store.staging.drop()
+        steps = owner.found_steps() if awaited else {}
+        if keeper is not None:
+            undo.callback(keeper.shrink, owner.layout)
+            keeper.grow(layout)
+            if awaited:
+                owner.files.settle(owner.ranks)
+        if owner.activations is not None:
+            owner.activations.keep(root.buffers())
+        on_host, on_device = _frame_limits(build)
+        before = _frame_limits(replace(build, layout=owner.layout, sizes=owner.sizes))
+        store.arena.widen(
+            on_host.chosen - before[0].chosen, on_host.most - before[0].most, on_host.kept - before[0].kept
+        )
+        owner.frames.widen(
+            on_device.chosen - before[1].chosen, on_device.most - before[1].most, on_device.least - before[1].least
+        )
+        owner.grow(layout, sizes, new, _landing_bytes(build), steps)
+        _install(root, owner, new, spec, dtypes.casts, undo)
+        if model not in owner.modules:  # around the root: what it does with parameters is a forward too
+            _hook(model, owner, {"": []}, (), {}, undo)
+        if not awaited:
+            owner.life.lacks_weights |= skips_values
+            owner.left_out |= left_out
+        undo.pop_all()
+    trim_heap()  # the parameters' old storages are free
+
+
+def _grown_sizes(owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work: Sequence[UnitWork]) -> Sizes:
+    """With the units of `spec`, the last ones of `layout`, placed in what the others leave. Raises CapacityError."""
+    config, partition, sizes = owner.config, owner.collectives.partition, owner.sizes
+    first, budget, plan = len(owner.units), sizes.placement.budget, sizes.plan
+    new = _unit_bytes(layout.units[first:], spec, config, partition)
+    outlook = _outlook(new, work, config, partition, sizes.hardware)
+    left = {tier: max(plan.left_bytes(tier), 0) for tier in Tier}
+    rest = replace(
+        budget,
+        device_bytes=budget.device_bytes if budget.shared_memory else left[Tier.DEVICE],
+        cpu_bytes=left[Tier.CPU],
+        nvme_bytes=left[Tier.NVME],
+    )
+    tiers = assign_tiers(new, config, rest, partition, outlook).tiers
+    unit_bytes = [
+        *sizes.unit_bytes,
+        *(replace(u, in_use_with=tuple(tuple(i + first for i in at) for at in u.in_use_with)) for u in new),
+    ]
+    placement = Placement((*sizes.placement.tiers, *tiers), budget)
+    plan = estimate_memory(unit_bytes, placement, config, partition)
+    if not plan.fits:
+        raise CapacityError("\n".join(["zo.offload: the new parameters do not fit beside the model", *plan.reasons]))
+    return Sizes(sizes.hardware, unit_bytes, placement, plan)
+
+
+def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceMesh | None) -> None:
+    """Raise where an offloaded model cannot grow now, or is to be another one."""
+    before = owner.config
+    if owner.life.is_closed:
+        raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
+    if config is not None:
+        check_config("zo.offload", config)
+        names = [each.name for each in fields(config) if each.name not in ("existing", "generation")]  # done with
+        if differ := [name for name in names if getattr(config, name) != getattr(before, name)]:
+            raise ConfigError(
+                f"zo.offload: the model is offloaded already, with {differ[0]}={getattr(before, differ[0])!r}, not "
+                f"{getattr(config, differ[0])!r}. To adopt new parameters leave config= out, or pass the same one"
+            )
+    if mesh is not None and tuple(int(rank) for rank in mesh.mesh.flatten()) != owner.group.members:
+        raise ConfigError("zo.offload: mesh= names other ranks than the first call did; leave it out")
+    if before.overlap == UpdateOverlap.BACKWARD:
+        raise ConfigError(
+            "zo.offload adopts no further parameters with overlap='backward', whose backward has a fixed set of units; "
+            "add them before the first zo.offload, or use overlap='forward'"
+        )
+    owner.prepare_growth()
+
+
+def _check_names(before: ShardLayout, added: Mapping[str, nn.Parameter]) -> None:
+    """Raise where a parameter has come in the place of an offloaded one: a generation cannot hold both."""
+    taken = {name for s in before.sections for piece in s.params for name in (piece.spec.name, *piece.spec.aliases)}
+    if clashes := [name for name in added if name in taken]:
+        raise ConfigError(
+            f"zo.offload: {', '.join(clashes[:3])}{', ...' * (len(clashes) > 3)} came in the place of offloaded "
+            "parameters of the same name, and a generation cannot hold both. Replace modules (a new head, resized "
+            "embeddings) before the first zo.offload, or give the new ones another name"
+        )
+
+
+def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
+    free_bytes = device.free_bytes()
+    for directory in config.nvme_dirs:
+        with naming_errors("reach", directory):
+            directory.exists()
+    with naming_errors("read", Path("/proc")):
+        found = probe_hardware(config.nvme_dirs, device_name=device.name, device_memory_bytes=free_bytes)
+    return count_reusable(found, config.nvme_dirs)
+
+
+def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
+    """The same figures on every rank: ranks that placed differently would gather in different orders."""
+    cpu, device, nvme, num_cores = exchange.smallest(
+        [hardware.cpu_memory_bytes, hardware.device_memory_bytes, hardware.nvme_free_bytes, hardware.num_cores]
+    )
+    name = exchange.agree(hardware.device_name)
+    return HardwareProfile(num_cores, cpu, name, device, nvme)
+
+
+def _check_params(params: Mapping[str, nn.Parameter], problems: Iterable[str] = ()) -> None:
+    tensor_mesh, found = mesh_of(params.values()), list(problems)
+    for name, param in params.items():
+        if tensor_mesh is not None and is_dtensor(param):
+            found += dtensor_problems(name, param, tensor_mesh)
+        elif (problem := param_problem(param)) is not None:
+            found.append(f"{name} {problem}")
+    if found:
+        raise ConfigError("\n".join(found[:10] + ["..."] * (len(found) > 10)))
+
+
+def plan_memory(
+    model: nn.Module,
+    config: OffloadConfig,
+    units: UnitChoice | None = None,
+    tokens: int = TOKENS_UNKNOWN,
+    mesh: DeviceMesh | None = None,
+) -> Plan:
+    """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
+    check_model("zo.plan", model)
+    check_config("zo.plan", config)
+    with on_likely_gpu():
+        device = compute_device()
+    if problems := list(mesh_problems(mesh, device.torch_device.type, mesh_of(model.parameters()))):
+        raise ConfigError("\n".join(problems))
+    partition = partition_of(config, mesh)
+    spec = ModelSpec.from_module(model, units)
+    layout = make_layout(spec, resolve(model, config), partition.optimizer_shards)
+    unit_bytes = _unit_bytes(layout.units, spec, config, partition)
+    hardware = _hardware(config, device)
+    budget = tier_budget(config, hardware)
+    outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
+    placement = assign_tiers(unit_bytes, config, budget, partition, outlook)
+    batch = Batch(
+        tokens=tokens, sequence=min(tokens, TOKENS_UNKNOWN), recompute=any(map(is_recomputed, model.modules()))
+    )
+    job, machine = replace(outlook.job, batch=batch), outlook.machine
+    if not device.is_host:
+        # The placement is by what all ranks know; the seconds may be by what was measured here.
+        machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
+    return Plan.of(estimate_memory(unit_bytes, placement, config, partition), job, placement, machine)
+
+
+def _outlook(
+    unit_bytes: Sequence[UnitBytes],
+    work: Sequence[UnitWork],
+    config: OffloadConfig,
+    partition: Partition,
+    hardware: HardwareProfile,
+) -> Outlook:
+    """What "auto" judges by: inputs on which all ranks agree, and nothing measured."""
+    return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
+
+
+def _unit_bytes(
+    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition
+) -> Sequence[UnitBytes]:
+    """Of the units of `spec`, laid out."""
+    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
+    return measure_units(numels, config, partition)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What has been decided, and how what is taken is given back: at the model's end, or after an error only."""
+
+    config: OffloadConfig
+    layout: ShardLayout
+    sizes: Sizes
+    group: RankGroup
+    collectives: Collectives
+    device: Device
+    cleanup: contextlib.ExitStack
+    undo: contextlib.ExitStack
+    errors: FirstError
+
+
+def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> ModelRuntime:
+    """Take memory, make or open the files, and move the parameters in."""
+    config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
+    on_host, on_device = _frame_limits(build)
+    arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
+    device.will_pin(build.sizes.plan.used_bytes(Tier.CPU))
+    budget = FrameBudget(on_device.chosen, on_device.most, on_device.least)
+    num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
+    store = ShardStore(layout, build.sizes.placement.tiers, arena, files.swap, num_slots, device)
+    files.create(store, config.effective_durability)
+    if files.keeper is not None and files.swap is not None:
+        files.keeper.adopt(store, files.swap)
+    units = [_make_unit(i, build, store, budget) for i in range(len(layout.units))]
+    collectives.counters = store.counters
+    device.record_to(store.counters.spans)
+    if config.overlap == UpdateOverlap.BACKWARD:
+        store.grad_ring = GradRing(arena, _ring_bytes(build))
+    if files.swap is not None:
+        # What failed on whatever thread stops the run: a drive that failed once is not tried again.
+        files.swap.on_error = files.telling(build.errors.set)
+        if files.scratch is not None:
+            files.scratch.on_error = build.errors.set
+    carrier = _make_carrier(build, store)
+    move_buffers(model, device, build.undo)
+    ahead_max = activations_ahead_bytes(config, build.sizes.placement.budget)
+    activations = open_activations(config, device, store, files.scratch, model.buffers(), ahead_max)
+    room = None if device.is_host else _make_room(build, budget, units)
+    residency = Residency(units, store, collectives, carrier, arena if device.is_host else budget, room)
+    update_worker = _start_worker("zero_offload-update", build)
+    commit_worker = None if files.keeper is None else _start_worker("zero_offload-commit", build)
+    # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
+    files.fill(store, store.shards, collectives.shard_index)
+    values_of = None if files.found is not None else collectives.shard_index
+    left_out = move_in(model, units, store, values_of, build.undo)
+    store.staging.drop()
+    return ModelRuntime(
+        config=config,
+        layout=layout,
+        sizes=build.sizes,
+        group=build.group,
+        ranks=ranks,
+        collectives=collectives,
+        device=device,
+        store=store,
+        frames=budget,
+        errors=build.errors,
+        update_worker=update_worker,
+        commit_worker=commit_worker,
+        units=units,
+        residency=residency,
+        files=files,
+        activations=activations,
+        left_out={} if files.found else left_out,
+        close_files=build.cleanup.close,
+    )
+
+
+def _start_worker(name: str, build: Build) -> Worker:
+    worker = Worker(build.errors, name)
+    build.undo.callback(worker.shutdown)
+    return worker
+
+
+def _ring_bytes(build: Build) -> int:
+    """Host memory for the gradients that pass through while backward updates."""
+    tiers, sums = build.sizes.placement.tiers, build.collectives.world_size > 1
+    unit_bytes = [0] * len(build.layout.units)
+    for section in build.layout.sections:
+        stays = tiers[section.unit][StateKind.GRADS] is Tier.DEVICE and not build.device.is_host
+        if section.trainable and not stays:
+            nbytes = section.shard_numel * (4 if sums else section.dtype.itemsize)
+            unit_bytes[section.unit] += whole_sectors(nbytes)
+    return ring_bytes(unit_bytes)
+
+
+def _make_carrier(build: Build, store: ShardStore) -> Carrier:
+    index = build.collectives.shard_index
+    if build.device.is_host:
+        return HostCarrier(store, index)
+    return DeviceCarrier(store, build.device, SpanPool(store.arena, _landing_bytes(build)), index)
+
+
+def _make_room(build: Build, budget: FrameBudget, units: Sequence[Unit]) -> DeviceRoom:
+    collectives, grows = build.collectives, build.config.device_memory is None
+    # Where ranks use different units, they agree before each gather, and need not have the same ones here.
+    alike = collectives.num_shards > 1 and not collectives.partition.any_branches
+    agreement = collectives.agreement if alike else None
+    return DeviceRoom(build.device.torch_device, budget, units, agreement, collectives.world_size, grows=grows)
+
+
+def _landing_bytes(build: Build) -> int:
+    """Host memory for units on their way to a device."""
+    whole = build.collectives.partition.replicates_params
+    sizes = [sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units]
+    return sum(sorted(sizes)[-UNITS_IN_FLIGHT:])
+
+
+class FrameLimits(NamedTuple):
+    """Frames of one memory."""
+
+    chosen: int
+    """Used by choice."""
+    most: int
+    """Taken by a use that cannot wait (a checkpointed segment needs all of its units at once)."""
+    kept: int = 0
+    """Of those chosen, for gradients alone: units that are fetched ahead would have them all."""
+    least: int = 0
+    """Of a device, those that uses need at once."""
+
+
+def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
+    """Limits on the host and on the device: for units on their way through, and for gradients on theirs."""
+    config, device = build.config, build.device
+    frames = {home: [0] * len(build.layout.units) for home in Home}
+    for section in build.layout.sections:
+        frames[_home(section, build)][section.unit] += num_frames(section.nbytes)
+    passing = frames[Home.AWAY]
+    in_flight = units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
+    if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
+        fewest, most = min(units, num_frames(budget)), num_frames(budget) - num_frames(_resting_on_device(build))
+        units = min(sum(passing), max(fewest, most))
+    staying = sum(frames[Home.ON_DEVICE])
+    grads = 0
+    grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.sizes.placement.tiers)
+    if build.collectives.world_size > 1 or grads_on_disk:
+        # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
+        buffers = GRADS_IN_FLIGHT * (1 + (build.collectives.world_size > 1 and grads_on_disk))
+        grads = buffers * max(
+            sum(num_frames(section.numel * 4) for section in unit.sections) for unit in build.layout.units
+        )
+    unlimited = config.device_memory is None and config.cpu_memory is None
+    host = grads + (units if device.is_host else 0)
+    # One rank on a CPU keeps frames in backward only, of the units' own where it can (`MemoryPool`).
+    kept = 0 if device.is_host and build.collectives.world_size == 1 else grads
+    there, least = units + staying, min(in_flight, units) + staying
+    return (
+        FrameLimits(host - grads + kept, UNLIMITED_FRAMES if unlimited else host, kept=kept),
+        FrameLimits(there, UNLIMITED_FRAMES if config.device_memory is None else there, least=least),
+    )
+
+
+def _resting_on_device(build: Build) -> int:
+    """Bytes of gradients at rest or on their way to the host, of activations fetched ahead, and of states that are
+    updated there, in a device's memory."""
+    if build.device.is_host:
+        return 0
+    partition, tiers = build.collectives.partition, build.sizes.placement.tiers
+    units = measure_units([UnitNumel.of(unit) for unit in build.layout.units], build.config, partition)
+    grads = (unit.grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE)
+    states = (
+        shard_bytes(section, planned_components(section))
+        for section in build.layout.sections
+        if is_on_device(section, tiers[section.unit], build.device)
+    )
+    passing = [
+        unit.passing_grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE
+    ]
+    sent = [
+        sent_grad_bytes(unit, partition) * (at[StateKind.GRADS] is not Tier.DEVICE)
+        for unit, at in zip(units, tiers, strict=True)
+    ]
+    ahead = activations_ahead_bytes(build.config, build.sizes.placement.budget)
+    return sum(grads) + ring_bytes(passing) + beside_made_bytes(sent, sent) + sum(states) + ahead
+
+
+class Home(Enum):
+    """Where a section's flat buffer lives while nobody uses it."""
+
+    IN_PLACE = "in place"  # it is the shard, or a part of it is: in the memory that compute works on
+    ON_DEVICE = "on device"  # filled once, refreshed after updates
+    AWAY = "away"  # no memory under them
+
+
+def _home(section: SectionLayout, build: Build) -> Home:
+    tiers = build.sizes.placement.tiers[section.unit]
+    params, cut = tiers[StateKind.PARAMS], build.collectives.partition.param_shards > 1
+    if section.num_shards == 1 and is_on_device(section, tiers, build.device):
+        return Home.IN_PLACE
+    if params is Tier.NVME or cut:
+        return Home.AWAY
+    if build.device.is_host or (params is Tier.DEVICE and is_on_device(section, tiers, build.device)):
+        return Home.IN_PLACE
+    return Home.ON_DEVICE if params is Tier.DEVICE else Home.AWAY
+
+
+def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget) -> Unit:
+    layout, index_of_shard = build.layout.units[index], build.collectives.shard_index
+    homes = {section.index: _home(section, build) for section in layout.sections}
+    sections = []
+    for section in layout.sections:
+        shard, home = store.shards[section.index], homes[section.index]
+        own = slice(index_of_shard * section.shard_numel, (index_of_shard + 1) * section.shard_numel)
+        if home is Home.IN_PLACE:
+            # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
+            flat = store.places.memory_of(shard, section.dtype, section.numel)
+            # By a storage of its own: what an update or a commit views is no view that somebody holds of the buffer.
+            store.places.place_memory(shard, {Component.VALUE: build.device.alias(flat)[own]})
+            sections.append(Section(shard, flat, None))
+            continue
+        if home is Home.AWAY and build.collectives.partition.replicates_params:
+            store.places.place_replica(shard)
+        replica = shard.replica.memory if shard.replica is not None and not shard.on_device else None
+        store.places.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
+        if build.device.is_host:
+            pages = MovableBuffer(store.arena, section.nbytes)
+            sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))
+        else:
+            flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
+            sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
+    return Unit(index, layout, sections, build.errors, resident=Home.AWAY not in homes.values())

@@ -1,0 +1,293 @@
+"""What optimizers keep of offloaded parameters, as they see it, and the writes of masters and states. One model's.
+
+Owns how many updates each parameter has had, and what budgets leave for states that plans do not count. The states
+themselves are the shards': there are none before an optimizer is built, and of each section all that its parameters'
+optimizers keep. With several ranks a parameter is spread over them: then reads and writes of one parameter raise,
+naming the call that works.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.base.errors import CapacityError, ZeroOffloadError
+from zero_offload.base.host import host_tensor, host_zeros
+from zero_offload.base.types import Tier, format_bytes
+from zero_offload.checkpoint.values import (
+    Edited,
+    Edits,
+    completed,
+    master_edits,
+    master_part,
+    read_master_part,
+    read_state,
+)
+from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.model.commits import Commits
+from zero_offload.model.param_places import ParamPlaces, Place, need_whole
+from zero_offload.optim.loading import BESIDE, STEP
+from zero_offload.optim.state import Entry, Readers, StateTensor, count_of, settled
+from zero_offload.plan.layout import ParamSlice
+from zero_offload.plan.memory import MemoryPlan
+from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.residency import Residency, replaced
+from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
+from zero_offload.storage.shards.store import ShardStore
+
+States = Mapping[str, torch.Tensor]
+"""By torch's names."""
+
+_SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "nvme_capacity"}
+
+
+class OptimizerStates:
+    """Implements `shards.registry.OptimizerStates`."""
+
+    def __init__(
+        self,
+        places: ParamPlaces,
+        store: ShardStore,
+        residency: Residency,
+        life: ModelLife,
+        commits: Commits,
+        shard_index: int,
+        plan: MemoryPlan,
+    ) -> None:
+        self._places = places
+        self._store = store
+        self._residency = residency
+        self._life = life
+        self._commits = commits
+        self._shard_index = shard_index
+        self._plan = plan
+        self._unplanned = dict.fromkeys(Tier, 0)
+        """Bytes of states that the plan does not count."""
+        self.readers = Readers()
+        self.param_steps: dict[str, int] = {}
+        self.begun: set[str] = set()
+        """Parameters that have states though no step is counted: those of a fake step, or that the program has set."""
+        self._loaded_steps: dict[str, int] = {}
+        """The counts that came with states from files or a state dict."""
+        self._completed: dict[str, int] = {}
+        """Those that came with what completes a value to its fp32 master."""
+        self.adopt({})
+
+    def adopt(self, param_steps: Mapping[str, int]) -> None:
+        """The shards have states that were saved after so many updates of each parameter."""
+        self.param_steps = {place.name: int(param_steps.get(place.name, 0)) for place in self._places.all()}
+        self._loaded_steps = dict(self.param_steps)
+        self._completed.clear()
+        self.begun.clear()
+
+    def grow(self, plan: MemoryPlan, param_steps: Mapping[str, int]) -> None:
+        """There are further parameters, and another plan; `param_steps` as `adopt` takes them."""
+        self._plan = plan
+        for name in (place.name for place in self._places.all()):
+            if name not in self.param_steps:
+                self.param_steps[name] = self._loaded_steps[name] = int(param_steps.get(name, 0))
+
+    def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
+        params = list(params)
+        places = [self._places[param] for param in params]
+        self.ensure((place.section.shard, names) for place in places)
+        # What was loaded is for the optimizer built next; what an earlier one has made of it is not.
+        self._start_anew(
+            param
+            for param, place in zip(params, places, strict=True)
+            if self.param_steps[place.name] != self._loaded_steps[place.name] or place.name in self.begun
+        )
+
+    def _start_anew(self, params: Iterable[nn.Parameter]) -> None:
+        if not (params := list(params)):
+            return
+        self.readers.before_replacing(params)
+        self._change()
+        places = [self._places[param] for param in params]
+        zeros = host_zeros(1, torch.float32)
+        by_section: dict[int, list[Place]] = {}
+        for place in places:
+            by_section.setdefault(id(place.section), []).append(place)
+        for of_section in by_section.values():
+            section = of_section[0].section
+            edits = [(*section.layout.in_shard(place.piece, self._shard_index), zeros) for place in of_section]
+            self._edit(of_section[0], dict.fromkeys(section.shard.states, edits))
+        for place in places:
+            self.param_steps[place.name] = self._loaded_steps[place.name] = 0
+            self.begun.discard(place.name)
+
+    def ensure(self, states: Iterable[tuple[Shard, Sequence[str]]]) -> None:
+        """Have room for these states of shards; what there was not is zero. Raises CapacityError."""
+        lacking: dict[int, tuple[Shard, dict[Component, None]]] = {}
+        for shard, names in states:
+            if shard.layout.trainable and not shard.keeps(names):
+                lacking.setdefault(id(shard), (shard, {}))[1].update(dict.fromkeys(map(Component, names)))
+        if lacking:
+            self._count(lacking.values())
+            self._commits.drain()
+        for shard, components in lacking.values():
+            self._store.add_states(shard, components)
+
+    def _count(self, lacking: Iterable[tuple[Shard, Iterable[Component]]]) -> None:
+        """Raise where these states would exceed a budget. AdamW's two are a part of the plan."""
+        unplanned = dict(self._unplanned)
+        for shard, components in lacking:
+            nbytes = unplanned_bytes(shard.layout, shard.states, components)
+            unplanned[Tier.NVME] += nbytes * len(shard.slots)
+            unplanned[shard.placement.optimizer] += nbytes * (shard.placement.optimizer is not Tier.NVME)
+        shared = self._plan.budget.shared_memory
+        for tier, nbytes in unplanned.items():
+            together = nbytes if tier is Tier.NVME or not shared else unplanned[Tier.DEVICE] + unplanned[Tier.CPU]
+            if nbytes and together > (left := max(self._plan.left_bytes(tier), 0)):
+                setting = _SETTINGS[Tier.CPU if shared and tier is Tier.DEVICE else tier]
+                raise CapacityError(
+                    f"the optimizer keeps more than two states of a parameter, which zo.plan does not count: of the "
+                    f"{tier.value} tier they take {format_bytes(together)}, and {format_bytes(left)} are left. Raise "
+                    f"{setting}=, place states elsewhere (optimizer=), or use an optimizer with fewer (amsgrad=False)"
+                )
+        self._unplanned = unplanned
+
+    def step_of(self, param: nn.Parameter) -> int | None:
+        name = self._places.name_of(param)
+        return self.param_steps[name] if self.param_steps[name] or name in self.begun else None
+
+    def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
+        if self.step_of(param) is None:
+            return {}
+        shard = self._places[param].section.shard
+        kept = {name: torch.float32 for name in (STEP, *names) if name == STEP or shard.keeps([name])}
+        return kept | master_part(shard.layout)
+
+    def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
+        self._life.check_usable()
+        instead = "zo.save_checkpoint(model, optimizer, path), and optimizer.state.clear() on all ranks to reset states"
+        need_whole((self._places[param] for param in params), call, instead)
+
+    def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
+        if (step := self.step_of(param)) is None:
+            raise ZeroOffloadError(
+                f"{name} of {self._places.describe(param)} is gone: the optimizer's states were reset, and no step "
+                "has made others. Take a copy before a reset (.clone())"
+            )
+        if name == STEP:
+            return host_tensor(float(step), torch.float32)
+        self.check_readable([param], f"{name} of {self._places.name_of(param)} in optimizer.state")
+        place = self._places[param]
+        piece, shard = place.piece, place.section.shard
+        place.unit.wait_for_update()
+        span = piece.begin, piece.end
+        if name in master_part(shard.layout):
+            return read_master_part(self._store, shard, span).view(piece.spec.shape)
+        return read_state(self._store, shard, Component(name), span).view(piece.spec.shape)
+
+    def begin(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
+        """Have states, as those of a step of zero gradients with a learning rate of 0 would be, and count no step."""
+        for param, hyper in hypers.items():
+            if self.step_of(param) is None:
+                if hyper.rule is Rule.ADAGRAD and hyper.beta2:
+                    initial = host_zeros(param.shape, torch.float32) + hyper.beta2
+                    self.write(param, 0, {"sum": initial}, {})
+                self.begun.add(self._places.name_of(param))
+
+    def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
+        place = self._places[param]
+        step = count_of(values, f"{name} of {place.name}") if name == STEP else self.param_steps[place.name]
+        self._change()
+        if name in BESIDE:
+            self._write(place, {}, {name: values})
+        elif name != STEP:
+            self.ensure([(place.section.shard, (name,))])
+            self._write(place, {name: values}, {})
+        self._count_steps(place.name, step, has_states=True)
+
+    def write(self, param: nn.Parameter, step: int, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
+        place, has_states = self._places[param], any(state is not None for state in states.values())
+        if step == 0 and self.step_of(param) is None and not has_states:
+            return  # all that there is is zero
+        moved, beside = _moved(states, param), _moved(beside, param)
+        if not moved and not beside and step == self.step_of(param):
+            return  # they are here
+        self.readers.before_replacing([param], {*moved, *beside, STEP, Entry.state_name})
+        self._change()
+        self.ensure([(place.section.shard, tuple(moved))])
+        if moved or beside:
+            self._write(place, moved, beside)
+        self._count_steps(place.name, step, has_states)
+        self._loaded_steps[place.name] = step
+        if beside:
+            self._completed[place.name] = step
+
+    def _count_steps(self, name: str, step: int, has_states: bool) -> None:
+        self.param_steps[name] = step
+        if has_states and step == 0:
+            self.begun.add(name)
+        else:
+            self.begun.discard(name)
+
+    def reset(self, params: Iterable[nn.Parameter]) -> None:
+        self._start_anew(param for param in params if self.step_of(param) is not None)
+
+    def _write(self, place: Place, states: Mapping[str, torch.Tensor | None], beside: States) -> None:
+        """Replace these states, each of the parameter's shape; None is zeros. `beside` the value stands what completes
+        it to the master, as `read` returns it, or nothing: then the master stays as it is."""
+        call = f"changing the optimizer's states of {place.name}, by load_state_dict too,"
+        need_whole([place], call, "zo.load_checkpoint(model, optimizer, path)")
+        shard, span, zeros = place.section.shard, (place.piece.begin, place.piece.end), host_zeros(1, torch.float32)
+        place.unit.wait_for_update()
+        master = completed(self._store, shard, beside, span) if beside else None
+        edits = {} if master is None else master_edits(shard, master)
+        for name, state in states.items():
+            edits[Component(name)] = zeros if state is None else state.detach().reshape(-1)
+        self._edit(place, {component: [(*span, values)] for component, values in edits.items()})
+        # In bf16 what completes a value leaves it as it is; in fp16 it is its master, rounded.
+        if master is not None and shard.layout.dtype == torch.float16:
+            replaced(self._residency, [(place.unit, place.param)])
+
+    def write_masters(self, place: Place, masters: Mapping[ParamSlice, torch.Tensor]) -> None:
+        """Replace masters (fp32 or compute dtype) of some parameters of the place's section."""
+        edits: Edits = {}
+        for piece, values in masters.items():
+            for component, array in master_edits(place.section.shard, values).items():
+                edits.setdefault(component, []).append((piece.begin, piece.end, array))
+        self._edit(place, edits)
+
+    def _edit(self, place: Place, edits: Edits) -> None:
+        self._life.check_usable()
+        shard = place.section.shard
+        place.unit.wait_for_update()
+        source = Edited(self._store, shard, edits)
+        self._store.write_components(shard, source, (source.rows, list(edits)))
+
+    def _change(self) -> None:
+        """Before the program changes states."""
+        self._commits.drain()
+        self._commits.set_aside()
+
+    def values_replaced(self, names: Collection[str]) -> None:
+        """A model's state dict is loaded: these parameters'. Masters that an optimizer's has completed, and no step has
+        used, go."""
+        self._commits.drain()  # a commit under way must not see half of it
+        self._commits.set_aside()
+        completed = {name: self._completed.pop(name) for name in names if name in self._completed}
+        lost = [name for name, step in completed.items() if self.param_steps[name] == step]
+        if lost:
+            warnings.warn(
+                f"model.load_state_dict replaces the fp32 master of {lost[0]}, which optimizer.load_state_dict has "
+                "just completed, by its rounded value. Load the model's state dict first, then the optimizer's",
+                stacklevel=2,
+            )
+
+
+def _moved(states: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+    """Those that do not rest where they belong; copies of those that rest elsewhere."""
+    found = {
+        name: each
+        for name, each in states.items()
+        if not isinstance(each, StateTensor) or not each.rests_at(param, name)
+    }
+    return settled(found, param)

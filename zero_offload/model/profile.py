@@ -1,0 +1,190 @@
+"""`zo.profile`: records what a model does, and writes it as a trace that Perfetto and chrome://tracing open.
+
+Owns the file's format. Never records: that is done where things happen, into `Spans`.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zero_offload.base.breakdown import StepTime, step_times
+from zero_offload.base.errors import ConfigError, StorageError
+from zero_offload.base.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans, now
+from zero_offload.model.api import need_runtime
+from zero_offload.storage.files.system import refuse_other_kinds, replace_file
+
+_TRACKS_PER_LANE = 1000
+_ORIGINS_NS = 4 * 86400 * 10**9
+"""Times are counted from such a multiple: as floats of microseconds they keep their nanoseconds."""
+
+
+class Profile:
+    """What was recorded on this rank; complete when the `with` is over."""
+
+    def __init__(self, spans: Spans, rank: int, world_size: int) -> None:
+        self._spans = spans
+        self._rank = rank
+        self._world_size = world_size
+        self._kept: tuple[list[Span], list[Sample], bool] | None = None
+        self._origin_ns = now() // _ORIGINS_NS * _ORIGINS_NS
+
+    def keep(self) -> None:
+        """What has been recorded until now is all."""
+        # What is under way is still to end, and the next recording forgets this one's.
+        self._kept = self._recorded()
+
+    def _recorded(self) -> tuple[list[Span], list[Sample], bool]:
+        return self._kept or (self._spans.taken(), self._spans.samples(), self._spans.is_full)
+
+    def spans(self) -> list[Span]:
+        """What took how long, in the order in which it ended; what was under way at either end is left out."""
+        return self._recorded()[0]
+
+    def steps(self) -> list[StepTime]:
+        """Where each step went."""
+        return step_times(self.spans())
+
+    def export_chrome_trace(self, path: str | Path) -> Path:
+        """Write the trace, whole or not at all, and return where: with several ranks a file each, `name.rank0.json`.
+
+        Times are those of the machine's monotonic clock, less some whole days, so files of ranks on one machine can be
+        laid side by side.
+        Raises StorageError.
+        """
+        target = trace_path(Path(path), self._rank, self._world_size)
+        placed = _placed(self.spans())
+        trace = {
+            "traceEvents": [*_metadata(self._rank, placed), *self._events(placed)],
+            "displayTimeUnit": "ms",
+            "otherData": {
+                "unix_minus_trace_clock_ns": time.time_ns() - time.perf_counter_ns() + self._origin_ns,
+                "oldest_spans_missing": self._recorded()[2],
+                "spans_max": SPANS_MAX,
+            },
+            "steps": [asdict(step) for step in self.steps()],
+        }
+        with _naming(target):
+            replace_file(target, json.dumps(trace).encode())
+        return target
+
+    def _events(self, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
+        for track, span in placed:
+            event: dict[str, Any] = {
+                "name": span.name,
+                "cat": span.lane.value,
+                "ph": "X",
+                "pid": self._rank,
+                "tid": track,
+            }
+            event |= {"ts": self._microseconds(span.begin_ns), "dur": (span.end_ns - span.begin_ns) / 1000}
+            event |= {"args": {"bytes": span.nbytes}} if span.nbytes else {}
+            yield event
+        for sample in self._recorded()[1]:
+            kind, tier = sample.name.split(".")
+            name, args = f"{_COUNTERS[kind]} {tier}", {"bytes": sample.value}
+            yield {"name": name, "ph": "C", "pid": self._rank, "ts": self._microseconds(sample.at_ns), "args": args}
+
+    def _microseconds(self, at_ns: int) -> float:
+        return (at_ns - self._origin_ns) / 1000
+
+
+_COUNTERS = {"read": "bytes read so far from", "written": "bytes written so far to", "resident": "bytes at rest on"}
+
+
+def trace_path(path: Path, rank: int, world_size: int) -> Path:
+    """The file of one rank."""
+    return path if world_size == 1 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """Errors of the system say which file it is."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write {target}: {error.strerror}; name another file") from error
+
+
+def _check_place(target: Path) -> None:
+    """Raise if no file can be written there, before anything is recorded for it."""
+    with _naming(target):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        refuse_other_kinds(target)
+        with tempfile.NamedTemporaryFile(dir=target.parent):
+            pass
+
+
+def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
+    """Each span with its track."""
+    return [
+        (number * _TRACKS_PER_LANE + track, span)
+        for number, lane in enumerate(Lane, 1)
+        for track, span in on_tracks([span for span in spans if span.lane is lane])
+    ]
+
+
+def on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
+    """Viewers want spans of a track beside or inside each other. Transfers overlap, and so do forwards that take turns:
+    they get several. A transfer inside of another one is no part of it.
+    """
+    open_ns: list[list[int]] = []
+    """By track: ends of the spans that are under way, the innermost last."""
+    for span in sorted(spans, key=lambda each: (each.begin_ns, -each.end_ns)):
+        for ends in open_ns:
+            while ends and ends[-1] <= span.begin_ns:
+                ends.pop()
+        nests = span.lane not in TRANSFERS
+        free = (i for i, ends in enumerate(open_ns) if not ends or (nests and ends[-1] >= span.end_ns))
+        track = next(free, len(open_ns))
+        if track == len(open_ns):
+            open_ns.append([])
+        open_ns[track].append(span.end_ns)
+        yield track, span
+
+
+def _metadata(rank: int, placed: Sequence[tuple[int, Span]]) -> Iterator[dict[str, Any]]:
+    """Names for the process and its tracks."""
+    yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"zero_offload rank {rank}"}}
+    yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+    for track, lane in sorted({track: span.lane for track, span in placed}.items()):
+        number = track % _TRACKS_PER_LANE
+        name = lane.value if number == 0 else f"{lane.value} {number + 1}"
+        yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}
+        yield {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": track, "args": {"sort_index": track}}
+
+
+@contextmanager
+def profile(model: nn.Module, path: str | Path | None = None) -> Iterator[Profile]:
+    """Record what an offloaded model does inside the `with`: forward, backward, waits, updates, commits, transfers.
+
+    With a `path` it becomes a trace there at the end, after an error too: open it in ui.perfetto.dev. Of long runs
+    record some steps; the newest `SPANS_MAX` spans are kept. One at a time. Raises ConfigError, StorageError.
+    """
+    owner = need_runtime(model, "zo.profile")
+    spans, ranks = owner.store.counters.spans, owner.ranks
+    if spans.on:
+        raise ConfigError("this model is being recorded already; end the other zo.profile first")
+    recorded = Profile(spans, ranks.rank, ranks.world_size)
+    if path is not None:
+        _check_place(trace_path(Path(path), ranks.rank, ranks.world_size))
+    spans.begin()
+    try:
+        yield recorded
+    finally:
+        owner.device.tell_copies()
+        spans.end()
+        recorded.keep()
+        if path is not None:
+            recorded.export_chrome_trace(path)

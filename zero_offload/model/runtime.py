@@ -1,0 +1,538 @@
+"""`ModelRuntime`: what parameters, optimizers and the public functions talk to once a model is offloaded.
+
+Owns the step: which gradients an update takes, and what is recorded of it. Moves no bytes: it
+asks the runtime, the update pipeline and the keeper of generations, which know nothing of each other.
+Order of a step: backward fills `grads`, which clips them; `unscale`; `update` captures everything by value
+and launches; `commit` begins when it is complete and runs beside what follows (`commits.py`). Where the update runs
+inside of backward (`backward_updates.py`), `update` closes the step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import InitVar, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.ends import at_exit
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.spans import Lane
+from zero_offload.base.stats import Stats, StatsKeeper
+from zero_offload.base.threads import FirstError
+from zero_offload.base.types import Durability
+from zero_offload.checkpoint.format import Generation, StepRecord
+from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.portable import SavedCheckpoint, save
+from zero_offload.checkpoint.run_files import RunFiles
+from zero_offload.hardware.device import Device
+from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.probe import free_memory_bytes
+from zero_offload.model.backward_updates import BackwardUpdates, check_holds_grads
+from zero_offload.model.commits import Commits
+from zero_offload.model.end import ModelEnd
+from zero_offload.model.optimizer_states import OptimizerStates
+from zero_offload.model.param_access import ParamAccess
+from zero_offload.model.param_places import ParamPlaces
+from zero_offload.model.step import StepInput, section_updates
+from zero_offload.model.updates import Updates, failing
+from zero_offload.optim.worker import Worker
+from zero_offload.plan.layout import ShardLayout
+from zero_offload.plan.memory import Sizes
+from zero_offload.runtime.grads.gradients import Gradients, check_closed
+from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.ranks.group import RankGroup
+from zero_offload.runtime.ranks.watch import Notice
+from zero_offload.runtime.residency import Residency, replaced
+from zero_offload.runtime.saved.activations import Activations
+from zero_offload.runtime.session import Session
+from zero_offload.runtime.units.unit import Unit
+from zero_offload.storage.memory.heap import HeapRoom
+from zero_offload.storage.memory.resizable import FrameBudget
+from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
+from zero_offload.storage.shards.store import ShardStore
+
+SAME = 1e-6
+"""Sums of squares of the same gradients may differ by so much of them, between machines."""
+
+Capture = Callable[[], dict[str, Any]]
+"""What a generation has of the program: `StepRecord.rng` and `.buffers`."""
+
+
+@dataclass(eq=False, repr=False)
+class ModelRuntime:
+    """One offloaded model, built by `offload()`; implements `shards.registry.Owner`."""
+
+    config: OffloadConfig
+    layout: ShardLayout
+    sizes: Sizes
+    group: RankGroup
+    ranks: Ranks
+    collectives: Collectives
+    device: Device
+    store: ShardStore
+    frames: FrameBudget
+    """Of the compute device's own memory, if it has any."""
+    errors: FirstError
+    """Of updates, commits and transfers."""
+    update_worker: Worker
+    commit_worker: Worker | None
+    """None where there are no generations."""
+    units: list[Unit]
+    """One list for all that go over the units."""
+    residency: Residency
+    files: RunFiles
+    activations: Activations | None
+    left_out: dict[int, Recipe]
+    """By id: parameters without values, until weights are loaded."""
+    close_files: InitVar[Callable[[], None]]
+
+    def __post_init__(self, close_files: Callable[[], None]) -> None:
+        # Weak: hooks of modules hold this object.
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """That the model had when it was offloaded, or when parameters were last adopted."""
+        units, store, residency = self.units, self.store, self.residency
+        self.life = ModelLife(self.errors)
+        self.places = ParamPlaces(units)
+        self.grads = Gradients(
+            units, store, residency, self.collectives, self.device, stay_in_memory=self._stays_in_memory()
+        )
+        grad_bytes = sum(section.layout.nbytes for section in self.grads.sections)
+        room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
+        self.step_count = 0
+        self.skipped_steps = 0
+        self.groups: list[dict[str, Any]] = []
+        """Param groups as the last step or commit gave them."""
+        self._has_new_grads = False
+        self._scaler: LossScaler | None = None
+        self._stats = StatsKeeper(store.counters, lambda: store.arena.taken)
+        self.errors.tell(_weakly(store.snapshots.fail))
+        self._commits = Commits(
+            self.keeper,
+            store.snapshots,
+            (self.update_worker, self.commit_worker),
+            residency.step_order,
+            self.config.commit_every,
+            is_first_rank=self.ranks.rank == 0,
+        )
+        self._states = OptimizerStates(
+            self.places, store, residency, self.life, self._commits, self.collectives.shard_index, self.sizes.plan
+        )
+        self._updates = Updates(
+            store,
+            units,
+            residency,
+            self.device,
+            self.config.overlap,
+            self.update_worker,
+            self.errors,
+            self.grads,
+            self._states,
+            self._commits,
+        )
+        self._in_backward: BackwardUpdates | None = None
+        if store.grad_ring is not None:
+            self._in_backward = BackwardUpdates(
+                units,
+                self.device,
+                self.collectives,
+                residency,
+                self.errors,
+                self.life,
+                store.grad_ring,
+                self.grads,
+                self.places,
+                self._updates,
+            )
+        self.session = Session(units, residency, self.grads, self.activations, room, self.life, self._in_backward)
+        self.access = ParamAccess(self.places, self._states, store, self.grads, self.session, self.life, residency)
+        self.resume_pending = self.keeper is not None and self.keeper.found is not None
+        """A generation's tensors are loaded, but nobody has asked for the rest of it."""
+        self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
+        at_exit(self._close_at_exit)
+
+    @property
+    def keeper(self) -> GenerationKeeper | None:
+        return self.files.keeper
+
+    def _stays_in_memory(self) -> bool:
+        """Whether a CPU computes, all units stay with it, and nothing of this model is on a drive."""
+        shards = [section.shard for unit in self.units for section in unit.sections]
+        resident = all(unit.on_host and unit.resident for unit in self.units)
+        return resident and self.activations is None and all(shard.placement.all_in_memory for shard in shards)
+
+    @property
+    def states(self) -> OptimizerStates:
+        """For optimizers."""
+        self.life.check_alive()
+        return self._states
+
+    @property
+    def makes_generations(self) -> bool:
+        return self._commits.makes_generations
+
+    # Gradients
+
+    def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
+        """Autograd has a parameter's gradient."""
+        self.session.note_backward()
+        if not self._has_new_grads:
+            self._has_new_grads = True
+            if not self._commits.completes:
+                # Nobody is going to say more about the last step.
+                self._commits.launch_due()
+        if self._in_backward is not None:
+            self._in_backward.arriving(param, in_forward=bool(self.session.forwards))
+        self.grads.arrive(param, grad)
+
+    def train_with(self, optimizer: Trainer) -> None:
+        if self._in_backward is not None:
+            self._in_backward.trainers.add(optimizer)
+
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        with self.together("scaler.unscale_"):
+            check_holds_grads(self.config, "zo.GradScaler")
+            self._scaler = scaler
+            self.session.settle()
+        self.grads.reduce_waiting()
+        return self.grads.unscale(scaler.get_scale(), overflowed)
+
+    # Parameters beside the offloaded ones
+
+    def _live_roots(self) -> Iterator[nn.Module]:
+        return filter(None, (reference() for reference in self._roots))
+
+    def has_root(self, module: nn.Module) -> bool:
+        return any(root is module for root in self._live_roots())
+
+    def root_of(self, params: Iterable[nn.Parameter]) -> nn.Module | None:
+        """The first module given to zo.offload that has all of these."""
+        wanted = set(map(id, params))
+        return next((root for root in self._live_roots() if wanted <= set(map(id, root.parameters()))), None)
+
+    def add_root(self, module: nn.Module) -> None:
+        if not self.has_root(module):
+            self._roots.append(weakref.ref(module))
+        self.modules.update(module.modules())
+
+    def prepare_growth(self) -> None:
+        """Raise where parameters cannot be adopted now; updates and commits are over."""
+        self.life.check_alive()
+        self.errors.check_whole()
+        if self.session.active or self.session.forwards or any(unit.gathered_uses for unit in self.units):
+            raise ZeroOffloadError(
+                "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
+            )
+        self.session.settle()
+
+    def grow(
+        self,
+        layout: ShardLayout,
+        sizes: Sizes,
+        units: Sequence[Unit],
+        landing_bytes: int,
+        param_steps: Mapping[str, int],
+    ) -> None:
+        """Have further units, which are filled with states of so many updates. Nothing is under way, and nothing here
+        fails."""
+        self.layout, self.sizes = layout, sizes
+        self.units.extend(units)
+        self.residency.grow(landing_bytes)
+        self.grads.grow(units, stay_in_memory=self._stays_in_memory())
+        self.session.grow(units)
+        self.places.grow(units)
+        self._states.grow(sizes.plan, param_steps)
+
+    def found_steps(self) -> Mapping[str, int]:
+        """Of the generation found: how many updates each parameter has had."""
+        assert self.keeper is not None and self.keeper.found is not None
+        steps: dict[str, int] = self.keeper.found.payload.get("param_steps", {})
+        return steps
+
+    def check_whole(self, call: str) -> None:
+        """Raise if a generation has more than this model: what is made of the rest would be all that is kept."""
+        keeper = self.keeper
+        if keeper is not None and (names := keeper.awaited):
+            raise ConfigError(
+                f"{call}: {keeper.found} has {len(names)} further parameters ({_some(names)}), which a second "
+                "zo.offload(model) had adopted. Add them to this model too and call zo.offload(model) again; to go on "
+                "without them, start over with existing='discard' or in another directory"
+            )
+
+    def added_since(self) -> dict[nn.Parameter, str]:
+        found: dict[nn.Parameter, str] = {}
+        for root in self._live_roots() if not self.life.is_closed else ():
+            held = (param for module in root.modules() for param in module._parameters.values() if param is not None)
+            # In every commit: names are asked for where there are some, and what is at rest answers through Python.
+            if any(param not in self.places and _is_ordinary(param) for param in held):
+                named = root.named_parameters()
+                found |= {param: name for name, param in named if param not in found and _is_ordinary(param)}
+        return found
+
+    def check_adopted(self, call: str) -> None:
+        """Raise if the model has trained parameters that are not offloaded: they would be lost."""
+        if added := self.added_since():
+            raise not_adopted(call, list(added.values()))
+
+    def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
+        if self.ranks.world_size == 1:
+            return
+        total = squares()
+        least, most = self.collectives.extremes(total if math.isfinite(total) else math.inf)
+        if least != most and (math.isinf(most) or most - least > SAME * most):
+            raise ConfigError(
+                f"{call}: the gradients of parameters that are not offloaded differ between ranks: their norm is "
+                f"{math.sqrt(least):.6g} on one and {math.sqrt(most):.6g} on another. Nothing reduces them: put their "
+                "modules into the model and call zo.offload(model) again, which adopts them, or wrap them in "
+                "DistributedDataParallel. What ranks train each for itself needs an optimizer and a clip of its own"
+            )
+
+    # The step
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """What each rank does by itself at the beginning of `call`, which all make, succeeds on all, or all raise."""
+        self.life.check_alive()  # a forked child has its parent's channel to the others
+        return self.collectives.together(call)
+
+    @contextmanager
+    def together_in_step(self, call: str) -> Iterator[None]:
+        """As `together`; rank 0 says in the same message whether this step becomes a generation."""
+        self.life.check_alive()
+        notice = Notice(self._commits.is_due_by_clock())
+        with self.collectives.together(call, notice):
+            yield
+        self._commits.note_due(notice.given)
+
+    def check_step(self) -> None:
+        """Raise where no step can be made now."""
+        self.life.check_usable()
+        self.check_whole("step()")
+        if written := next((unit.name for unit in self.units if unit.writable), ""):
+            raise ZeroOffloadError(
+                f"step() inside of zo.gathered(mode='write'), which writes parameters of {written} back at its end, "
+                "over the update; call step() after it"
+            )
+
+    def check_between_steps(self, call: str) -> None:
+        """Raise where the states are not those of a whole step."""
+        self.life.check_usable()
+        self.check_whole(call)
+        self.check_adopted(call)
+        check_closed(self.grads, call)
+
+    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+        """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
+        spans = self.store.counters.spans
+        opened = spans.open(Lane.STEP, "")
+        self.check_step()
+        self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.zeroed})
+        is_made = self._in_backward is not None and self._in_backward.close(hypers)
+        if self._has_new_grads and not is_made:
+            # Without a backward in between this is a further optimizer's part of the step before.
+            self._commits.launch_due()
+        self._has_new_grads = False
+        self.session.settle()
+        if is_made:
+            self.step_count += 1
+            self.groups = list(groups)
+            if names := self._in_backward.take_left_out() if self._in_backward is not None else ():
+                self._count_skipped(names, "units with such gradients stay as they are, others are updated")
+        elif not self._take(hypers, groups):
+            return
+        spans.close(opened, str(self.step_count))
+        if spans.on:
+            for tier, nbytes in self._resident_bytes().items():
+                spans.sample(f"resident.{tier}", nbytes)
+        passed = self._stats.close_step(self.step_count)
+        if not self.grads.updated:  # all optimizers have stepped
+            self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
+        if self.resume_pending:
+            self.resume_pending = False
+            warnings.warn(
+                f"training goes on from the generation of step {self.step_count - 1} without zo.resume(model, "
+                "optimizer): hyperparameters, random number generators and your extra= are not restored",
+                stacklevel=3,
+            )
+
+    def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
+        """Of parameters whose gradient the program has set to zeros: a step with a learning rate of 0 is how
+        torch.distributed.checkpoint has an optimizer make its states. It is no step here, and no generation."""
+        if (moved := next((param for param, hyper in hypers.items() if hyper.lr), None)) is not None:
+            raise ZeroOffloadError(
+                f"the gradient of {self.places.name_of(moved)} was assigned zeros, and a step with a learning rate "
+                "above 0 would decay its value and states. Assign None to leave the parameter out, or call backward"
+            )
+        self._states.begin(hypers)
+
+    def _take(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> bool:
+        """Update with the gradients that are held; False if there are none."""
+        grads = self.grads
+        grads.reduce_waiting()
+        # An overflow concerns the whole model.
+        taken = None if grads.overflowed else hypers
+        if not grads.any_held(taken):
+            return False
+        finite = taken is not None and grads.norm(taken)[1]
+        counts, sections = dict(self._states.param_steps), []
+        if finite:
+            self._states.readers.before_step()
+            step = StepInput(hypers, self.residency.step_order(), self.collectives.shard_index, self._states.begun)
+            sections = section_updates(grads, grads.sections, step, counts)
+            self._updates.prepare(sections)
+        # Ctrl-C can strike anywhere below, and the program may catch it and go on.
+        with failing(self.errors) if finite else nullcontext():
+            self.step_count += 1
+            self.groups = list(groups)
+            if finite:
+                self._states.param_steps = counts
+                if self._updates.overlaps(sections):
+                    self._stats.cut()
+                self._updates.launch(hypers, sections)
+            else:
+                names = grads.non_finite(taken)
+                grads.drop(taken)
+                self._count_skipped(names, "the step is skipped and the states stay as they are")
+        return True
+
+    def _count_skipped(self, names: Sequence[str], what: str) -> None:
+        self.skipped_steps += 1
+        # With a scaler overflows are how it finds the scale.
+        if self.skipped_steps == 1 and self._scaler is None:
+            warnings.warn(
+                f"step {self.step_count}: a gradient is NaN or infinite ({_some(names) or 'on another rank'}); "
+                f"{what}. zo.stats(model).skipped_steps counts such steps",
+                stacklevel=5,
+            )
+
+    # Generations
+
+    def adopt_generation(self, found: Generation, *, loaded: bool = False) -> None:
+        """The shards are a generation's, or a checkpoint's that was loaded: so are the counts."""
+        self.step_count = found.step
+        self._states.adopt(found.payload.get("param_steps", {}))
+        self._commits.start(loaded=loaded)
+
+    def _record(self, capture: Capture | None = None, extra: Any = None) -> StepRecord:
+        record = StepRecord(self.step_count, dict(self._states.param_steps), self.groups, None, extra, None, {})
+        if capture is None:
+            return record
+        return replace(record, **capture(), scaler=None if self._scaler is None else self._scaler.state_dict())
+
+    def commit(self, capture: Capture, extra: Any) -> None:
+        """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
+        config = self.config
+        if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
+            warnings.warn(
+                f"zo.commit keeps nothing, neither step {self.step_count} nor later ones: there is no directory for "
+                'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
+                "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
+                stacklevel=3,
+            )
+        self._commits.complete(lambda: self._record(capture, extra), in_step=self._has_new_grads)
+
+    def drain(self) -> None:
+        """Wait for updates and commits that are under way. Raises the first error."""
+        self._commits.drain()
+
+    def save(self, path: Path, capture: Capture, extra: Any) -> None:
+        """Write a checkpoint of the states as they are now, after `check_between_steps` and `drain`. Collective."""
+        with self.ranks.exchange.together():
+            record = self._record(capture, extra)
+        save(path, self.layout, self.store, self.ranks, record)
+
+    def load(self, path: Path, check: Callable[[Generation], None]) -> tuple[Generation, dict[str, Any] | None]:
+        """Replace the states by a checkpoint's; returns what it says, and this rank's generators. Collective.
+
+        `check` may raise before anything is replaced. A failure after that leaves a mix, which is neither used nor
+        committed: the model has to be loaded again. What is under way is over.
+        """
+        index, exchange = self.collectives.shard_index, self.ranks.exchange
+        with SavedCheckpoint.open(path, self.layout, self.ranks) as saved:
+            with exchange.together():
+                check(saved.generation)
+                same_ranks = saved.generation.world_size == self.ranks.world_size
+                rng = saved.rng_of(self.ranks.rank) if same_ranks else None
+                generation = saved.generation
+            self._states.readers.before_replacing(param for unit in self.units for param in unit.params)
+            self.grads.abandon()
+            self._commits.drop()
+            self.life.half_loaded = str(path)
+            saved.tell_conversion(self.layout)
+            with exchange.together():
+                for shard in self.store.shards:
+                    self.store.add_states(shard, saved.states(shard.layout))
+                    self.store.write_components(shard, saved.source(shard.layout, index))
+        replaced(self.residency, [(unit, param) for unit in self.units for param in unit.params])
+        if self._in_backward is not None:
+            self._in_backward.forget()
+        self.life.lacks_weights, self.life.half_loaded = False, ""
+        self.left_out.clear()
+        self.resume_pending = False
+        self.adopt_generation(generation, loaded=True)
+        return generation, rng
+
+    def note_written(self, *, whole: bool) -> None:
+        """Parameters are changed from outside; not `whole`: what broke off in between is nothing to resume from."""
+        if whole:
+            self._commits.note_written()
+        else:
+            self._commits.set_aside()
+
+    # Life
+
+    def stats(self) -> Stats:
+        room = self.residency.room
+        params = None if room is None else room.params
+        return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params)
+
+    def _resident_bytes(self) -> dict[str, int]:
+        store = self.store
+        return {
+            "device": store.device_bytes + sum(section.device_bytes for section in self.grads.sections),
+            "cpu": store.arena.allocated_bytes + store.arena.frame_bytes,
+            "nvme": sum(file.nbytes for file in (store.swap, self.files.scratch) if file is not None),
+        }
+
+    def close(self) -> None:
+        """Finish updates, make the last step a generation, release files and locks. Closing twice is allowed."""
+        self.life.check_process()
+        if not self.life.is_closed:
+            self._states.readers.before_step()
+        self._end.close()
+
+    def close_when_dropped(self) -> None:
+        """From here on files and threads live as long as this object, which the model's hooks and graphs keep."""
+        weakref.finalize(self, self._end.drop).atexit = False
+
+    def _close_at_exit(self) -> None:
+        self._end.close_at_exit(self.close)
+
+
+def _is_ordinary(param: nn.Parameter) -> bool:
+    """Whether it is trained, and no model's."""
+    return owner_of(param) is None and param.requires_grad
+
+
+def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """A listener that keeps nobody alive: drives know `FirstError`, and a dropped model's memory must not wait for the
+    garbage collector."""
+    method = weakref.WeakMethod(fail)
+
+    def listener(error: BaseException) -> None:
+        if (found := method()) is not None:
+            found(error)
+
+    return listener
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])

@@ -1,0 +1,226 @@
+"""Generations and checkpoints: the public functions that keep a run and go on from it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.inputs import check_optimizer
+from zero_offload.checkpoint.buffers import Saved, capture_buffers, check_buffers, restore_buffers
+from zero_offload.checkpoint.extra import from_json, to_json
+from zero_offload.checkpoint.format import Generation, reading
+from zero_offload.checkpoint.rng import capture_rng, restore_rng
+from zero_offload.model.api import need_runtime
+from zero_offload.model.runtime import ModelRuntime
+from zero_offload.optim.grad_scaler import GradScaler
+from zero_offload.optim.groups import check_groups, group_records, restore_groups
+from zero_offload.optim.optimizer import FusedOptimizer
+from zero_offload.runtime.grads.gradients import check_closed
+from zero_offload.storage.shards.registry import owner_of
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on."""
+
+    step: int
+    """Optimizer steps that are in the states."""
+    extra: Any
+    """What `commit` was given; None when the step was committed without it."""
+    committed_at: str
+    number: int = 0
+    """Of the generation, as `OffloadConfig(generation=)` and `zero-offload verify` count them."""
+
+
+def commit(model: nn.Module, optimizer: torch.optim.Optimizer, extra: Any = None) -> None:
+    """Let the state after the last `step` become the next generation, when one is due; returns at once.
+
+    One that a generation has already is made one again, unless a backward has run since: `extra` may be another, or
+    the program have replaced states.
+    Hyperparameters, random number generators, persistent buffers (of several ranks rank 0's) and the loss scale are
+    taken now, which is after `scaler.update()`. Warns if the optimizer trains parameters that are not offloaded.
+    `extra` is made of numbers, texts, lists and dicts: scheduler state, data position, ... Of several ranks it is rank
+    0's, which all get back. Without a directory for generations this does nothing, and warns once unless
+    durability="scratch" says so. Raises ConfigError when `extra` is of something else, or `optimizer` not this model's.
+    """
+    owner = need_runtime(model, "zo.commit")
+    with owner.together("zo.commit"):
+        check_optimizer("zo.commit", optimizer)
+        _check_keeps(optimizer, owner, "zo.commit")
+        owner.check_between_steps("zo.commit")
+        # A scheduler has changed the learning rate since `step`.
+        owner.groups, kept = group_records(optimizer), _json(extra)
+    owner.commit(partial(_capture, model, owner), kept)
+
+
+def _capture(model: nn.Module, owner: ModelRuntime) -> dict[str, Any]:
+    return {"rng": capture_rng(), "buffers": capture_buffers(model) if owner.ranks.rank == 0 else {}}
+
+
+def _check_keeps(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: str) -> None:
+    """Warn of parameters that the optimizer trains and the call does not write."""
+    _check_trains(optimizer, owner, call)
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.hand_over()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if num_others := sum(owner_of(param) is None for param in params):
+        warnings.warn(
+            f"{call} keeps what is offloaded: {num_others} of the {len(params)} parameters that the optimizer trains "
+            "are not, and are lost at the program's end. Put their modules into the model before zo.offload, or save "
+            "them by yourself",
+            stacklevel=3,
+        )
+
+
+def _check_trains(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: str) -> None:
+    """Raise where the hyperparameters are those of something else: no resume could use them."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(owner_of(param) is owner for param in params):
+        raise ConfigError(
+            f"{call} was given an optimizer ({type(optimizer).__name__}) of {len(params)} parameters, none of which is "
+            "offloaded with this model; pass the optimizer that trains it, built after zo.offload: "
+            "zo.AdamW(model.parameters(), ...)"
+        )
+
+
+def _json(extra: Any) -> Any:
+    """A copy of `extra` that later changes cannot reach."""
+    try:
+        return to_json(extra, "extra")
+    except (TypeError, RecursionError) as error:
+        raise ConfigError(f"extra= cannot be kept: {error}; pass numbers, texts, tuples, lists and dicts") from error
+
+
+def save_checkpoint(model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, extra: Any = None) -> None:
+    """Write an immutable copy of parameters, optimizer states, buffers and generators to a new directory `path`.
+
+    It loads with `load_checkpoint` on any number of ranks and any placement. Every rank must call. Raises
+    CheckpointError when `path` holds a checkpoint, CapacityError when the disk is too small, StorageError.
+    """
+    owner = need_runtime(model, "zo.save_checkpoint")
+    with owner.together("zo.save_checkpoint"):
+        check_optimizer("zo.save_checkpoint", optimizer)
+        _check_keeps(optimizer, owner, "zo.save_checkpoint")
+        owner.check_between_steps("zo.save_checkpoint")
+        owner.groups, kept, target = group_records(optimizer), _json(extra), Path(path)
+        owner.drain()
+    owner.save(target, partial(_capture, model, owner), kept)
+
+
+def load_checkpoint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, path: str | Path, scaler: GradScaler | None = None
+) -> Resumed:
+    """Replace parameters, optimizer states, buffers and hyperparameters by a checkpoint's. Every rank must call.
+
+    `path` may also be the NVMe directory of a run that is not running: its newest generation is read. `scaler` gets
+    the state of the one that the run had. Generators are restored when the number of ranks is the same. Raises
+    CheckpointError naming the first difference when it is another model's, IntegrityError when a byte is not what was
+    written, LockError when a run is at work in `path`.
+    """
+    owner = need_runtime(model, "zo.load_checkpoint")
+    with owner.together("zo.load_checkpoint"):
+        check_optimizer("zo.load_checkpoint", optimizer)
+        _check_trains(optimizer, owner, "zo.load_checkpoint")
+        source = Path(path)
+        owner.drain()
+
+    def check(found: Generation) -> None:
+        check_groups(optimizer, _groups(found), str(path))
+        check_buffers(model, _buffers(found), str(path))
+
+    generation, rng = owner.load(source, check)
+    with owner.together("zo.load_checkpoint"):
+        _restore(generation, model, (optimizer, scaler), rng, str(path))
+    return _resumed(generation)
+
+
+def _restore(
+    found: Generation,
+    model: nn.Module,
+    into: tuple[torch.optim.Optimizer, GradScaler | None],
+    rng: dict[str, Any] | None,
+    where: str,
+) -> None:
+    """All that a generation has beside tensors."""
+    optimizer, scaler = into
+    with reading(where):
+        restore_groups(optimizer, _groups(found), where)
+        _restore_scaler(found, scaler, where)
+        restore_buffers(model, _buffers(found), where)
+        if rng is not None:
+            restore_rng(rng)
+
+
+def _groups(generation: Generation) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = generation.payload.get("optimizer", [])
+    return groups
+
+
+def _buffers(generation: Generation) -> Saved:
+    buffers: Saved = generation.payload.get("buffers", {})
+    return buffers
+
+
+def _restore_scaler(generation: Generation, scaler: GradScaler | None, where: str) -> None:
+    state = generation.payload.get("scaler")
+    if state is None:
+        return
+    if scaler is None:
+        warnings.warn(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=", stacklevel=4)
+    else:
+        scaler.load_state_dict(state)
+
+
+def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> Resumed | None:
+    """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
+
+    Tensors are the generation's since `zo.offload`; this restores the optimizer's hyperparameters and the random
+    number generators, persistent buffers and the state of `scaler`, and returns the step and `extra`. Raises
+    CheckpointError when the optimizer differs or a buffer has another shape, ConfigError when steps were taken since.
+    """
+    owner = need_runtime(model, "zo.resume")
+    with owner.together("zo.resume"):
+        return _resume(model, owner, optimizer, scaler)
+
+
+def _resume(
+    model: nn.Module, owner: ModelRuntime, optimizer: torch.optim.Optimizer, scaler: GradScaler | None
+) -> Resumed | None:
+    check_optimizer("zo.resume", optimizer)
+    _check_trains(optimizer, owner, "zo.resume")
+    keeper = owner.keeper
+    if keeper is None or keeper.found is None:
+        return None
+    found = keeper.found
+    owner.check_whole("zo.resume")
+    if owner.step_count != found.step:
+        raise ConfigError(
+            f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
+            f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
+            "before the first step; to go back, start again with OffloadConfig(existing='resume')"
+        )
+    check_closed(owner.grads, "zo.resume")
+    where = f"the generation of step {found.step}"
+    with reading(where):
+        check_buffers(model, _buffers(found), where)
+    owner.resume_pending = False
+    _restore(found, model, (optimizer, scaler), keeper.rng, where)
+    if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
+        warnings.warn(
+            f"{where} has the random number generators of {found.world_size} ranks, this run has "
+            f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
+            "hyperparameters are; seed the generators of each rank as for a new run",
+            stacklevel=3,
+        )
+    return _resumed(found)
+
+
+def _resumed(found: Generation) -> Resumed:
+    return Resumed(found.step, from_json(found.payload.get("extra")), found.committed_at, found.number)

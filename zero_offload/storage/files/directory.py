@@ -1,0 +1,408 @@
+"""The directory one run keeps its files in: locked, private, and only ever touched by descriptor.
+
+Owns the lock, the permission checks, preallocation and removal. Never reads or writes the bytes of a data
+file (a file engine does that on `DataFile.fd`), and never removes a name it was not given. The calls in
+order: `RunDirectory.open` (the other ranks of a run `join`), then `create_file`, `create_scratch` or
+`open_file` for each `DataFile`, `remove`, `close`. Every access is relative to the directory's descriptor,
+so a directory that is renamed or replaced meanwhile cannot redirect a write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from zero_offload.base.ends import in_child
+from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
+from zero_offload.base.types import format_bytes
+from zero_offload.storage.files.failures import remedy_of
+from zero_offload.storage.files.lock import LOCK_NAME, hold_lock, join_lock, take_lock, unlock
+from zero_offload.storage.files.system import REAL, FileSystem, check_ours, naming_errors
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OR_KEEP_MORE = ", or keep more on the CPU, for example optimizer='cpu'"
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+class Caching(Enum):
+    """Whether transfers are to pass by the page cache; where the file system has no O_DIRECT none do."""
+
+    DIRECT = "direct"
+    BUFFERED = "buffered"
+
+
+OPEN_FILES: weakref.WeakSet[DataFile] = weakref.WeakSet()
+_STUCK_LOCKS: list[int] = []
+
+
+def _close_files_in_child() -> None:
+    """A forked worker that outlives its run must not keep the space of deleted files, nor the lock of a stuck drive."""
+    for file in list(OPEN_FILES):
+        file.close()
+    while _STUCK_LOCKS:
+        os.close(_STUCK_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_close_files_in_child)
+
+
+@dataclass(eq=False)
+class DataFile:
+    """One open, preallocated file."""
+
+    fd: int
+    path: Path
+    nbytes: int
+    system: FileSystem
+
+    def __post_init__(self) -> None:
+        OPEN_FILES.add(self)
+
+    def grow(self, nbytes: int) -> None:
+        """Reserve blocks up to `nbytes`; without the space, CapacityError and the old size."""
+        if nbytes <= self.nbytes:
+            return
+        with naming_errors("reserve space for", self.path):
+            self._reserve(nbytes)
+
+    def _reserve(self, nbytes: int) -> None:
+        usage = self.system.fstatvfs(self.fd)
+        free_bytes = usage.f_bavail * usage.f_frsize
+        missing_bytes = nbytes - self.nbytes
+        # Asked first: some file systems fill the disk to the brim before they refuse.
+        if missing_bytes > free_bytes:
+            raise self._no_space(missing_bytes, free_bytes)
+        try:
+            self.system.posix_fallocate(self.fd, self.nbytes, missing_bytes)
+        except OSError as error:
+            self.system.ftruncate(self.fd, self.nbytes)
+            if error.errno in _NO_SPACE:
+                raise self._no_space(missing_bytes, free_bytes) from error
+            if error.errno == errno.EFBIG:
+                needed = f"{self.path} needs {format_bytes(nbytes)}: {error.strerror}"
+                raise CapacityError(f"{needed}. {remedy_of(error.errno)}") from error
+            raise
+        self.nbytes = nbytes
+
+    def _no_space(self, missing_bytes: int, free_bytes: int) -> CapacityError:
+        return CapacityError(
+            f"disk space: {self.path} needs {format_bytes(missing_bytes)} more, "
+            f"{format_bytes(free_bytes)} are free; free some, or choose another disk with nvme={OR_KEEP_MORE}"
+        )
+
+    def sync(self) -> None:
+        """Return once every completed write is on the medium."""
+        with naming_errors("flush", self.path):
+            self.system.fdatasync(self.fd)
+
+    def close(self) -> None:
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            self.system.close(fd)
+
+
+class RunDirectory:
+    """An open, locked directory; use `open`, not the constructor."""
+
+    def __init__(self, path: Path, system: FileSystem, dir_fd: int, lock_fd: int) -> None:
+        self.path = path
+        self.system = system
+        self._dir_fd = dir_fd
+        self._lock_fd = lock_fd
+        self.holder = system.read_whole(lock_fd) if lock_fd >= 0 else b""
+        """What the run that holds the lock has written into it; no two runs write the same."""
+        self.stays_locked = False
+        """A drive may still write what was given up: no other run comes here before this process has ended."""
+        in_child(self._close_descriptors)  # not unlocking: a forked worker that outlives a killed run holds no lock
+
+    @classmethod
+    def open(cls, path: str | Path, system: FileSystem = REAL) -> RunDirectory:
+        """Create the directory if need be, check that it is private and lock it."""
+        path = Path(path).absolute()
+        _make_private(path, system)
+        return cls._lock_with(take_lock, path, system)
+
+    @classmethod
+    def join(cls, path: str | Path, system: FileSystem = REAL) -> RunDirectory:
+        """Open a directory that rank 0 of this run has opened; it stays locked until every rank is gone."""
+        return cls._lock_with(join_lock, Path(path).absolute(), system)
+
+    @classmethod
+    def look(cls, path: str | Path) -> RunDirectory:
+        """Open without a lock, to read what never changes."""
+        return cls._lock_with(lambda *_: -1, Path(path).absolute(), REAL)
+
+    @classmethod
+    def _lock_with(cls, lock: Callable[[Path, FileSystem, int], int], path: Path, system: FileSystem) -> RunDirectory:
+        with naming_errors("open", path):
+            dir_fd = system.open(path, _DIRECTORY_FLAGS)
+        try:
+            check_private(path, system.fstat(dir_fd))
+            return cls(path, system, dir_fd, lock(path, system, dir_fd))
+        except BaseException:
+            system.close(dir_fd)
+            raise
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def dir_fd(self) -> int:
+        """Descriptor for calls that take `dir_fd=`; raises once closed, in a forked child too."""
+        if self._dir_fd < 0:
+            raise StorageError(f"{self.path} is closed in process {os.getpid()}; open it again")
+        return self._dir_fd
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes this user may still write to the file system."""
+        with naming_errors("measure", self.path):
+            usage = self.system.fstatvfs(self.dir_fd)
+        return usage.f_bavail * usage.f_frsize
+
+    def path_of(self, name: str) -> Path:
+        """The path of a file of ours; a name that could leave the directory is refused."""
+        if not _NAME.fullmatch(name):
+            raise StorageError(f"{name!r} is no name of a file in {self.path}; names match {_NAME.pattern}")
+        return self.path / name
+
+    def names(self) -> list[str]:
+        """Names present, sorted, without the lock."""
+        with naming_errors("list", self.path):
+            return sorted(name for name in self.system.listdir(self.dir_fd) if name != LOCK_NAME)
+
+    def create_file(self, name: str, nbytes: int) -> DataFile:
+        """A new file of `nbytes` reserved bytes; nothing stays behind when they cannot be had."""
+        path = self.path_of(name)
+        with naming_errors("create", path):
+            fd = self.system.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, self.dir_fd)
+        try:
+            return _prepare(fd, path, nbytes, self.system)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a drive that turned read-only: the first error is the one to tell
+                self.system.unlink(name, self.dir_fd)
+            raise
+
+    def create_scratch(self, nbytes: int) -> DataFile:
+        """A file without a name: the kernel frees it with its last descriptor, even after kill -9."""
+        path = self.path / "(scratch)"
+        with naming_errors("create", path):
+            return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, self.system)
+
+    def open_file(self, name: str, caching: Caching = Caching.DIRECT) -> DataFile:
+        """An existing file of ours."""
+        path = self.path_of(name)
+        with naming_errors("open", path):
+            fd = self.system.open(name, _OPEN_FLAGS, self.dir_fd)
+        try:
+            info = self.system.fstat(fd)
+            check_ours(path, info)
+            _ask_for(caching, fd, self.system)
+            return DataFile(fd, path, info.st_size, self.system)
+        except BaseException:
+            self.system.close(fd)
+            raise
+
+    def remove(self, names: Iterable[str]) -> int:
+        """Delete the named files and return the bytes freed; missing ones are skipped.
+
+        All names are checked first: one that is a link, a directory or not ours, and nothing is deleted.
+        """
+        found = {}
+        for name in names:
+            path = self.path_of(name)
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = self.system.lstat(name, self.dir_fd)
+                check_ours(path, found[name])
+        for name in found:
+            with naming_errors("delete", self.path / name):
+                self.system.unlink(name, self.dir_fd)
+        return sum(info.st_blocks * 512 for info in found.values())
+
+    def measure(self, names: Iterable[str]) -> int:
+        """Bytes that the named files take on the disk; missing ones take none."""
+        nbytes = 0
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                nbytes += self.system.lstat(self.path_of(name).name, self.dir_fd).st_blocks * 512
+        return nbytes
+
+    def sync(self, files: Iterable[str] = ()) -> None:
+        """Return once these files' bytes and the directory's names (creations, renames, removals) are on the medium."""
+        for name in files:
+            file = self.open_file(name, caching=Caching.BUFFERED)
+            try:
+                file.sync()
+            finally:
+                file.close()
+        with naming_errors("flush", self.path):
+            self.system.fsync(self.dir_fd)
+
+    def close(self) -> None:
+        """Release the lock; the directory and its files stay."""
+        if self.stays_locked:
+            _STUCK_LOCKS.extend(fd for fd in (self._lock_fd, self._dir_fd) if fd >= 0)
+            self._lock_fd = self._dir_fd = -1
+        unlock(self.system, self._dir_fd, self._lock_fd)
+        self._close_descriptors()
+
+    def check_in_place(self, *files: DataFile) -> None:
+        """Raise unless the names of this directory, its lock and these files still lead to what is open here.
+
+        A file that was deleted, or replaced by a copy, still takes every write, and the next start does not find them.
+        Raises StorageError, or LockError for the lock: with another one a second run could come in.
+        """
+        path, system = self.path, self.system
+        if what_became_of(system.fstat(self.dir_fd), system, path):
+            raise StorageError(
+                f"{path} was renamed, replaced or unmounted while this run was using it: it is not the directory that "
+                f"the run has open{self._now_at()}. The run stops; what was committed before is in the open one. "
+                "Put it back, then start again"
+            )
+        if self._lock_fd >= 0 and (fate := what_became_of(system.fstat(self._lock_fd), system, LOCK_NAME, self.dir_fd)):
+            raise LockError(
+                f"{path / LOCK_NAME} was {fate} while this run was using {path}: a second run could come in. The run "
+                "stops, and the last commit stays. See that no other run is there, then start again; a "
+                f"{LOCK_NAME} that a dead run has left is free, and need not be deleted"
+            )
+        for file in files:
+            if fate := what_became_of(system.fstat(file.fd), system, file.path.name, self.dir_fd):
+                raise StorageError(
+                    f"{file.path} was {fate} while this run was using it, so what the run writes would be lost with "
+                    "its end. Nothing more is committed. Generations here lack that file: put it back if it was moved, "
+                    "load a checkpoint, or start over with existing='discard'"
+                )
+
+    def _now_at(self) -> str:
+        place = self.system.place_of(self.dir_fd)
+        return f", which is {place}" if place and place != str(self.path) else ""
+
+    def close_and_remove(self) -> bool:
+        """Close and delete the lock's file; delete the directory too when nothing else is left in it."""
+        empty = not self.names()
+        with naming_errors("delete", self.path):
+            # While it is locked: who has opened this one meanwhile sees that it has no name any more.
+            self.system.unlink(LOCK_NAME, self.dir_fd)
+            if empty:
+                self.system.rmdir(self.path)
+        self.close()
+        return empty
+
+    def _close_descriptors(self) -> None:
+        for fd in (self._lock_fd, self._dir_fd):
+            if fd >= 0:
+                self.system.close(fd)
+        self._lock_fd = self._dir_fd = -1
+
+
+def what_became_of(opened: os.stat_result, system: FileSystem, name: str | Path, dir_fd: int | None = None) -> str:
+    """What has become of the name of something that is open; empty while it leads there."""
+    try:
+        named = system.lstat(name, dir_fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return "deleted"
+    return "" if (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino) else "replaced"
+
+
+def sync_path(directory: RunDirectory) -> None:
+    """Return once the names that lead to a directory are on the medium.
+
+    On its file system, and as far as this user may open the directories on the way.
+    """
+    system = directory.system
+    device = system.fstat(directory.dir_fd).st_dev
+    for parent in directory.path.parents:
+        with naming_errors("flush", parent), contextlib.suppress(PermissionError):
+            fd = system.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                if system.fstat(fd).st_dev != device:
+                    return
+                system.fsync(fd)
+            finally:
+                system.close(fd)
+
+
+def hold_directory(path: Path) -> RunDirectory:
+    """Open and lock an existing directory only to read it: nothing is written, not even the lock's holder."""
+    return RunDirectory._lock_with(hold_lock, path.absolute(), REAL)
+
+
+def _open_unnamed(system: FileSystem, dir_fd: int) -> int:
+    try:
+        return system.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, dir_fd)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+    name = f"scratch-{os.getpid()}-{time.monotonic_ns()}"
+    fd = system.open(name, _OPEN_FLAGS | os.O_CREAT | os.O_EXCL, dir_fd)
+    system.unlink(name, dir_fd)
+    return fd
+
+
+def _make_private(path: Path, system: FileSystem) -> None:
+    with naming_errors("create", path):
+        for missing in reversed([each for each in (path, *path.parents) if not _exists(each, system)]):
+            system.mkdir(missing)
+        check_private(path, system.lstat(path))
+
+
+def _exists(path: Path, system: FileSystem) -> bool:
+    try:
+        system.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def check_private(path: Path, info: os.stat_result) -> None:
+    """Raise unless `info`, the status of `path` itself, is a directory that only this user can write."""
+    if stat.S_ISLNK(info.st_mode):
+        raise StorageError(f"{path} is a symbolic link; give the directory it points to: {os.path.realpath(path)}")
+    if not stat.S_ISDIR(info.st_mode):
+        raise ConfigError(f"{path} is a file, not a directory; give a directory of its own to the run")
+    if info.st_uid != os.geteuid():
+        raise StorageError(
+            f"{path} belongs to user {info.st_uid}, not to user {os.geteuid()} who runs this; "
+            "choose a directory of your own"
+        )
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # With the sticky bit it is meant for everyone, as /tmp is.
+        remedy = f"name a directory in it: {path}/run" if info.st_mode & stat.S_ISVTX else f"type: chmod 700 {path}"
+        raise StorageError(f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); {remedy}")
+
+
+def _prepare(fd: int, path: Path, nbytes: int, system: FileSystem) -> DataFile:
+    file = DataFile(fd, path, 0, system)
+    try:
+        _ask_for(Caching.DIRECT, fd, system)
+        file.grow(nbytes)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _ask_for(caching: Caching, fd: int, system: FileSystem) -> None:
+    """O_DIRECT is asked for on the open file: a refusal at creation would leave the file behind."""
+    flags = system.get_flags(fd) & ~os.O_NONBLOCK
+    try:
+        system.set_flags(fd, flags | (os.O_DIRECT if caching is Caching.DIRECT else 0))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        system.set_flags(fd, flags)

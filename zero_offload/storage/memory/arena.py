@@ -1,0 +1,291 @@
+"""All host memory this package takes, counted: permanent regions, and frames that move between buffers.
+
+Owns every page. Two ways to get memory:
+`Arena.allocate` gives a permanent `Region` (a shard that rests in CPU memory, gradients, staging);
+`Arena.lease_frames` gives 2 MiB frames that `MovableBuffer.attach` puts under a reserved address range and
+`detach` takes back, so that any unit can use any free frame: no fragmentation, no copy, no growth.
+A region is returned to the system when the last tensor that views it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from zero_offload.base.errors import CapacityError
+from zero_offload.storage.memory import pages
+from zero_offload.storage.memory.pages import FRAME, num_frames
+
+
+@dataclass(frozen=True)
+class Region:
+    """A range of host memory and the object whose life keeps it."""
+
+    address: int
+    nbytes: int
+    owner: ctypes.Array[ctypes.c_char] = field(repr=False)
+
+    def tensor(self, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> torch.Tensor:
+        """View (numel,) `dtype` of this memory, host, no copy; keeps the region alive."""
+        return torch.frombuffer(self.owner, dtype=dtype, count=numel, offset=offset_bytes)
+
+    def part(self, begin: int, nbytes: int) -> Region:
+        """`nbytes` of this memory from byte `begin` on; keeps the whole alive."""
+        return Region(self.address + begin, nbytes, (ctypes.c_char * nbytes).from_buffer(self.owner, begin))
+
+
+class _Viewed:
+    """Regions that somebody views still.
+
+    None of them tells Python when it goes: what a signal's handler raises in a finalizer is dropped, and a Ctrl-C with
+    it. The dead are forgotten when the next one comes.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._regions: dict[int, tuple[weakref.ref[object], int]] = {}
+
+    def add(self, owner: object, nbytes: int, end: Callable[[object], object] | None = None) -> None:
+        """`end`, which must not be Python's, is called when the last view is gone."""
+        for number in [number for number, (life, _) in self._regions.copy().items() if life() is None]:
+            self._regions.pop(number, None)
+        self._regions[next(self._numbers)] = weakref.ref(owner, end), nbytes
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for life, nbytes in self._regions.copy().values() if life() is not None)
+
+    def forget(self) -> None:
+        """In a forked child, which has none of them: what has their addresses there is not to be unmapped."""
+        self._regions.clear()
+
+
+_mapped = _Viewed()
+os.register_at_fork(after_in_child=_mapped.forget)
+
+
+def _region(address: int, nbytes: int) -> Region:
+    size = num_frames(nbytes) * FRAME
+    owner = (ctypes.c_char * size).from_address(address)
+    # Tensors hold `owner` through the buffer protocol, so its end comes after the last of them is gone.
+    _mapped.add(owner, size, pages.releaser(address, size))
+    return Region(address, nbytes, owner)
+
+
+class Pinner(Protocol):
+    """Registers host memory with a device; for a CPU there is nothing to do."""
+
+    numa_node: int | None
+    """The node of host memory that is nearest to the device, if it is known."""
+
+    def pin(self, address: int, nbytes: int) -> None: ...
+
+    def unpin(self, address: int) -> None: ...
+
+
+class Arena:
+    """The host memory of one offloaded model."""
+
+    def __init__(
+        self, frame_limit: int, frame_limit_max: int | None = None, pinner: Pinner | None = None, *, num_kept: int = 0
+    ) -> None:
+        """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions.
+
+        Of the limit `num_kept` frames are for those who claim them, and for whom the rest is too little.
+        """
+        self._pinner = pinner
+        self._num_kept = num_kept
+        self._num_claimed = 0
+        self._frame_limit = frame_limit
+        self._frame_limit_max = frame_limit if frame_limit_max is None else frame_limit_max
+        self._blocks: list[Region] = []
+        self._free: list[int] = []
+        self._num_frames = 0
+        self._allocated = _Viewed()
+        self.num_mappings = 0
+        """Ranges of addresses asked of the system so far, reserved ones included. Frames that move ask for none."""
+        self.num_registrations = 0
+        """Those of them that the pinner was given. Both stand still once training has settled."""
+
+    def allocate(self, nbytes: int) -> Region:
+        """Take memory for good: zero-filled, aligned to 2 MiB."""
+        region, taken = self._place(pages.allocate(nbytes), nbytes), pages.taken_bytes(nbytes)
+        self._allocated.add(region.owner, taken)
+        if self._pinner is not None:
+            # Runs before the pages go: what was hung on an object last runs first.
+            weakref.finalize(region.owner, self._pinner.unpin, region.address).atexit = False
+            self._pinner.pin(region.address, taken)
+            self.num_registrations += 1
+        return region
+
+    @property
+    def taken(self) -> tuple[int, int]:
+        """Mappings and registrations so far, for `zo.stats`."""
+        return self.num_mappings, self.num_registrations
+
+    def reserve(self, nbytes: int) -> Region:
+        """Addresses without memory, aligned to 2 MiB."""
+        self.num_mappings += 1
+        return _region(pages.reserve(nbytes), nbytes)
+
+    def array(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """(numel,) zeros on the host, in memory of their own."""
+        return self.allocate(numel * dtype.itemsize).tensor(dtype, numel)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes in regions that are still viewed, in whole pages."""
+        return self._allocated.nbytes
+
+    @property
+    def free_frames(self) -> int:
+        """Frames that `lease_frames` can give now to anyone."""
+        kept = max(self._num_kept - self._num_claimed, 0)
+        return self._frame_limit - self._num_frames + len(self._free) - kept
+
+    @property
+    def kept_frames(self) -> int:
+        """Frames that it can give beside those to who claims them."""
+        return max(self._num_kept - self._num_claimed, 0)
+
+    @property
+    def claimed_frames(self) -> int:
+        """Frames that are with those who claimed them."""
+        return self._num_claimed
+
+    def keep(self, count: int) -> None:
+        """From now on `count` frames of the limit are for those who claim them, claimed ones among them."""
+        self._num_kept = count
+
+    @property
+    def frame_limit(self) -> int:
+        return self._frame_limit
+
+    def raise_limit(self, count: int, *, claimed: bool = False) -> bool:
+        """Allow `count` frames more; False when that would exceed the budget.
+
+        First those that are kept, unless they are `claimed`: then they are taken anyway, and come back.
+        """
+        spared = 0 if claimed else min(count, self.kept_frames)
+        if self._frame_limit + count - spared > self._frame_limit_max:
+            return False
+        self._num_kept -= spared
+        self._frame_limit += count - spared
+        return True
+
+    def widen(self, chosen: int, most: int, kept: int) -> None:
+        """Add so many frames to the limit, to how far it may go, and to those that are kept."""
+        self._frame_limit += chosen
+        self._frame_limit_max += most
+        self._num_kept += kept
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes in frames, leased or free."""
+        return self._num_frames * FRAME
+
+    def lease_frames(self, count: int, *, claimed: bool = False) -> list[int] | None:
+        """Take `count` frames (their addresses), or None when the budget is used up."""
+        if count > self.free_frames + self.kept_frames * claimed:
+            return None
+        self._num_claimed += count * claimed
+        while len(self._free) < count:
+            self._grow(count - len(self._free))
+        taken = self._free[-count:] if count else []
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def release_frames(self, frames: list[int], *, claimed: bool = False) -> None:
+        self._num_claimed -= len(frames) * claimed
+        self._free.extend(frames)
+
+    def _place(self, address: int, nbytes: int) -> Region:
+        self.num_mappings += 1
+        if self._pinner is None and len(nodes := pages.nodes_of_threads()) > 1:
+            pages.spread_over_nodes(address, nbytes, nodes)
+        elif self._pinner is not None and self._pinner.numa_node is not None:
+            pages.prefer_node(address, nbytes, self._pinner.numa_node)
+        return _region(address, nbytes)
+
+    def _grow(self, count: int) -> None:
+        region = self._place(pages.allocate_movable(count), count * FRAME)
+        self._blocks.append(region)
+        self._num_frames += count
+        self._free.extend(region.address + i * FRAME for i in range(count))
+
+
+class MovableBuffer:
+    """A reserved address range; pages are under it only between `attach` and `detach`.
+
+    The address never changes, so tensors that view it stay valid while the pages are away (touching them
+    then is a fault: the guard class and the hooks see to it that nobody does).
+    """
+
+    def __init__(self, arena: Arena, nbytes: int, *, claims: bool = False) -> None:
+        """`claims` the frames that are kept."""
+        self._arena = arena
+        self._claims = claims
+        self.region = arena.reserve(nbytes)
+        self.num_frames = num_frames(nbytes)
+        self._frames: list[int] | None = None
+
+    @property
+    def attached(self) -> bool:
+        return self._frames is not None
+
+    def addressable(self) -> AbstractContextManager[None]:
+        """Views of the range can be made at any time."""
+        return nullcontext()
+
+    def attach(self) -> bool:
+        """Put pages under the range; False when the arena has too few. The contents are undefined.
+
+        Raises CapacityError, and has taken nothing, where the system refuses.
+        """
+        if self._frames is not None:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
+            self.detach()
+        frames = self._arena.lease_frames(self.num_frames, claimed=self._claims)
+        if frames is None:
+            return False
+        try:
+            _move_all(frames, self._places())
+        except BaseException:
+            pages.protect(self.region.address, self.region.nbytes)
+            self._arena.release_frames(frames, claimed=self._claims)
+            raise
+        self._frames = frames
+        return True
+
+    def detach(self) -> None:
+        """Take the pages back. What they hold is worth nothing, so after a Ctrl-C it may be done twice."""
+        assert self._frames is not None
+        _move_all(self._places(), self._frames, undone=CapacityError)
+        pages.protect(self.region.address, self.region.nbytes)
+        self._arena.release_frames(self._frames, claimed=self._claims)
+        self._frames = None
+
+    def _places(self) -> range:
+        """The address of each frame while it is here."""
+        begin = self.region.address
+        return range(begin, begin + self.num_frames * FRAME, FRAME)
+
+
+def _move_all(sources: Sequence[int], targets: Sequence[int], undone: type[BaseException] = BaseException) -> None:
+    """Move frames, all of them or, where such an error ends it, none."""
+    moved: list[tuple[int, int]] = []
+    try:
+        for move in zip(sources, targets, strict=True):
+            pages.move_frame(*move)
+            moved.append(move)
+    except undone:
+        for source, target in reversed(moved):
+            pages.move_frame(target, source)
+        raise

@@ -1,0 +1,135 @@
+"""A device tensor whose memory comes and goes while the tensor stays, within a budget.
+
+Autograd keeps views of a unit's flat buffer, so the tensor is never replaced: its storage is resized to nothing and
+back. The counterpart of `arena.MovableBuffer` for devices that cannot compute on host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from zero_offload.storage.memory.pages import num_frames
+
+
+class Budget(Protocol):
+    """Who hands out frames: `Arena` on a CPU, `FrameBudget` on a GPU."""
+
+    @property
+    def free_frames(self) -> int: ...
+
+    @property
+    def frame_limit(self) -> int: ...
+
+    def raise_limit(self, count: int, *, claimed: bool = False) -> bool: ...
+
+
+class Buffer(Protocol):
+    """Memory under a tensor of constant identity; `MovableBuffer` or `ResizableBuffer`."""
+
+    num_frames: int
+    """That it takes while it is attached."""
+
+    @property
+    def attached(self) -> bool: ...
+
+    def attach(self) -> bool: ...
+
+    def detach(self) -> None: ...
+
+    def addressable(self) -> AbstractContextManager[None]: ...
+
+
+class FrameBudget:
+    """Counts frames of device memory; the device's own allocator provides them."""
+
+    def __init__(self, frame_limit: int, frame_limit_max: int, least: int | None = None) -> None:
+        """`frame_limit` may fall to `least` (the same, by default), and rise to `frame_limit_max`."""
+        self._frame_limit = frame_limit
+        self._frame_limit_max = frame_limit_max
+        self.least = frame_limit if least is None else least
+        """What uses need at once; less would only have them evict each other."""
+        self.taken = 0
+
+    @property
+    def frame_limit(self) -> int:
+        return self._frame_limit
+
+    @property
+    def free_frames(self) -> int:
+        """Below 0 where the limit has fallen, until units above it have left."""
+        return self._frame_limit - self.taken
+
+    def limit_to(self, count: int) -> None:
+        self._frame_limit = max(min(count, self._frame_limit_max), self.least)
+
+    def raise_limit(self, count: int, *, claimed: bool = False) -> bool:
+        """Allow `count` frames more; False when that would exceed the budget."""
+        if self._frame_limit + count > self._frame_limit_max:
+            return False
+        self._frame_limit += count
+        self.least = max(self.least, self._frame_limit)
+        return True
+
+    def widen(self, chosen: int, most: int, least: int) -> None:
+        """Add so many frames to the limit, to how far it may go, and to how far it may fall."""
+        self._frame_limit += chosen
+        self._frame_limit_max += most
+        self.least += least
+
+    def take(self, count: int) -> None:
+        assert count <= self.free_frames
+        self.taken += count
+
+    def give_back(self, count: int) -> None:
+        self.taken -= count
+
+
+class ResizableBuffer:
+    """Attaches and detaches the memory of `tensor`, (numel,) on the device."""
+
+    def __init__(self, budget: FrameBudget, tensor: torch.Tensor) -> None:
+        self._budget = budget
+        self._storage = tensor.untyped_storage()
+        self._nbytes = tensor.nbytes
+        self.num_frames = num_frames(tensor.nbytes)
+        self._attached = False
+        self._storage.resize_(0)
+
+    @property
+    def attached(self) -> bool:
+        return self._attached
+
+    @contextmanager
+    def addressable(self) -> Iterator[None]:
+        """Views of the tensor can be made inside: torch checks their bounds against memory that is there."""
+        self._storage.resize_(self._nbytes)
+        try:
+            yield
+        finally:
+            self._storage.resize_(0)
+
+    def attach(self) -> bool:
+        """Take memory; False when the budget has too little. The contents are undefined.
+
+        Raises torch.OutOfMemoryError, and has taken nothing, where the device has too little for what it promised:
+        activations, and whatever else computes there, are in no budget.
+        """
+        if self._attached:  # a Ctrl-C has struck between `attach` and the note of it, or in `detach`
+            self.detach()
+        if self.num_frames > self._budget.free_frames:
+            return False
+        self._storage.resize_(self._nbytes)
+        self._budget.take(self.num_frames)
+        self._attached = True
+        return True
+
+    def detach(self) -> None:
+        """Free the memory; kernels already launched may still use it, as with any freed tensor."""
+        assert self._attached
+        self._storage.resize_(0)
+        self._budget.give_back(self.num_frames)
+        self._attached = False

@@ -1,0 +1,299 @@
+"""Which runtime a parameter belongs to, or how its values will be made: the only module-level state of parameters.
+
+`Owner` is what the guard class, the optimizers and the public functions may ask of the runtime; the object
+behind it is made one layer up. Nothing is ever hung on a parameter or a module.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import torch
+    from torch import nn
+
+    from zero_offload.hardware.kernels.hyper import Hyper
+
+
+class Touched(Enum):
+    """What an operation finds of parameters at rest."""
+
+    OPEN = "they are plain: a forward or backward runs"
+    FOR_READING = "their data is here, and a change would be lost"
+    AWAY = "their data is not here"
+
+
+class ParamPlaces(Protocol):
+    """Where parameters of a model are."""
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """The parameter's name in its model."""
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Where the parameter rests, for repr and messages."""
+
+    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
+        """Raise unless the layout allows `requires_grad` to be `value`."""
+
+    def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
+        """Raise where no step of these may be taken, before any part of it is."""
+
+
+class ParamAccess(Protocol):
+    """What a guarded parameter may be asked."""
+
+    def touch(self, params: Sequence[nn.Parameter]) -> Touched:
+        """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
+
+    def is_gathered(self, param: nn.Parameter) -> bool:
+        """Whether it may be read now as it stands, inside of `zo.gathered`."""
+
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
+
+    def end_walk(self, module: nn.Module) -> None:
+        """After it."""
+
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace a parameter's values, as `load_state_dict` does."""
+
+    @property
+    def walking(self) -> bool:
+        """Whether state_dict or load_state_dict is walking over the model."""
+
+    def copy_out(self, param: nn.Parameter) -> torch.Tensor:
+        """A copy of the data."""
+
+    def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Replace the data."""
+
+    def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What `param.grad` is."""
+
+    def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        """What `param.grad = grad` does."""
+
+    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        """What `param.grad = None` does, for several."""
+
+
+class StateReaders(Protocol):
+    """What shows the states that the program has in hand; see `optim.state.Readers`."""
+
+    def add(self, reader: Any) -> None: ...
+
+    def discard(self, reader: Any) -> None: ...
+
+    def before_edit(self, state: Any) -> None: ...
+
+    def before_replacing(self, params: Iterable[nn.Parameter], names: Collection[str] | None = None) -> None: ...
+
+
+class OptimizerStates(Protocol):
+    """What optimizers keep of offloaded parameters, by torch's names: "step", states, and what a value lacks of the
+    master, "residual" of bf16 and "master" of fp16."""
+
+    @property
+    def readers(self) -> StateReaders: ...
+
+    def add(self, params: Iterable[nn.Parameter], names: Sequence[str]) -> None:
+        """Have these states for a new optimizer: those that were loaded, else zero. Raises CapacityError."""
+
+    def step_of(self, param: nn.Parameter) -> int | None:
+        """How many updates the states have had; None where there are none yet."""
+
+    def kept(self, param: nn.Parameter, names: Sequence[str]) -> dict[str, torch.dtype]:
+        """What may be read, of these states and beside them, and its dtype; nothing where there are none yet."""
+
+    def check_readable(self, params: Iterable[nn.Parameter], call: str) -> None:
+        """Raise ZeroOffloadError where `read` would, of these parameters, naming `call`."""
+
+    def read(self, param: nn.Parameter, name: str) -> torch.Tensor:
+        """A copy of one of them, of the parameter's shape, host; "step" as a scalar."""
+
+    def edit(self, param: nn.Parameter, name: str, values: torch.Tensor) -> None:
+        """Replace one of them."""
+
+    def write(
+        self,
+        param: nn.Parameter,
+        step: int,
+        states: Mapping[str, torch.Tensor | None],
+        beside: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Replace all of them: states of the parameter's shape, or None for zeros; `beside` the value what completes
+        it. Those that rest there already are not moved."""
+
+    def reset(self, params: Iterable[nn.Parameter]) -> None:
+        """Have none of these parameters: their next step is the first."""
+
+
+class LossScaler(Protocol):
+    """What generations and the step need of a `GradScaler`."""
+
+    def get_scale(self) -> float: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON values. Raises between `step` and `update`."""
+
+
+class Trainer(Protocol):
+    """An optimizer, for a model that is updated before its `step`."""
+
+    def hypers(self) -> Mapping[nn.Parameter, Hyper]:
+        """Hyperparameters of its offloaded parameters, by value."""
+
+    def __hash__(self) -> int: ...
+
+
+class Owner(Protocol):
+    """One offloaded model, as parameters and optimizers see it."""
+
+    @property
+    def places(self) -> ParamPlaces: ...
+
+    @property
+    def access(self) -> ParamAccess: ...
+
+    @property
+    def states(self) -> OptimizerStates: ...
+
+    @property
+    def makes_generations(self) -> bool:
+        """Whether it keeps param groups with its steps."""
+
+    def together(self, call: str) -> AbstractContextManager[None]:
+        """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""
+
+    def together_in_step(self, call: str) -> AbstractContextManager[None]:
+        """The same at the beginning of a step. Collective."""
+
+    def check_step(self) -> None:
+        """Raise where no step can be made now."""
+
+    def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
+        """Launch one step over the parameters that have gradients; `groups` goes into generations.
+
+        A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
+        """
+
+    def train_with(self, optimizer: Trainer) -> None:
+        """An optimizer has some of the parameters. It is held weakly."""
+
+    def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
+        """Have the next step divide by the loss scale; returns whether it must be skipped, on every rank. Collective.
+
+        `overflowed` says so of gradients that are not this owner's. Generations carry the scaler's state from now on.
+        """
+
+    def check_ordinary(self, call: str, squares: Callable[[], float]) -> None:
+        """Raise where gradients that are used beside this model's differ over ranks; `squares` adds up theirs.
+        Collective."""
+
+    def added_since(self) -> dict[nn.Parameter, str]:
+        """Trained parameters that its modules have got since `zo.offload`, with their names."""
+
+
+class Recipe(Protocol):
+    """How the values of a parameter on meta are made."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether they were left out."""
+
+    @property
+    def value(self) -> object | None:
+        """None where `make` cannot make them."""
+
+    def drawn(self) -> bytes:
+        """What the values depend on beside the program: of generators that they are drawn from, digests."""
+
+    def make(self) -> torch.Tensor:
+        """The values, a new tensor of the parameter's shape, host."""
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter -> weak reference to its owner, which the model's hooks keep alive; before that, its recipe."""
+
+
+def owner_of(param: nn.Parameter) -> Owner | None:
+    """The runtime that offloads `param`, or None."""
+    return _owner(_owners.get(param))
+
+
+def by_owner(params: Iterable[nn.Parameter]) -> dict[Owner | None, list[nn.Parameter]]:
+    """Parameters by the runtime that offloads them, under None the ordinary ones. Each once, in the order given."""
+    grouped: dict[Owner | None, list[nn.Parameter]] = {}
+    for param in dict.fromkeys(params):
+        found = _owners.get(param)
+        owner = found() if isinstance(found, weakref.ref) else None
+        grouped.setdefault(owner, []).append(param)
+    return grouped
+
+
+def _owner(found: object) -> Owner | None:
+    owner: Owner | None = found() if isinstance(found, weakref.ref) else None
+    return owner
+
+
+def check_adopted(call: str, params: Iterable[nn.Parameter]) -> None:
+    """Raise ConfigError if some of these are trained parameters that an offloaded model has got since `zo.offload`."""
+    ordinary = {id(param) for param in by_owner(params).get(None, ()) if param.requires_grad}
+    if not ordinary:
+        return
+    owners = {id(each): each for each in (_owner(found) for found in _owners.values()) if each is not None}
+    for owner in owners.values():
+        added = owner.added_since()
+        if names := [name for param, name in added.items() if id(param) in ordinary]:
+            raise not_adopted(call, names)
+
+
+def not_adopted(call: str, names: Sequence[str]) -> ConfigError:
+    """Of these parameters of an offloaded model."""
+    some = ", ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])
+    return ConfigError(
+        f"{call}: {len(names)} trained parameters were added to the model after zo.offload ({some}). No rank reduces "
+        "their gradients, and no generation keeps them. Call zo.offload(model) again, which adopts them, and then this"
+    )
+
+
+def is_dropped(param: nn.Parameter) -> bool:
+    """Whether the model that offloaded `param` is gone, and with it the values."""
+    found = _owners.get(param)
+    return isinstance(found, weakref.ref) and found() is None
+
+
+def dropped_error(param: nn.Parameter) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"a parameter of shape {tuple(param.shape)} belonged to an offloaded model that was dropped; its values went "
+        "with the model. Keep a reference to the model while its parameters or its optimizer are used"
+    )
+
+
+def register(param: nn.Parameter, owner: Owner) -> None:
+    _owners[param] = weakref.ref(owner)
+
+
+def unregister(param: nn.Parameter) -> None:
+    _owners.pop(param, None)
+
+
+def recipe_of(param: nn.Parameter) -> Recipe | None:
+    """How the values of `param` are made, where `deferred_init` has left that to `offload`."""
+    found = _owners.get(param)
+    recipe: Recipe | None = None if isinstance(found, weakref.ref) else found
+    return recipe
+
+
+def keep_recipe(param: nn.Parameter, recipe: Recipe) -> None:
+    _owners[param] = recipe

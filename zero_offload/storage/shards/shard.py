@@ -1,0 +1,235 @@
+"""One rank's part of one section: which components it has and where each of them is.
+
+[Note: components of a shard]
+A trainable shard is whole in its optimizer components; they alone make a generation.
+
+    value       (shard_numel,) compute dtype: what forward uses. With bf16 compute it is the upper half of the
+                fp32 master; with fp32 compute it is the master; with fp16 compute it is a rounded copy of it.
+    residual    (shard_numel,) int16, bf16 compute only: completes the master bit for bit. Beside compact states it
+                is int8, and the master has 24 bits.
+    master      (shard_numel,) fp32, fp16 compute only: an exponent of 5 bits leaves nothing to complete.
+    exp_avg, ...   (shard_numel,) fp32: what the optimizers of its parameters keep, by torch's names. There are none
+                before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
+                They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
+
+A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU tier: in
+host memory, unless the shard is `on_device`, which has all of them in the device's, the value too, whatever the params
+tier. `slots` are the extents on disk: two for a trainable shard that takes part in generations, so that the committed
+one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is written after every
+update and belongs to no generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import torch
+
+from zero_offload.base.types import StateFormat, StateKind, Tier, whole_sectors
+from zero_offload.hardware.device import Device, Event
+from zero_offload.hardware.kernels.words import num_scales
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.storage.files.extents import Extent
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.shards.replica import Replica
+
+
+class Component(StrEnum):
+    VALUE = "value"
+    RESIDUAL = "residual"
+    MASTER = "master"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+    MAX_EXP_AVG_SQ = "max_exp_avg_sq"
+    SUM = "sum"
+    MOMENTUM_BUFFER = "momentum_buffer"
+
+
+ADAM_STATES = (Component.EXP_AVG, Component.EXP_AVG_SQ)
+"""What plans count before there is an optimizer."""
+
+
+def master_components(layout: SectionLayout) -> tuple[Component, ...]:
+    """The components a shard of this section has without an optimizer's states."""
+    return (Component.VALUE, *(_MASTER_PARTS[layout.dtype] if layout.trainable else ()))
+
+
+def planned_components(layout: SectionLayout) -> tuple[Component, ...]:
+    """The components it will have with AdamW."""
+    return master_components(layout) + (ADAM_STATES if layout.trainable else ())
+
+
+def unplanned_bytes(layout: SectionLayout, keeps: Sequence[Component], more: Iterable[Component]) -> int:
+    """What `more` states take of a whole shard that keeps these, beyond those that plans count."""
+    planned = [each for each in planned_components(layout) if is_state(each)]
+    counted = max(shard_bytes(layout, planned), shard_bytes(layout, keeps))
+    return max(shard_bytes(layout, dict.fromkeys([*keeps, *more])) - counted, 0)
+
+
+_MASTER_PARTS: dict[torch.dtype, tuple[Component, ...]] = {
+    torch.float32: (),
+    torch.bfloat16: (Component.RESIDUAL,),
+    torch.float16: (Component.MASTER,),
+}
+"""What the master takes beside the value, by compute dtype."""
+_MASTER_COMPONENTS = frozenset({Component.VALUE, Component.RESIDUAL, Component.MASTER})
+
+
+def is_state(component: Component) -> bool:
+    """Whether it is what an optimizer keeps."""
+    return component not in _MASTER_COMPONENTS
+
+
+def is_packed(layout: SectionLayout, component: Component) -> bool:
+    """Whether its array is bytes: codes and scales."""
+    return layout.state_format is StateFormat.COMPACT and is_state(component)
+
+
+def component_dtype(layout: SectionLayout, component: Component) -> torch.dtype:
+    """The dtype of the component's array."""
+    match component:
+        case Component.VALUE:
+            return layout.dtype
+        case Component.RESIDUAL:
+            return torch.int8 if layout.state_format is StateFormat.COMPACT else torch.int16
+        case Component.MASTER:
+            return torch.float32
+    if is_packed(layout, component):
+        return torch.uint8
+    return torch.bfloat16 if layout.state_format is StateFormat.BF16 else torch.float32
+
+
+def array_numel(layout: SectionLayout, component: Component, numel: int) -> int:
+    """Elements of the array that a chunk of `numel` elements has."""
+    if not is_packed(layout, component):
+        return numel
+    return whole_sectors(numel + num_scales(layout.state_format, numel) * 4)
+
+
+def array_bytes(layout: SectionLayout, components: Iterable[Component], numel: int) -> int:
+    """Bytes of the arrays of these components that a chunk of `numel` elements has."""
+    return sum(array_numel(layout, each, numel) * component_dtype(layout, each).itemsize for each in components)
+
+
+def array_range(layout: SectionLayout, component: Component, begin: int, end: int) -> slice:
+    """Where neighbouring chunks, elements [begin, end), are in the array of a whole shard."""
+    if not is_packed(layout, component):
+        return slice(begin, end)
+    packed = array_numel(layout, component, CHUNK_NUMEL)
+    (before, _), (whole, rest) = divmod(begin, CHUNK_NUMEL), divmod(end - begin, CHUNK_NUMEL)
+    return slice(before * packed, (before + whole) * packed + array_numel(layout, component, rest))
+
+
+def shard_bytes(layout: SectionLayout, components: Iterable[Component]) -> int:
+    """Bytes of these components of a whole shard."""
+    kinds = tuple(components)
+    return sum(array_bytes(layout, kinds, end - begin) for begin, end in layout.chunks())
+
+
+def block_sizes(layout: SectionLayout, component: Component) -> list[int]:
+    """Bytes of each block of its extent: one block per chunk."""
+    return [array_bytes(layout, [component], end - begin) for begin, end in layout.chunks()]
+
+
+@dataclass(frozen=True)
+class ShardPlacement:
+    """The tier of each state kind of one shard."""
+
+    params: Tier
+    grads: Tier
+    optimizer: Tier
+
+    @property
+    def value_in_memory(self) -> bool:
+        return self.params is not Tier.NVME
+
+    @property
+    def all_in_memory(self) -> bool:
+        return Tier.NVME not in (self.params, self.grads, self.optimizer)
+
+    @classmethod
+    def of(cls, kinds: Mapping[StateKind, Tier]) -> ShardPlacement:
+        return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])
+
+
+def is_on_device(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> bool:
+    """Whether the components of a section's shard are in the compute device's own memory, where it is updated."""
+    return layout.trainable and tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not device.is_host
+
+
+@dataclass
+class Shard:
+    """See [Note: components of a shard]."""
+
+    layout: SectionLayout
+    placement: ShardPlacement
+    on_device: bool = False
+    """See `is_on_device`."""
+    states: tuple[Component, ...] = ()
+    """What optimizers keep, in the order of `Component`."""
+    memory: dict[Component, torch.Tensor] = field(default_factory=dict)
+    slots: tuple[dict[Component, Extent], ...] = ()
+    cache: Extent | None = None
+    replica: Replica | None = None
+    """Where parameters are whole on every rank and leave the compute device."""
+    current: int = 0
+    """The slot of the newest values, where they rest on disk."""
+    committed: int | None = None
+    """The slot that the committed generation names; never written to."""
+    dirty: bool = True
+    """Changed in memory since it was last written to a slot."""
+    writes: list[Transfer] = field(default_factory=list)
+    """Writes not yet known to be complete."""
+    last_copy: Event | None = None
+    """Between values in host memory, which may be part of a replica, and the compute device: none that came before it
+    ends later, and for all the host knows it is under way."""
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """All that it has, in the order of `Component`."""
+        return master_components(self.layout) + self.states
+
+    def array(self, component: Component, row: int) -> torch.Tensor:
+        """A view of a chunk in memory: the host's, or the device's where it is `on_device`."""
+        return self.memory[component][array_range(self.layout, component, *self.layout.chunks()[row])]
+
+    @property
+    def memory_tier(self) -> Tier:
+        """What its bytes in memory count as."""
+        return Tier.DEVICE if self.on_device else Tier.CPU
+
+    def keeps(self, states: Iterable[str]) -> bool:
+        """Whether it has all of these."""
+        return set(states) <= set(self.states)
+
+    @property
+    def fresh_replica(self) -> Replica | None:
+        """Where the section's newest values are whole on this rank, if they are."""
+        return self.replica if self.replica is not None and self.replica.fresh else None
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether the working copy is in the slots (then generations cost no further write)."""
+        return any(component not in self.memory for component in self.components)
+
+    def settle(self) -> None:
+        """Return when what was written can be read. Raises StorageError when a write failed."""
+        for transfer in list(self.writes):
+            transfer.wait()
+
+    def wait_for_copies(self) -> None:
+        """Return when values in host memory may change.
+
+        Compute only lets its stream wait for copies. Gradients that have come down tell the host of those before them,
+        so that in a training loop this finds an event that is complete.
+        """
+        if self.last_copy is not None:
+            self.last_copy.synchronize()
+            self.last_copy = None
+
+    def writable_slot(self) -> int:
+        """The slot that may be overwritten now."""
+        busy = self.committed == self.current
+        return (self.current + 1) % len(self.slots) if busy else self.current

@@ -1,0 +1,197 @@
+"""The states of one step on their way into a generation, while the next step runs.
+
+Owns what an update must wait for: chunks in memory that a commit has not written yet, and slots that are not free
+before it is complete. Knows no manifest. What rests on disk is in its slot already. What rests in memory is written
+from there, without a copy, in the order in which the next update comes to it, a few chunks at a time. An update that
+comes to a chunk which is not launched launches it, and waits for that one alone. What rests in a device's memory is
+brought to host memory first, which is all that the next update waits for. The calls: `begin` when an update is
+complete, on its thread; `write` and, when the generation is named, `end` on the commit's thread; meanwhile `ask` before
+a chunk in memory changes, and `wait_for_slots` before a slot is written, on the next update's thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zero_offload.base.events import Counters
+from zero_offload.base.spans import Cause
+from zero_offload.base.threads import Monitor
+from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
+from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.memory.arena import Region
+from zero_offload.storage.shards.device_staging import DeviceStaging
+from zero_offload.storage.shards.disk import DiskArrays
+from zero_offload.storage.shards.shard import Shard
+
+
+@dataclass
+class ChunkCopy:
+    """A chunk in memory and the slot it goes to; None until it is launched."""
+
+    shard: Shard
+    row: int
+    slot: int
+    writes: list[Transfer] | None = None
+    staging: Region | None = None
+    """Of states in a device's memory."""
+
+    def arrays(self) -> list[torch.Tensor]:
+        return [self.shard.array(component, self.row) for component in self.shard.components]
+
+    def launch(self, disk: DiskArrays, addresses: Sequence[int]) -> None:
+        """Write what stands there, component by component."""
+        rows, slot = slice(self.row, self.row + 1), self.shard.slots[self.slot]
+        extents = [slot[component] for component in self.shard.components]
+        self.writes = [disk.launch_write(each, rows, at) for each, at in zip(extents, addresses, strict=True)]
+
+    def wait(self) -> None:
+        for write in self.writes or ():
+            write.wait()
+
+    def done(self) -> bool:
+        return all(write.done() for write in self.writes or ())
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one generation is made of."""
+
+    slots: tuple[int, ...]
+    """Of each shard: the one that has the states when `write` is over."""
+    copies: list[ChunkCopy] = field(default_factory=list)
+
+
+class Snapshots:
+    """One snapshot at a time, of all shards of a store."""
+
+    def __init__(self, shards: Sequence[Shard], disk: DiskArrays, counters: Counters, staging: DeviceStaging) -> None:
+        self._shards = shards
+        self._disk = disk
+        self._counters = counters
+        self.staging = staging
+        self._copies: dict[tuple[int, int], ChunkCopy] = {}
+        """Of the snapshot under way, by section and chunk."""
+        self._changed = Monitor()
+        """Its lock is also held to launch a copy, which two threads may want to."""
+        self._active = False
+        self.num_ended = 0
+        """Snapshots whose commit is complete."""
+        self._error: BaseException | None = None
+
+    # The thread of the commit
+
+    def begin(self, unit_order: Sequence[int] = ()) -> Snapshot:
+        """The states as they are now; waits until the snapshot before has ended.
+
+        `unit_order` is that of the next update. No other update may run before this returns.
+        """
+        for shard in self._shards:
+            shard.settle()
+            shard.writes.clear()
+        self._wait_until(lambda: not self._active)
+        self._active = True
+        place = {unit: number for number, unit in enumerate(unit_order)}
+        copies = [
+            copy
+            for shard in sorted(self._shards, key=lambda each: place.get(each.layout.unit, len(place)))
+            for copy in _copies_of(shard)
+        ]
+        self._copies = {(copy.shard.layout.index, copy.row): copy for copy in copies}
+        return Snapshot(tuple(shard.current for shard in self._shards), copies)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Bring everything into its slot. Raises StorageError."""
+        in_flight: deque[ChunkCopy] = deque()
+        for copy in snapshot.copies:
+            if len(in_flight) == SNAPSHOT_CHUNKS_IN_FLIGHT:
+                self._finish(in_flight.popleft())
+            if copy.shard.on_device:
+                self._bring(copy)
+            else:
+                self._launch(copy)
+            in_flight.append(copy)
+        for copy in in_flight:
+            self._finish(copy)
+
+    def end(self) -> None:
+        """The generation is complete: memory may change, and slots that it does not name may be written."""
+        with self._changed.lock:
+            self._copies = {}
+            self._active = False  # the next one may begin
+            self.num_ended += 1
+            self._changed.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """No commit comes to its end any more: every wait raises this."""
+        with self._changed.lock:
+            self._error = self._error or error
+            self._changed.notify()
+
+    # Threads that would change what is being written
+
+    def needs(self, shard: Shard) -> bool:
+        """Whether a commit under way is made of what the shard has in memory."""
+        return (shard.layout.index, 0) in self._copies
+
+    def ask(self, shard: Shard, row: int) -> Callable[[], None] | None:
+        """An update comes to a chunk in memory: the wait that comes before its first change, if there is one."""
+        copy = self._copies.get((shard.layout.index, row))
+        if copy is None:
+            return None
+        if shard.on_device:
+            return functools.partial(self._wait_for_staging, copy)
+        self._launch(copy)
+        return functools.partial(self._wait_for, copy)
+
+    def wait_for_slots(self) -> None:
+        """Return when no commit is under way, so that `Shard.writable_slot` is no slot that a generation needs."""
+        self._wait_until(lambda: not self._active)
+
+    def _launch(self, copy: ChunkCopy) -> None:
+        with self._changed.lock:
+            if copy.writes is None:
+                copy.launch(self._disk, [array.data_ptr() for array in copy.arrays()])
+
+    def _bring(self, copy: ChunkCopy) -> None:
+        """Of what is in a device's memory; on the commit's thread alone."""
+        region, addresses = self.staging.bring(copy.arrays())
+        copy.staging = region
+        self._changed.notify()
+        copy.launch(self._disk, addresses)
+
+    def _wait_for_staging(self, copy: ChunkCopy) -> None:
+        self._wait_until(lambda: copy.staging is not None)
+
+    def _finish(self, copy: ChunkCopy) -> None:
+        copy.wait()
+        if copy.staging is not None:
+            self.staging.give_back(copy.staging)
+
+    def _wait_for(self, copy: ChunkCopy) -> None:
+        if not copy.done():
+            with self._counters.timed("commit_wait_s"), self._counters.hindering(Cause.COMMIT):
+                copy.wait()
+        copy.wait()  # of what is done: its error
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> None:
+        if self._error is None and not is_so():
+            with self._counters.timed("commit_wait_s"), self._counters.hindering(Cause.COMMIT):
+                self._changed.wait_for(lambda: self._error is not None or is_so())
+        if self._error is not None:
+            raise self._error
+
+
+def _copies_of(shard: Shard) -> list[ChunkCopy]:
+    """A shard's chunks, if they changed in memory since they were last written; its newest slot is theirs from now."""
+    if not shard.dirty:
+        return []
+    shard.dirty = False
+    if shard.on_disk:
+        return []
+    shard.current = shard.writable_slot()
+    return [ChunkCopy(shard, row, shard.current) for row in range(len(shard.layout.chunks()))]

@@ -1,0 +1,403 @@
+"""Where every shard's bytes are: the only one who knows.
+
+Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
+nothing. The calls, and who makes them:
+    `places.lay_out`, or `restore` each section of a generation; `places.place_memory`, `write_components`   (offload);
+    `grow`                                     when further parameters are offloaded (offload);
+    `add_states`                               when an optimizer says what it keeps;
+    `launch_fetch`                             parameters for forward and backward (runtime);
+    `open_chunks`, the kernel, `close_chunks`, after a section `finish_update`   (optim);
+    `read_component`, `write_components`       whole shards (checkpoint, gathered, state_dict);
+    `snapshots`, `mark_committed`              generations (checkpoint).
+Whatever is launched returns transfers; the caller waits for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.events import Counters
+from zero_offload.base.host import host_empty
+from zero_offload.base.types import StateKind, Tier
+from zero_offload.hardware.device import Device, HostDevice
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.files.swap_file import SwapFile, Transfer
+from zero_offload.storage.memory.arena import Arena
+from zero_offload.storage.memory.pool import LazyRegion
+from zero_offload.storage.shards.device_staging import DeviceStaging
+from zero_offload.storage.shards.disk import ALL_ROWS, DiskArrays
+from zero_offload.storage.shards.grad_ring import GradRing
+from zero_offload.storage.shards.places import Places
+from zero_offload.storage.shards.shard import (
+    Component,
+    Shard,
+    ShardPlacement,
+    array_bytes,
+    array_numel,
+    array_range,
+    component_dtype,
+    is_on_device,
+    shard_bytes,
+)
+from zero_offload.storage.shards.snapshot import Snapshots
+
+HOST = HostDevice()
+ChunkSource = Callable[[Component, int, int], torch.Tensor]
+"""source(component, begin, end) -> the component's array of the chunk [begin, end), host."""
+
+
+@dataclass
+class OpenChunks:
+    """Neighbouring chunks, elements [begin, end) of a shard, made addressable for the update kernel."""
+
+    shard: Shard
+    rows: range
+    begin: int
+    end: int
+    addresses: dict[Component, int]
+    """Of the first chunk's arrays."""
+    memory_bytes: int = 0
+    """Of what rests in memory."""
+    reads: list[Transfer] = field(default_factory=list)
+    copied: list[Callable[[], None]] = field(default_factory=list)
+    """The waits for a commit that still needs what is in memory."""
+
+    def wait(self) -> None:
+        """Return when the chunks may be read and changed. Raises StorageError or IntegrityError."""
+        for read in self.reads:
+            read.wait()
+        for copied in self.copied:
+            copied()
+        self.shard.wait_for_copies()
+
+    def addresses_of(self, row: int) -> dict[Component, int]:
+        """Of the arrays of one of the chunks."""
+        if row == self.rows.start:
+            return self.addresses
+        return {
+            each: address + (row - self.rows.start) * self._strides[each] for each, address in self.addresses.items()
+        }
+
+    @cached_property
+    def _strides(self) -> dict[Component, int]:
+        """Bytes from a chunk's array to the next one's: only the last of a shard is shorter."""
+        return {each: array_bytes(self.shard.layout, [each], CHUNK_NUMEL) for each in self.addresses}
+
+
+class LazyRead:
+    """Elements [begin, end) of a shard's values, to be read into `out` at the first use or before they change."""
+
+    def __init__(self, store: ShardStore, shard: Shard, begin: int, out: torch.Tensor) -> None:
+        """`out`: of the values' dtype, contiguous, host."""
+        self._store: ShardStore | None = store
+        self._shard = shard
+        self._begin = begin
+        self._out = out
+
+    def read(self) -> None:
+        """Read, unless that is done. After an error the next call tries again: the values are not there yet."""
+        if self._store is not None:
+            self._store.read_range(self._shard, self._begin, self._out.view(-1))
+            self._store = None
+
+
+class ShardStore:
+    """All shards of one model on one rank."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        placements: Sequence[Mapping[StateKind, Tier]],
+        arena: Arena,
+        swap: SwapFile | None,
+        num_slots: int,
+        device: Device = HOST,
+    ) -> None:
+        """`placements` is one mapping per unit; `num_slots` the slots of each trainable shard on disk."""
+        self.arena = arena
+        self.swap = swap
+        self._lazy: weakref.WeakSet[LazyRead] = weakref.WeakSet()
+        self.counters = Counters()
+        self.disk = DiskArrays(swap, self.counters)
+        self._device = device
+        self.shards = [_new_shard(section, placements[section.unit], device) for section in layout.sections]
+        """Of all sections, by index; `grow` adds to it."""
+        self.snapshots = Snapshots(self.shards, self.disk, self.counters, DeviceStaging(device, arena))
+        self.places = Places(arena, device, self.disk, num_slots)
+        self.grad_ring: GradRing | None = None
+        """Where gradients pass through, if the update runs inside of backward."""
+        self._size_staging()
+
+    def _size_staging(self) -> None:
+        self.state_staging_bytes = max(array_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
+        """Staging that `open_chunks` may use."""
+        self.staging = LazyRegion(self.arena, self.state_staging_bytes)
+        """For whole-shard calls; dropped when they are over, it is taken again by the next."""
+
+    def grow(self, sections: Sequence[SectionLayout], placements: Sequence[Mapping[StateKind, Tier]]) -> list[Shard]:
+        """Have shards for further sections, which `shrink` takes back; while no update and no commit is under way."""
+        added = [_new_shard(section, placements[section.unit], self._device) for section in sections]
+        self.shards += added
+        self._size_staging()
+        return added
+
+    def shrink(self, num_shards: int) -> None:
+        """Forget the shards that came behind the first `num_shards`. Their room on disk stays taken."""
+        del self.shards[num_shards:]
+        self._size_staging()
+
+    def add_states(self, shard: Shard, states: Iterable[Component]) -> None:
+        """Have these states too, all zero, where the optimizer's states rest; after updates and commits under way.
+
+        Raises CapacityError, and has none of them, where there is no room.
+        """
+        missing = [each for each in dict.fromkeys(states) if each not in shard.states]
+        if missing and shard.layout.trainable:
+            self.snapshots.wait_for_slots()
+            rested_in_memory = not shard.on_disk
+            self.places.add_states(shard, missing)
+            if rested_in_memory and shard.on_disk:
+                self._fill_slot(shard)
+            if shard.on_device:
+                self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
+            self._size_staging()
+
+    def _fill_slot(self, shard: Shard) -> None:
+        """From now on a generation is what the slots hold; an update writes them, but the first one may come late."""
+        slot = shard.writable_slot()
+        for component, array in shard.memory.items():
+            self.disk.write_array(shard.slots[slot][component], array)
+        shard.current = slot
+
+    def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
+        """Have what a generation's manifest records, in its slot; see `Places.restore`."""
+        self.places.restore(shard, slot, records, spare)
+        self._size_staging()
+
+    # Parameters for forward and backward
+
+    def launch_fetch(self, shard: Shard, address: int, urgency: Urgency) -> list[Transfer]:
+        """Bring this rank's values, `shard_nbytes`, to host memory at `address`."""
+        value = self.value_in_memory(shard)
+        if value is not None:
+            if address != value.data_ptr():
+                self.counters.read(shard.memory_tier, value.nbytes)
+                ctypes.memmove(address, value.data_ptr(), value.nbytes)
+            return []
+        shard.settle()
+        extent = shard.cache or shard.slots[shard.current][Component.VALUE]
+        return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
+
+    def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
+        """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
+        a fetch goes to disk. Whoever uploads them counts that, and leaves the event in `Shard.last_copy`."""
+        return None if shard.cache is not None else shard.memory.get(Component.VALUE)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of shards in the device's own memory."""
+        return sum(array.nbytes for shard in self.shards if shard.on_device for array in shard.memory.values())
+
+    # The optimizer's update: chunk by chunk, or all of a shard's at once
+
+    def open_on_device(self, shard: Shard, rows: range) -> dict[Component, torch.Tensor]:
+        """The arrays of neighbouring chunks of a shard that is `on_device`, when they may be changed; `finish_update`
+        follows. Of packed states a chunk has its own: then `rows` is one."""
+        for row in rows:
+            if (copied := self.snapshots.ask(shard, row)) is not None:
+                copied()
+        layout, (begin, end) = shard.layout, shard.layout.elements(rows)
+        found = {each: shard.memory[each][array_range(layout, each, begin, end)] for each in shard.components}
+        nbytes = sum(array.nbytes for array in found.values())
+        self.counters.read(Tier.DEVICE, nbytes)
+        self.counters.written(Tier.DEVICE, nbytes)
+        return found
+
+    def may_open_all(self, shard: Shard) -> bool:
+        """Whether all chunks of a shard in host memory may be opened together: there is nothing to read, to write, or
+        to wait for; until the next commit begins."""
+        return not (shard.on_disk or shard.cache is not None or shard.on_device or self.snapshots.needs(shard))
+
+    def open_chunks(self, shard: Shard, rows: range, staging: int) -> OpenChunks:
+        """Make chunks addressable, one unless `may_open_all`; what rests on disk is read into `staging`
+        (`state_staging_bytes` long). To be used after `OpenChunks.wait`.
+        """
+        opened = OpenChunks(shard, rows, *shard.layout.elements(rows), {})
+        for component in shard.components:
+            if component in shard.memory:
+                array = shard.memory[component][array_range(shard.layout, component, opened.begin, opened.end)]
+                opened.addresses[component] = array.data_ptr()
+                opened.memory_bytes += array.nbytes
+            else:
+                extent = shard.slots[shard.current][component]
+                opened.reads.append(self.disk.launch_read(extent, _slice(rows), staging))
+                opened.addresses[component] = staging
+                staging += array_bytes(shard.layout, [component], opened.end - opened.begin)
+        self.counters.read(Tier.CPU, opened.memory_bytes)
+        asked = (self.snapshots.ask(shard, row) for row in rows)
+        opened.copied = [copied for copied in asked if copied is not None]
+        return opened
+
+    def close_chunks(self, opened: OpenChunks) -> list[Transfer]:
+        """Write the chunks where they rest; their memory may be reused when the transfers are done.
+
+        A slot is written when the commit under way is complete: before, both may be needed.
+        """
+        shard, rows = opened.shard, _slice(opened.rows)
+        writes: list[Transfer] = []
+        if shard.on_disk:
+            self.snapshots.wait_for_slots()
+            slot = shard.slots[shard.writable_slot()]
+            writes += [self.disk.launch_write(slot[each], rows, address) for each, address in opened.addresses.items()]
+        self.counters.written(shard.memory_tier, opened.memory_bytes)
+        if shard.cache is not None and Component.VALUE in opened.addresses:
+            writes.append(self.disk.launch_write(shard.cache, rows, opened.addresses[Component.VALUE]))
+        shard.writes += writes
+        return writes
+
+    def finish_update(self, shard: Shard) -> None:
+        """All chunks of the shard are closed: its newest values are what was written."""
+        if shard.on_disk:
+            shard.current = shard.writable_slot()
+        shard.dirty = True
+
+    # Whole shards
+
+    def read_chunk(self, shard: Shard, component: Component, row: int) -> torch.Tensor:
+        """The array of one chunk, host: a copy of where it rests on the device, a view of where it rests in host
+        memory, or of staging until the next read."""
+        if component in shard.memory:
+            return _on_host(shard, shard.array(component, row))
+        shard.settle()
+        extent = shard.slots[shard.current][component]
+        return self.disk.read_block(extent, row, component_dtype(shard.layout, component), self.staging.region)
+
+    def read_range(self, shard: Shard, begin: int, out: torch.Tensor) -> None:
+        """Values from element `begin` of the shard on, into `out`, (n,) of their dtype, host."""
+        end = begin + out.numel()
+        for row, (first, last) in enumerate(shard.layout.chunks()):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                values = self.read_chunk(shard, Component.VALUE, row)
+                out[low - begin : high - begin].copy_(values[low - first : high - first])
+
+    def read_lazily(self, shard: Shard, begin: int, out: torch.Tensor) -> LazyRead:
+        """The same, when its `read` is called, or before any value changes."""
+        lazy = LazyRead(self, shard, begin, out)
+        self._lazy.add(lazy)
+        return lazy
+
+    def read_lazy(self) -> None:
+        """What was to be read lazily: values are about to change, or to be out of reach."""
+        for lazy in list(self._lazy):
+            lazy.read()
+        self._lazy.clear()
+
+    def forget_lazy(self) -> None:
+        self._lazy.clear()
+
+    def read_component(self, shard: Shard, component: Component) -> torch.Tensor:
+        """The component's array, host: a view where it rests in host memory, else a copy."""
+        if component in shard.memory:
+            return _on_host(shard, shard.memory[component])
+        layout, dtype = shard.layout, component_dtype(shard.layout, component)
+        out = host_empty(shard_bytes(layout, [component]) // dtype.itemsize, dtype)
+        for row, (begin, end) in enumerate(layout.chunks()):
+            out[array_range(layout, component, begin, end)] = self.read_chunk(shard, component, row)
+        return out
+
+    def writes_in_place(self, shard: Shard) -> bool:
+        """Whether what is written takes the place of the newest values: no generation names it."""
+        return not shard.on_disk or shard.writable_slot() == shard.current
+
+    def write_components(
+        self, shard: Shard, source: ChunkSource, changed: tuple[Collection[int], Collection[Component]] | None = None
+    ) -> None:
+        """Replace every component of a shard, after a commit under way; what rests on disk goes to a slot that no
+        generation needs. With `changed`, chunks and components, `source` has all others as they are: they are
+        written only where that slot has older ones.
+
+        Raises ZeroOffloadError where the source gives an array of another dtype, size or device than the component's.
+        """
+        self.read_lazy()
+        self.snapshots.wait_for_slots()
+        self.places.make_writable(shard)
+        self.places.ensure_cache(shard)
+        shard.wait_for_copies()
+        staging = self.staging.region
+        everything = range(len(shard.layout.chunks())), shard.components
+        rows, components = changed if changed and self.writes_in_place(shard) else everything
+        for row, (begin, end) in enumerate(shard.layout.chunks()):
+            if row not in rows:
+                continue
+            chunk = OpenChunks(shard, range(row, row + 1), begin, end, {})
+            used = 0
+            for component in components:
+                values = source(component, begin, end)
+                _check_array(shard, component, values, end - begin)
+                if component in shard.memory:
+                    target = shard.array(component, row)
+                    chunk.memory_bytes += target.nbytes
+                else:
+                    target = staging.tensor(values.dtype, values.numel(), used)
+                    used += values.nbytes
+                target.copy_(values)
+                chunk.addresses[component] = target.data_ptr()
+            self.close_chunks(chunk)
+            shard.settle()
+        self.finish_update(shard)
+        shard.writes.clear()
+
+    # Generations
+
+    def load_memory(self, shard: Shard, slot: int) -> None:
+        """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""
+        self.places.ensure_cache(shard)
+        shard.wait_for_copies()
+        for component, array in shard.memory.items():
+            extent = shard.slots[slot][component]
+            if not shard.on_device:
+                self.disk.read_array(extent, array)
+                continue
+            for row in range(len(shard.layout.chunks())):
+                shard.array(component, row).copy_(self.disk.read_block(extent, row, array.dtype, self.staging.region))
+        if shard.cache is not None:
+            self.disk.write_array(shard.cache, shard.memory[Component.VALUE])
+        shard.dirty = False
+
+    def mark_committed(self, slots: Sequence[int]) -> None:
+        """The generation that names these slots (one per shard) is durable; older slots may be reused."""
+        for shard, slot in zip(self.shards, slots, strict=True):
+            shard.committed = slot
+
+
+def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:
+    return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, device))
+
+
+def _check_array(shard: Shard, component: Component, values: torch.Tensor, numel: int) -> None:
+    """Raise for what is not a component's array of `numel` elements: bytes on a drive say no dtype."""
+    dtype, size = component_dtype(shard.layout, component), array_numel(shard.layout, component, numel)
+    if (values.dtype, values.numel(), values.device.type) != (dtype, size, "cpu"):
+        raise ZeroOffloadError(
+            f"unit {shard.layout.unit}: {component.value} is {size} elements of {dtype} on cpu, and was to be replaced "
+            f"by {values.numel()} of {values.dtype} on {values.device}; nothing was written there. This is an error of "
+            "zero_offload: please report it with this message"
+        )
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
+
+
+def _on_host(shard: Shard, array: torch.Tensor) -> torch.Tensor:
+    return array.to("cpu", copy=True) if shard.on_device else array
