@@ -50,15 +50,15 @@ def _assert_refused(uses: Iterable[Callable[[], object]], match: str) -> None:
 def test_a_step_that_breaks_off_after_its_update_began(tier: str, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = open_model(nvme, params=tier, optimizer=tier, **SELDOM)
     train(model, optimizer, 0, 3)
-    residency = runtime(model).residency
-    original = residency.refresh_kept
+    prefetcher = runtime(model).prefetcher
+    original = prefetcher.refresh_kept
 
     def interrupted() -> None:
         original()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr(residency, "refresh_kept", interrupted)
+        patches.setattr(prefetcher, "refresh_kept", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, 3, 4)
     zo.close(model)

@@ -15,7 +15,7 @@ import torch
 import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.units.carrier import DeviceCarrier
+from zero_offload.runtime.units.param_loader import DeviceParamLoader
 from zero_offload.storage.shards.state import UnitState
 
 pytestmark = pytest.mark.usefixtures("late")
@@ -58,7 +58,7 @@ def leaked(model: Any) -> int:
         here = {s.buffer.attached for s in unit.sections if s.buffer is not None}
         assert here <= {unit.state is not UnitState.AWAY}
     buffers = [s.buffer for unit in runtime.units for s in unit.sections if s.buffer is not None]
-    return int(runtime.residency._budget.taken - sum(buffer.num_frames for buffer in buffers if buffer.attached))
+    return int(runtime.prefetcher._budget.taken - sum(buffer.num_frames for buffer in buffers if buffer.attached))
 
 
 def train(short: ShortOfMemory, overlap: str, fails_in: int | None, place: int) -> Iterator[float]:
@@ -123,17 +123,17 @@ def test_a_fetch_that_is_launched_in_part_is_launched_again(
     zo.offload(model, zo.OffloadConfig(params="nvme", nvme=tmp_path, durability="scratch"))
     expected = model(tokens_of(0)).item()
     unit = next(unit for unit in runtime_of(model).units if len(unit.sections) > 1)
-    runtime_of(model).residency.forget(unit)
-    launch_reads, calls = DeviceCarrier._launch_reads, []
+    runtime_of(model).prefetcher.forget(unit)
+    launch_reads, calls = DeviceParamLoader._launch_reads, []
 
-    def break_off(self: DeviceCarrier, section: Any, *args: Any) -> Any:
+    def break_off(self: DeviceParamLoader, section: Any, *args: Any) -> Any:
         if section in unit.sections:
             calls.append(section)
             if len(calls) == 2:
                 raise error("in a launch")
         return launch_reads(self, section, *args)
 
-    monkeypatch.setattr(DeviceCarrier, "_launch_reads", break_off)
+    monkeypatch.setattr(DeviceParamLoader, "_launch_reads", break_off)
     with pytest.raises(error, match="in a launch"):
         model(tokens_of(0))
     assert model(tokens_of(0)).item() == expected

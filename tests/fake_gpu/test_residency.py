@@ -236,13 +236,13 @@ def test_prefetches_without_memory_do_not_break_a_step(policy: Policy, settings:
     run = Run(**settings)
     steps = [run.step(rows(0)), run.step(rows(1))]
     owner: Any = runtime_of(run.model)
-    residency, limits = owner.residency, []
+    prefetcher, limits = owner.prefetcher, []
 
     def fill(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         """All units leave, and until the forward has ended there is memory for three others."""
         for unit in owner.units:
             if not unit.in_use and unit.state is not UnitState.AWAY:
-                residency._evictor.evict(unit)
+                prefetcher._evictor.evict(unit)
         limits.append(no_room(12 * MIB))
         limits[0].__enter__()
 
@@ -275,10 +275,10 @@ def test_a_use_without_memory_has_that_of_units_that_are_not_used() -> None:
         """What comes next leaves, and there is nothing for it."""
         unit = owner.units[3]
         assert unit.layout.name == "3"
-        owner.residency._evictor.evict(unit)
+        owner.prefetcher._evictor.evict(unit)
         limits.append(no_room())
         limits[0].__enter__()
-        owner.residency.bring(unit)
+        owner.prefetcher.bring(unit)
         assert unit.state is UnitState.PRESENT
         limits[0].__exit__(None, None, None)
 

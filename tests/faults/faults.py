@@ -34,14 +34,14 @@ FAULTS = [
     # Parameters
     fault(
         "a forward uses a unit without waiting for its update",
-        "runtime/residency.py",
+        "runtime/prefetcher.py",
         "        unit.wait_for_update()\n        if unit.state is UnitState.AWAY:\n",
         "        if unit.state is UnitState.AWAY:\n",
         PLACEMENTS,
     ),
     fault(
         "a unit that stays keeps its weights from before the update",
-        "runtime/residency.py",
+        "runtime/prefetcher.py",
         "tuple(s for s in unit.sections if s.layout.trainable or s in absent)",
         "tuple(s for s in unit.sections if s in absent)",
         RANKS,
@@ -55,7 +55,7 @@ FAULTS = [
     ),
     fault(
         "a forward does not wait for the read of a unit",
-        "runtime/units/carrier.py",
+        "runtime/units/param_loader.py",
         "        for transfer in self._transfers.get(unit.index, ()):\n            transfer.wait()\n",
         "",
         "tests/crash/test_damage.py::test_one_flipped_bit_anywhere_is_noticed",
@@ -69,14 +69,14 @@ FAULTS = [
     ),
     fault(
         "a rank reads its parameters to the place of another's",
-        "runtime/units/carrier.py",
+        "runtime/units/param_loader.py",
         "section.flat.data_ptr() + self._shard_index * section.layout.shard_nbytes",
         "section.flat.data_ptr() + (1 - self._shard_index) * section.layout.shard_nbytes",
         RANKS,
     ),
     fault(
         "a replica of parameters is not gathered anew after an update",
-        "runtime/residency.py",
+        "runtime/prefetcher.py",
         "            section.shard.replica.fresh = False",
         "            pass",
         STAGES + "test_replicas_serve_eval_and_later_forwards",

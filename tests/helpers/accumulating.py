@@ -97,4 +97,4 @@ def uses_of(model: nn.Module) -> list[int]:
     """Units in the order in which the last forward and backward asked for them; the same one twice in a row is once."""
     owner = runtime_of(model)
     assert owner is not None
-    return [unit for unit, _ in itertools.groupby(owner.residency.schedule._recorded)]
+    return [unit for unit, _ in itertools.groupby(owner.prefetcher.schedule._recorded)]

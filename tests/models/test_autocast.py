@@ -19,7 +19,7 @@ from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import assert_same
 from zero_offload.base.types import format_bytes
-from zero_offload.runtime import session
+from zero_offload.runtime import pass_tracker
 from zero_offload.runtime.saved.tensors import SavedTensors
 
 
@@ -130,7 +130,7 @@ def test_weights_that_never_leave_are_cast_once(casts: list[StorageWeakRef]) -> 
 def test_what_autocasts_cache_keeps_is_said_once(
     nvme_config: zo.OffloadConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "TOLD_CASTS_BYTES", 1)
+    monkeypatch.setattr(pass_tracker, "TOLD_CASTS_BYTES", 1)
     model = zo.offload(build(partial(TinyLM, WIDE)), nvme_config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

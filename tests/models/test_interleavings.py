@@ -25,7 +25,7 @@ from tests.helpers.reference import placed, read_masters
 from zero_offload.base.types import MIB, EngineKind
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
-from zero_offload.runtime.units.carrier import HostCarrier
+from zero_offload.runtime.units.param_loader import HostParamLoader
 from zero_offload.storage.files import aiofiles_engine
 from zero_offload.storage.files.engine import BLOCK_DTYPE, EngineSettings
 from zero_offload.storage.memory import arena, pages
@@ -187,7 +187,7 @@ def test_a_parameter_read_by_another_thread_during_a_forward_raises(
     nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors: list[str] = []
-    armed, finish = False, HostCarrier.finish
+    armed, finish = False, HostParamLoader.finish
 
     def read() -> None:
         for block in model.blocks:
@@ -196,7 +196,7 @@ def test_a_parameter_read_by_another_thread_during_a_forward_raises(
             except zo.ZeroOffloadError as error:
                 errors.append(str(error))
 
-    def finish_beside(self: HostCarrier, unit: Any) -> None:
+    def finish_beside(self: HostParamLoader, unit: Any) -> None:
         nonlocal armed
         if armed:
             armed = False
@@ -205,7 +205,7 @@ def test_a_parameter_read_by_another_thread_during_a_forward_raises(
             thread.join()
         finish(self, unit)
 
-    monkeypatch.setattr(HostCarrier, "finish", finish_beside)
+    monkeypatch.setattr(HostParamLoader, "finish", finish_beside)
     model = zo.offload(build(Model), placed("fp32", ("nvme", "cpu", "nvme"), nvme, "8MiB"))
     with torch.no_grad():
         first = model(tokens_of(0)).item()

@@ -23,7 +23,7 @@ from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from tests.helpers.twins import Script, assert_same, train
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.loans import Loans
+from zero_offload.runtime.held_views import HeldViews
 
 Model = partial(TinyLM, WIDE)
 
@@ -189,9 +189,9 @@ def test_with_several_ranks_a_kept_view_raises(nvme_config: zo.OffloadConfig) ->
         kept = model.blocks[0].up.weight[:2]
         (unit,) = (unit for unit in runtime_of(model).units if unit.name == "blocks.0")
         with pytest.raises(zo.ZeroOffloadError, match=r"a view of blocks\.0\.up\.weight is held.*\.clone\(\)"):
-            Loans([unit], world_size=2).keeps(unit)
+            HeldViews([unit], world_size=2).keeps(unit)
         del kept
-        assert not Loans([unit], world_size=2).keeps(unit)
+        assert not HeldViews([unit], world_size=2).keeps(unit)
 
 
 # Units that are in use, and still may go

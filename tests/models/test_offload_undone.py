@@ -31,7 +31,7 @@ BEFORE_VALUES_MOVE = [
     (OFFLOAD, "_make_carrier", 1),
     (OFFLOAD, "move_buffers", 1),
     (OFFLOAD, "open_activations", 1),
-    (OFFLOAD, "Residency", 1),
+    (OFFLOAD, "ParamPrefetcher", 1),
     (worker, "start", 1),
     (worker, "start", 2),
     (RunFiles, "fill", 1),

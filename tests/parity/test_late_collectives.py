@@ -15,10 +15,10 @@ from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.base.types import STAGES
 from zero_offload.runtime.grads import reductions
 from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks import collectives
 from zero_offload.runtime.ranks.group import Group, RankGroup
 from zero_offload.runtime.ranks.lanes import HostLane, NativeLane
-from zero_offload.runtime.residency import Residency
 
 GATHER, REDUCE = "gather", "reduce"
 
@@ -131,7 +131,7 @@ def count_ahead(rank: int, world_size: int, case: Case) -> tuple[int, int]:
     original = collectives.Collectives._watched
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives.Collectives, "_watched", watched)
-        patch.setattr(Residency, "acquire", counting(Residency.acquire))
+        patch.setattr(ParamPrefetcher, "acquire", counting(ParamPrefetcher.acquire))
         patch.setattr(Gradients, "arrive", counting(Gradients.arrive))
         patch.setattr(reductions, "BUCKET_BYTES", 0)
         ranks.train(rank, world_size, case)

@@ -96,7 +96,7 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
         finally:
             torch.autograd.graph.increment_version([param for unit in owner.units for param in unit.params])
             for unit in owner.units:
-                owner.residency.forget(unit)
+                owner.prefetcher.forget(unit)
     owner.life.lacks_weights = False
     owner.left_out.clear()
 
@@ -426,8 +426,8 @@ def _whole(owner: ModelRuntime, unit: Unit, target: torch.dtype | None) -> Itera
     else:
         unit.gathered_uses += 1
         try:
-            owner.residency.bring(unit)
-            owner.residency.meet(f"the export of {unit.name}")
+            owner.prefetcher.bring(unit)
+            owner.prefetcher.meet(f"the export of {unit.name}")
             yield lambda section: _cut(section.flat)
         finally:
             unit.gathered_uses -= 1

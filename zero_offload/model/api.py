@@ -92,9 +92,9 @@ def accumulate(
     if len(batches) < 2:
         return [_backward_of(forward()) for forward in forwards]
     with Forks(len(batches)) as forks:
-        if not owner.session.any_leaves:
+        if not owner.tracker.any_leaves:
             return _one_after_the_other(owner, forwards, forks)
-        pieces = Pieces(owner, owner.session, owner.residency, owner.grads, owner.activations, owner.device)
+        pieces = Pieces(owner, owner.tracker, owner.prefetcher, owner.grads, owner.activations, owner.device)
         by_unit = MicroBatches(pieces, forwards, forks)
         losses = by_unit.forward()
         by_unit.backward()
@@ -159,7 +159,7 @@ def clip_grad_norm_(
             )
         for owner, _ in owners:
             check_holds_grads(owner.config, call)
-            owner.session.settle()
+            owner.tracker.settle()
         grads = [param.grad for param in ordinary if param.grad is not None]
         squares = squares_of(grads) if owners else 0.0
     if not owners:
@@ -217,7 +217,7 @@ def clip_grad_value_(model: nn.Module | Iterable[nn.Parameter], clip_value: floa
         check_adopted(call, params)
         for owner, _ in owners:
             check_holds_grads(owner.config, call)
-            owner.session.settle()
+            owner.tracker.settle()
     for owner, members in owners:
         spans = owner.store.counters.spans
         opened = spans.open(Lane.CLIP, "value")

@@ -40,8 +40,8 @@ from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Unit, is_viewed
 from zero_offload.storage.shards.grad_ring import GradRing
 from zero_offload.storage.shards.registry import Trainer
@@ -92,7 +92,7 @@ class BackwardUpdates:
         units: Sequence[Unit],
         device: Device,
         collectives: Collectives,
-        residency: Residency,
+        prefetcher: ParamPrefetcher,
         errors: FirstError,
         life: ModelLife,
         ring: GradRing,
@@ -102,7 +102,7 @@ class BackwardUpdates:
     ) -> None:
         self._units = units
         self._collectives = collectives
-        self._residency = residency
+        self._prefetcher = prefetcher
         self._errors = errors
         self._life = life
         self._ring = ring
@@ -202,7 +202,7 @@ class BackwardUpdates:
     def end(self) -> None:
         if self._runs:
             held = {grads.unit.index for grads in self._grads.sections if self._taken(grads)}
-            order = self._residency.step_order()
+            order = self._prefetcher.step_order()
             self._launch([index for index in order if index in held], in_backward=False)
         self._stop()
 

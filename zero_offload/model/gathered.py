@@ -1,7 +1,7 @@
 """`gathered()`: look at, or change, the full parameters of a module outside of its forward.
 
-Owns the meaning of its modes; units are made present by `Residency`, changes are written by `OptimizerStates`. With
-several ranks every rank must enter, since parameters are gathered from all of them.
+Owns the meaning of its modes; `ParamPrefetcher` brings units, `OptimizerStates` writes changes. With several
+ranks every rank must enter, since parameters are gathered from all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zero_offload.checkpoint.values import read_master
 from zero_offload.model.param_places import Place
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.runtime.grads.gradients import check_not_updated
-from zero_offload.runtime.residency import replaced
+from zero_offload.runtime.prefetcher import replaced
 from zero_offload.runtime.units.guard import unguard
 from zero_offload.storage.shards.registry import owner_of
 
@@ -55,7 +55,7 @@ def gathered(module: nn.Module | Iterable[nn.Parameter], mode: str = "read", kin
     # With stage 3 they come from all ranks; else mostly from this one.
     with owner.together("zo.gathered") if owner.collectives.partition.param_shards > 1 else nullcontext():
         owner.life.check_usable()
-        owner.session.settle()
+        owner.tracker.settle()
     owned = [param for param in params if owner_of(param) is owner]
     places = [owner.places[param] for param in owned]
     if mode == "write":
@@ -154,8 +154,8 @@ def _present(owner: ModelRuntime, places: Sequence[Place]) -> Iterator[None]:
         for unit in {place.unit.index: place.unit for place in places}.values():
             unit.gathered_uses += 1
             held.append(unit)
-            owner.residency.bring(unit)
-        owner.residency.meet("zo.gathered")
+            owner.prefetcher.bring(unit)
+        owner.prefetcher.meet("zo.gathered")
         yield
     finally:
         for unit in held:
@@ -213,4 +213,4 @@ def _write_back(owner: ModelRuntime, places: Sequence[Place], values: Values) ->
         owner.note_written(whole=False)
         raise
     finally:
-        replaced(owner.residency, [(place.unit, place.param) for place in places])
+        replaced(owner.prefetcher, [(place.unit, place.param) for place in places])

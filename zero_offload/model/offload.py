@@ -57,13 +57,13 @@ from zero_offload.plan.shapes import UnitWork
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
 from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
-from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.saved.activations import open_activations
-from zero_offload.runtime.units.carrier import Carrier, DeviceCarrier, HostCarrier
 from zero_offload.runtime.units.guard import guard, unguard
+from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
@@ -202,7 +202,7 @@ def _hook(
 ) -> None:
     """The model of `owner` has these points, parameters and casts; what else it has hooks already."""
     new_casts = {name: cast for name, cast in casts.items() if root.get_submodule(name) not in owner.modules}
-    install_hooks(root, points, params, owner.session, new_casts, owner.grad_ready, owner, undo)
+    install_hooks(root, points, params, owner.tracker, new_casts, owner.grad_ready, owner, undo)
     install_walk_hooks([each for each in root.modules() if each not in owner.modules], undo)
     owner.add_root(root)
 
@@ -466,12 +466,12 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Mod
         files.swap.on_error = files.telling(build.errors.set)
         if files.scratch is not None:
             files.scratch.on_error = build.errors.set
-    carrier = _make_carrier(build, store)
+    loader = _make_carrier(build, store)
     move_buffers(model, device, build.undo)
     ahead_max = activations_ahead_bytes(config, build.sizes.placement.budget)
     activations = open_activations(config, device, store, files.scratch, model.buffers(), ahead_max)
     room = None if device.is_host else _make_room(build, budget, units)
-    residency = Residency(units, store, collectives, carrier, arena if device.is_host else budget, room)
+    prefetcher = ParamPrefetcher(units, store, collectives, loader, arena if device.is_host else budget, room)
     update_worker = _start_worker("zero_offload-update", build)
     commit_worker = None if files.keeper is None else _start_worker("zero_offload-commit", build)
     # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
@@ -493,7 +493,7 @@ def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> Mod
         update_worker=update_worker,
         commit_worker=commit_worker,
         units=units,
-        residency=residency,
+        prefetcher=prefetcher,
         files=files,
         activations=activations,
         left_out={} if files.found else left_out,
@@ -519,11 +519,11 @@ def _ring_bytes(build: Build) -> int:
     return ring_bytes(unit_bytes)
 
 
-def _make_carrier(build: Build, store: ShardStore) -> Carrier:
+def _make_carrier(build: Build, store: ShardStore) -> ParamLoader:
     index = build.collectives.shard_index
     if build.device.is_host:
-        return HostCarrier(store, index)
-    return DeviceCarrier(store, build.device, SpanPool(store.arena, _landing_bytes(build)), index)
+        return HostParamLoader(store, index)
+    return DeviceParamLoader(store, build.device, SpanPool(store.arena, _landing_bytes(build)), index)
 
 
 def _make_room(build: Build, budget: FrameBudget, units: Sequence[Unit]) -> DeviceRoom:

@@ -36,7 +36,7 @@ from zero_offload.optim.state import Entry, Readers, StateTensor, count_of, sett
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.runtime.life import ModelLife
-from zero_offload.runtime.residency import Residency, replaced
+from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 from zero_offload.storage.shards.store import ShardStore
 
@@ -53,7 +53,7 @@ class OptimizerStates:
         self,
         places: ParamPlaces,
         store: ShardStore,
-        residency: Residency,
+        prefetcher: ParamPrefetcher,
         life: ModelLife,
         commits: Commits,
         shard_index: int,
@@ -61,7 +61,7 @@ class OptimizerStates:
     ) -> None:
         self._places = places
         self._store = store
-        self._residency = residency
+        self._prefetcher = prefetcher
         self._life = life
         self._commits = commits
         self._shard_index = shard_index
@@ -246,7 +246,7 @@ class OptimizerStates:
         self._edit(place, {component: [(*span, values)] for component, values in edits.items()})
         # In bf16 what completes a value leaves it as it is; in fp16 it is its master, rounded.
         if master is not None and shard.layout.dtype == torch.float16:
-            replaced(self._residency, [(place.unit, place.param)])
+            replaced(self._prefetcher, [(place.unit, place.param)])
 
     def write_masters(self, place: Place, masters: Mapping[ParamSlice, torch.Tensor]) -> None:
         """Replace masters (fp32 or compute dtype) of some parameters of the place's section."""

@@ -25,9 +25,9 @@ from zero_offload.model.param_places import ParamPlaces, need_whole
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.life import ModelLife
-from zero_offload.runtime.residency import Residency, replaced
+from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.saved.frames import runs
-from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
 from zero_offload.storage.shards.registry import Touched
 from zero_offload.storage.shards.store import ShardStore
@@ -42,16 +42,16 @@ class ParamAccess:
         states: OptimizerStates,
         store: ShardStore,
         grads: Gradients,
-        session: Session,
+        tracker: PassTracker,
         life: ModelLife,
-        residency: Residency,
+        prefetcher: ParamPrefetcher,
     ) -> None:
         self._places = places
         self._states = states
-        self._residency = residency
+        self._prefetcher = prefetcher
         self._store = store
         self._grads = grads
-        self._session = session
+        self._tracker = tracker
         self._life = life
         self._walk: FrameType | None = None
         self._walks_over: nn.Module | None = None
@@ -64,17 +64,17 @@ class ParamAccess:
         """Inside a forward or backward parameters are fetched; outside they are read if they are here."""
         self._life.check_usable()
         units = list({self._places[param].unit.index: self._places[param].unit for param in params}.values())
-        if self._session.active:
-            self._session.touch(units)
+        if self._tracker.active:
+            self._tracker.touch(units)
             return Touched.OPEN
         if not all(unit.gathered_uses > 0 or unit.readable for unit in units):
             return Touched.AWAY
         for unit in units:
             if unit.gathered_uses > 0:
-                self._residency.bring(unit)  # a step or a load may have replaced its values meanwhile
+                self._prefetcher.bring(unit)  # a step or a load may have replaced its values meanwhile
             else:
                 unit.wait_for_update()
-                self._residency.use(unit)
+                self._prefetcher.use(unit)
         return Touched.FOR_READING
 
     def is_gathered(self, param: nn.Parameter) -> bool:
@@ -88,7 +88,7 @@ class ParamAccess:
             return
         self._life.check_usable()
         # What a backward that broke off has left in use would be read and written as a plain parameter.
-        self._session.settle()
+        self._tracker.settle()
         need_whole(self._places.all(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
         self._walk, self._walks_over = call, module
         self._writes.clear()
@@ -111,7 +111,7 @@ class ParamAccess:
                 self._states.write_masters(sections[key], values)
         finally:
             written = [place for place in places if place.piece in self._writes.get(id(place.section), {})]
-            replaced(self._residency, [(place.unit, place.param) for place in written])
+            replaced(self._prefetcher, [(place.unit, place.param) for place in written])
             self._writes.clear()
 
     @property

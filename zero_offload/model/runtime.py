@@ -48,12 +48,12 @@ from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice
-from zero_offload.runtime.residency import Residency, replaced
 from zero_offload.runtime.saved.activations import Activations
-from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.memory.heap import HeapRoom
 from zero_offload.storage.memory.resizable import FrameBudget
@@ -88,7 +88,7 @@ class ModelRuntime:
     """None where there are no generations."""
     units: list[Unit]
     """One list for all that go over the units."""
-    residency: Residency
+    prefetcher: ParamPrefetcher
     files: RunFiles
     activations: Activations | None
     left_out: dict[int, Recipe]
@@ -100,11 +100,11 @@ class ModelRuntime:
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """That the model had when it was offloaded, or when parameters were last adopted."""
-        units, store, residency = self.units, self.store, self.residency
+        units, store, prefetcher = self.units, self.store, self.prefetcher
         self.life = ModelLife(self.errors)
         self.places = ParamPlaces(units)
         self.grads = Gradients(
-            units, store, residency, self.collectives, self.device, stay_in_memory=self._stays_in_memory()
+            units, store, prefetcher, self.collectives, self.device, stay_in_memory=self._stays_in_memory()
         )
         grad_bytes = sum(section.layout.nbytes for section in self.grads.sections)
         room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
@@ -120,17 +120,17 @@ class ModelRuntime:
             self.keeper,
             store.snapshots,
             (self.update_worker, self.commit_worker),
-            residency.step_order,
+            prefetcher.step_order,
             self.config.commit_every,
             is_first_rank=self.ranks.rank == 0,
         )
         self._states = OptimizerStates(
-            self.places, store, residency, self.life, self._commits, self.collectives.shard_index, self.sizes.plan
+            self.places, store, prefetcher, self.life, self._commits, self.collectives.shard_index, self.sizes.plan
         )
         self._updates = Updates(
             store,
             units,
-            residency,
+            prefetcher,
             self.device,
             self.config.overlap,
             self.update_worker,
@@ -145,7 +145,7 @@ class ModelRuntime:
                 units,
                 self.device,
                 self.collectives,
-                residency,
+                prefetcher,
                 self.errors,
                 self.life,
                 store.grad_ring,
@@ -153,8 +153,8 @@ class ModelRuntime:
                 self.places,
                 self._updates,
             )
-        self.session = Session(units, residency, self.grads, self.activations, room, self.life, self._in_backward)
-        self.access = ParamAccess(self.places, self._states, store, self.grads, self.session, self.life, residency)
+        self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, room, self.life, self._in_backward)
+        self.access = ParamAccess(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """A generation's tensors are loaded, but nobody has asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
@@ -184,14 +184,14 @@ class ModelRuntime:
 
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
-        self.session.note_backward()
+        self.tracker.note_backward()
         if not self._has_new_grads:
             self._has_new_grads = True
             if not self._commits.completes:
                 # Nobody is going to say more about the last step.
                 self._commits.launch_due()
         if self._in_backward is not None:
-            self._in_backward.arriving(param, in_forward=bool(self.session.forwards))
+            self._in_backward.arriving(param, in_forward=bool(self.tracker.forwards))
         self.grads.arrive(param, grad)
 
     def train_with(self, optimizer: Trainer) -> None:
@@ -202,7 +202,7 @@ class ModelRuntime:
         with self.together("scaler.unscale_"):
             check_holds_grads(self.config, "zo.GradScaler")
             self._scaler = scaler
-            self.session.settle()
+            self.tracker.settle()
         self.grads.reduce_waiting()
         return self.grads.unscale(scaler.get_scale(), overflowed)
 
@@ -228,11 +228,11 @@ class ModelRuntime:
         """Raise where parameters cannot be adopted now; updates and commits are over."""
         self.life.check_alive()
         self.errors.check_whole()
-        if self.session.active or self.session.forwards or any(unit.gathered_uses for unit in self.units):
+        if self.tracker.active or self.tracker.forwards or any(unit.gathered_uses for unit in self.units):
             raise ZeroOffloadError(
                 "zo.offload adopts parameters between steps, and this is inside of a forward, a backward or zo.gathered"
             )
-        self.session.settle()
+        self.tracker.settle()
 
     def grow(
         self,
@@ -246,9 +246,9 @@ class ModelRuntime:
         fails."""
         self.layout, self.sizes = layout, sizes
         self.units.extend(units)
-        self.residency.grow(landing_bytes)
+        self.prefetcher.grow(landing_bytes)
         self.grads.grow(units, stay_in_memory=self._stays_in_memory())
-        self.session.grow(units)
+        self.tracker.grow(units)
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
 
@@ -340,7 +340,7 @@ class ModelRuntime:
             # Without a backward in between this is a further optimizer's part of the step before.
             self._commits.launch_due()
         self._has_new_grads = False
-        self.session.settle()
+        self.tracker.settle()
         if is_made:
             self.step_count += 1
             self.groups = list(groups)
@@ -385,7 +385,7 @@ class ModelRuntime:
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()
-            step = StepInput(hypers, self.residency.step_order(), self.collectives.shard_index, self._states.begun)
+            step = StepInput(hypers, self.prefetcher.step_order(), self.collectives.shard_index, self._states.begun)
             sections = section_updates(grads, grads.sections, step, counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
@@ -471,7 +471,7 @@ class ModelRuntime:
                 for shard in self.store.shards:
                     self.store.add_states(shard, saved.states(shard.layout))
                     self.store.write_components(shard, saved.source(shard.layout, index))
-        replaced(self.residency, [(unit, param) for unit in self.units for param in unit.params])
+        replaced(self.prefetcher, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:
             self._in_backward.forget()
         self.life.lacks_weights, self.life.half_loaded = False, ""
@@ -490,7 +490,7 @@ class ModelRuntime:
     # Life
 
     def stats(self) -> Stats:
-        room = self.residency.room
+        room = self.prefetcher.room
         params = None if room is None else room.params
         return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params)
 

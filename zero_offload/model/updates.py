@@ -25,7 +25,7 @@ from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.units.unit import Unit, is_viewed
 from zero_offload.storage.shards.store import ShardStore
 from zero_offload.storage.shards.unit_update import UnitUpdate
@@ -38,7 +38,7 @@ class Updates:
         self,
         store: ShardStore,
         units: Sequence[Unit],
-        residency: Residency,
+        prefetcher: ParamPrefetcher,
         device: Device,
         overlap: str,
         worker: Worker,
@@ -49,7 +49,7 @@ class Updates:
     ) -> None:
         self._store = store
         self._units = units
-        self._residency = residency
+        self._prefetcher = prefetcher
         self._device = device
         self._overlap = overlap
         self._worker = worker
@@ -78,7 +78,7 @@ class Updates:
             self.await_worker()
         if not in_backward:
             # Gradients on drives, which the update reads: their pages are for the units that it makes new.
-            self._residency.pool.flush_grads()
+            self._prefetcher.pool.flush_grads()
 
     def await_worker(self) -> None:
         """Return when the update's thread is idle: a commit of the step before notes there what it is made of, and has
@@ -101,7 +101,7 @@ class Updates:
         made = None if self._device.is_host else self._device.mark()
         for section in sections:
             section.grads.lend(made)
-        self._residency.begin_update(units, in_backward=in_backward)
+        self._prefetcher.begin_update(units, in_backward=in_backward)
         # A backward through weights that are about to change must fail as it does in plain torch.
         placed = (each for unit in units for each in self._units[unit].placed_params)
         torch.autograd.graph.increment_version([param for section, _, param in placed if section.layout.trainable])
@@ -110,7 +110,7 @@ class Updates:
         self.commits.drop()
         self._run(sections, updates)
         if not in_backward:
-            self._residency.refresh_kept()
+            self._prefetcher.refresh_kept()
             for unit in (self._units[index] for index in units):
                 if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way
                     unit.wait_for_update()
@@ -125,7 +125,7 @@ class Updates:
         elif not beside:
             with self._store.counters.waiting(Cause.UPDATE):
                 self._pipeline.run(on_host, updates, threads)
-            self._residency.gatherer.end_update()
+            self._prefetcher.gatherer.end_update()
         if len(on_host) < len(sections):
             on_device = [section for section in sections if section.shard.on_device]
             with self._store.counters.waiting(Cause.UPDATE):

@@ -1,7 +1,7 @@
 """Seconds that each lane spends on a unit in a step, from bytes, arithmetic and a machine's rates.
 
 Owns the arithmetic, not the time of a step: `step_time` adds up units and says what runs beside what. What moves when
-follows the runtime, case by case: `offload._home` and `runtime/units/carrier.py` for values, `runtime/grads` for
+follows the runtime, case by case: `offload._home` and `runtime/units/param_loader.py` for values, `runtime/grads` for
 gradients, `optim/pipeline.py` for states. Calls: `Job.of`, then `unit_seconds` for each unit.
 """
 

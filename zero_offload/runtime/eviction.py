@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zero_offload.plan.schedule import FetchSchedule
-from zero_offload.runtime.loans import Loans
-from zero_offload.runtime.units.carrier import Carrier
+from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.units.gather import Gatherer
+from zero_offload.runtime.units.param_loader import ParamLoader
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.state import UnitState
 
@@ -25,16 +25,16 @@ class Evictor:
         self,
         units: Sequence[Unit],
         schedule: FetchSchedule,
-        loans: Loans,
+        held_views: HeldViews,
         gatherer: Gatherer,
-        carrier: Carrier,
+        loader: ParamLoader,
         world_size: int,
     ) -> None:
         self._units = units
         self._schedule = schedule
-        self._loans = loans
+        self._held_views = held_views
         self._gatherer = gatherer
-        self._carrier = carrier
+        self._loader = loader
         self._world_size = world_size
         self.num_evictions = 0
         self.num_absent = 0
@@ -64,7 +64,7 @@ class Evictor:
     def choose(self, later_than: int = -1) -> Unit | None:
         """The unused unit whose next use is the furthest, if that is later than `later_than`."""
         while (index := self._schedule.victim(self.unused(), later_than)) is not None:
-            if not self._loans.keeps(self._units[index]):
+            if not self._held_views.keeps(self._units[index]):
                 return self._units[index]
         return None
 
@@ -85,7 +85,7 @@ class Evictor:
         self._gatherer.abandon(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         self.advance(unit, UnitState.AWAY)
-        self._carrier.leave(unit)
+        self._loader.leave(unit)
         unit.detach()
         self.num_evictions += 1
 

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.graphs import refuse_graph_modes
+from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.boundary import Group
 from zero_offload.runtime.saved.frames import untraced
 from zero_offload.runtime.saved.recompute import Recompute
-from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of
@@ -36,7 +36,7 @@ def install_hooks(
     root: nn.Module,
     points: Mapping[str, Sequence[Unit]],
     params: Iterable[nn.Parameter],
-    session: Session,
+    tracker: PassTracker,
     casts: Mapping[str, Cast],
     grad_ready: GradReady,
     runtime: object,
@@ -53,8 +53,8 @@ def install_hooks(
     for name, needed in points.items():
         units = tuple(needed)
         module = root.get_submodule(name)
-        before = _Hook(untraced(_before), session, units, runtime)
-        after = _Hook(untraced(_after), session)
+        before = _Hook(untraced(_before), tracker, units, runtime)
+        after = _Hook(untraced(_after), tracker)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         undo.callback(module.register_forward_hook(after, always_call=True).remove)
@@ -212,7 +212,7 @@ def _cast_floats(dtype: torch.dtype, tree: Any) -> Any:
 
 
 def _before(
-    session: Session,
+    tracker: PassTracker,
     units: tuple[Unit, ...],
     runtime: object,
     module: nn.Module,
@@ -222,10 +222,10 @@ def _before(
     if type(module).__module__.startswith("torch.distributed.") and (what := wrapper_of(type(module).__module__)):
         # It wraps without looking at a parameter.
         raise cannot_wrap(what, f"an offloaded {type(module).__bases__[-1].__name__}")
-    session.enter(units, (args, kwargs), runtime)
-    if session.looks_for_graphs:
+    tracker.enter(units, (args, kwargs), runtime)
+    if tracker.looks_for_graphs:
         refuse_graph_modes(module)
 
 
-def _after(session: Session, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return session.exit(output)
+def _after(tracker: PassTracker, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    return tracker.exit(output)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import format_bytes
 from zero_offload.runtime.eviction import Evictor
-from zero_offload.runtime.loans import Loans
+from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.pages import FRAME
@@ -26,13 +26,15 @@ from zero_offload.storage.memory.resizable import Budget
 class MemoryPool:
     """Of one model."""
 
-    def __init__(self, arena: Arena, budget: Budget, units: Sequence[Unit], evictor: Evictor, loans: Loans) -> None:
+    def __init__(
+        self, arena: Arena, budget: Budget, units: Sequence[Unit], evictor: Evictor, held_views: HeldViews
+    ) -> None:
         """`budget` has the frames of `units`: `arena`, which has those of gradients, or a device's."""
         self._arena = arena
         self._budget = budget
         self._units = units
         self._evictor = evictor
-        self._loans = loans
+        self._held_views = held_views
         self.is_of_host = budget is arena
         """True if units and gradients share the host's memory."""
         self.flush_grads: Callable[[], bool] = lambda: False
@@ -59,7 +61,7 @@ class MemoryPool:
         return (
             self._evictor.evict_one()
             or (for_grads and self._keeps_in_backward and self._arena.raise_limit(missing, claimed=True))
-            or self._loans.release()
+            or self._held_views.release()
             or self.flush_grads()
         )
 
@@ -91,6 +93,6 @@ class MemoryPool:
             f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
             f"{format_bytes(self._budget.frame_limit * FRAME)} only "
             f"{format_bytes(self._budget.free_frames * FRAME)} are free while these units are in use: "
-            f"{', '.join(used) or 'none'}{self._loans.describe()}. Raise device_memory, or name smaller units with "
-            "units="
+            f"{', '.join(used) or 'none'}{self._held_views.describe()}. Raise device_memory, or name smaller units "
+            "with units="
         )

@@ -1,4 +1,4 @@
-"""A forward that runs: what the session knows of it, who makes several of them take turns, and how its uses end."""
+"""A forward that runs: what the tracker knows of it, who makes several of them take turns, and how its uses end."""
 
 from __future__ import annotations
 

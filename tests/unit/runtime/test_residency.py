@@ -1,4 +1,4 @@
-"""Decisions of `Residency`, on a real store and without a model's hooks."""
+"""Decisions of `ParamPrefetcher`, on a real store and without a model's hooks."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def launch(runtime: ModelRuntime, units: Iterable[int]) -> dict[int, UnitUpdate]
 def cycle(runtime: ModelRuntime, uses: list[int]) -> int:
     """Acquire in order; returns the bytes fetched."""
     before = runtime.store.counters.snapshot().get("read.nvme", 0)
-    runtime.residency.begin_cycle("grad")
+    runtime.prefetcher.begin_cycle("grad")
     for index in uses:
         unit = runtime.units[index]
         unit.forward_uses = 1  # What is in use is not evicted to fetch what comes next.
-        runtime.residency.acquire(unit)
+        runtime.prefetcher.acquire(unit)
         assert unit.state is UnitState.PRESENT
         unit.forward_uses = 0
     return int(runtime.store.counters.snapshot()["read.nvme"] - before)
@@ -60,7 +60,7 @@ def cycle(runtime: ModelRuntime, uses: list[int]) -> int:
 
 def test_an_acquired_unit_holds_its_values(runtime: ModelRuntime) -> None:
     for unit in runtime.units:
-        runtime.residency.acquire(unit)
+        runtime.prefetcher.acquire(unit)
         for section, piece, param in unit.placed_params:
             expected = runtime.store.read_component(section.shard, next(iter(section.shard.slots[0])))
             assert torch.equal(section.flat[piece.begin : piece.end], expected[piece.begin : piece.end])
@@ -78,28 +78,28 @@ def test_what_is_used_next_is_kept(runtime: ModelRuntime) -> None:
 def test_units_in_use_stay(runtime: ModelRuntime) -> None:
     first, second, third, _ = runtime.units
     for unit in (first, second):
-        runtime.residency.acquire(unit)
+        runtime.prefetcher.acquire(unit)
         unit.forward_uses = 1
     with pytest.raises(zo.CapacityError, match=r"2 needs 4 MiB.*in use: 0, 1\. Raise device_memory"):
-        runtime.residency.acquire(third)
+        runtime.prefetcher.acquire(third)
     second.forward_uses = 0
-    runtime.residency.acquire(third)
+    runtime.prefetcher.acquire(third)
     assert present(runtime) == {0, 2}
     first.forward_uses = 0
 
 
 def test_a_known_cycle_is_fetched_ahead(runtime: ModelRuntime) -> None:
     cycle(runtime, [0, 1, 2, 3])
-    runtime.residency.begin_cycle("grad")
-    runtime.residency.acquire(runtime.units[0])
+    runtime.prefetcher.begin_cycle("grad")
+    runtime.prefetcher.acquire(runtime.units[0])
     assert runtime.units[1].state in (UnitState.FETCHING, UnitState.PRESENT)
 
 
 def test_forgotten_units_are_read_again(runtime: ModelRuntime) -> None:
-    runtime.residency.acquire(runtime.units[0])
-    runtime.residency.forget(runtime.units[0])
+    runtime.prefetcher.acquire(runtime.units[0])
+    runtime.prefetcher.forget(runtime.units[0])
     assert runtime.units[0].state is UnitState.AWAY
-    runtime.residency.forget(runtime.units[0])
+    runtime.prefetcher.forget(runtime.units[0])
     assert cycle(runtime, [0]) == runtime.units[0].layout.nbytes
 
 
@@ -108,7 +108,7 @@ def test_frames_go_to_the_units_that_are_updated_first(runtime: ModelRuntime) ->
     cycle(runtime, [2, 3])
     assert present(runtime) == {2, 3}
     updates = launch(runtime, range(4))
-    runtime.residency.begin_update([0, 1, 2, 3])
+    runtime.prefetcher.begin_update([0, 1, 2, 3])
     delivered = [unit for unit, update in updates.items() if update.start() is not None]
     assert delivered == [0, 1]
 
@@ -116,7 +116,7 @@ def test_frames_go_to_the_units_that_are_updated_first(runtime: ModelRuntime) ->
 def test_frames_stay_where_the_first_units_are(runtime: ModelRuntime) -> None:
     cycle(runtime, [3, 0])
     launch(runtime, range(4))
-    runtime.residency.begin_update([0, 1, 2, 3])
+    runtime.prefetcher.begin_update([0, 1, 2, 3])
     states = [unit.state for unit in runtime.units]
     assert states == [UnitState.AWAITING, UnitState.AWAITING, UnitState.AWAY, UnitState.AWAY]
 
@@ -125,15 +125,15 @@ def test_frames_of_what_backward_is_done_with_go_to_what_it_needs(runtime: Model
     uses = [0, 1, 2, 3, 3, 2, 1, 0]
     for _ in range(2):
         cycle(runtime, uses)
-    runtime.residency.begin_cycle("grad")
+    runtime.prefetcher.begin_cycle("grad")
     for index in uses[:4]:
-        runtime.residency.acquire(runtime.units[index])
+        runtime.prefetcher.acquire(runtime.units[index])
     runtime.units[3].backward_uses = 1
-    runtime.residency.acquire(runtime.units[3])
+    runtime.prefetcher.acquire(runtime.units[3])
     runtime.units[3].backward_uses = 0
     assert runtime.units[3].state is UnitState.PRESENT and runtime.units[1].state is UnitState.AWAY
     updates = launch(runtime, [3])
-    runtime.residency.begin_update([3], in_backward=True)
+    runtime.prefetcher.begin_update([3], in_backward=True)
     assert runtime.units[3].state is UnitState.AWAY
     assert runtime.units[1].state in (UnitState.FETCHING, UnitState.PRESENT)
     assert updates[3].start() is None
@@ -142,7 +142,7 @@ def test_frames_of_what_backward_is_done_with_go_to_what_it_needs(runtime: Model
 def test_what_backward_is_done_with_has_its_values_delivered_where_nothing_is_missing(runtime: ModelRuntime) -> None:
     cycle(runtime, [0, 1])
     updates = launch(runtime, [1])
-    runtime.residency.begin_update([1], in_backward=True)
+    runtime.prefetcher.begin_update([1], in_backward=True)
     assert runtime.units[1].state is UnitState.AWAITING and updates[1].start() is not None
 
 
@@ -150,7 +150,7 @@ def test_units_in_use_keep_their_frames(runtime: ModelRuntime) -> None:
     cycle(runtime, [2, 3])
     runtime.units[3].gathered_uses = 1
     launch(runtime, range(4))
-    runtime.residency.begin_update([0, 1, 2, 3])
+    runtime.prefetcher.begin_update([0, 1, 2, 3])
     assert [unit.state for unit in runtime.units].count(UnitState.AWAITING) == 2
     assert runtime.units[3].state is UnitState.AWAITING and runtime.units[0].state is UnitState.AWAITING
     runtime.units[3].gathered_uses = 0

@@ -1,7 +1,7 @@
 """Micro-batches of one step, each unit for all of them before the next one: `zo.accumulate`.
 
-Owns the order: of forwards by `Relay`, of backwards by what `MicroGraph` has found. Moves no bytes: `Session` asks for
-units as in any forward and backward, and this says how long they stay. The calls: `forward`, then `backward`, once.
+Owns the order: of forwards by `Relay`, of backwards by what `MicroGraph` has found. Moves no bytes: `PassTracker` asks
+for units as in any forward and backward, and this says how long they stay. The calls: `forward`, then `backward`, once.
 
 Backward takes the units as forward came to them, the last one first, and at each one the micro-batches in the order of
 a loop; a micro-batch waits where it would add to a parameter's gradient before an earlier one has.
@@ -28,11 +28,11 @@ from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
 from zero_offload.runtime.scope import Scope, changed_in_forward, end_use
-from zero_offload.runtime.session import Session
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of
 
@@ -42,21 +42,21 @@ class Pieces:
     """Of one offloaded model."""
 
     owner: Owner
-    session: Session
-    residency: Residency
+    tracker: PassTracker
+    prefetcher: ParamPrefetcher
     grads: Gradients
     activations: Activations | None
     device: Device
 
 
 class MicroBatches:
-    """Those of one call; implements `runtime.session.Round`."""
+    """Those of one call; implements `runtime.pass_tracker.Round`."""
 
     def __init__(self, pieces: Pieces, losses: Sequence[Callable[[], Tensor]], forks: Forks) -> None:
         """Each of `losses` runs a micro-batch's forwards."""
         self._forks = forks
         self._pieces = pieces
-        self._session = pieces.session
+        self._tracker = pieces.tracker
         self._graphs = [MicroGraph(number, pieces.activations) for number in range(len(losses))]
         self._stacks: list[list[Scope]] = [[] for _ in losses]
         self._losses: list[Tensor] = [host_empty(0, torch.float32) for _ in losses]
@@ -73,40 +73,40 @@ class MicroBatches:
 
     def forward(self) -> list[Tensor]:
         """Run all forwards; the losses, without their graphs."""
-        session, spans = self._session, self._pieces.residency.spans
+        tracker, spans = self._tracker, self._pieces.prefetcher.spans
         opened = spans.open(Lane.FORWARD, Lane.FORWARD.value)
         relay = self._relay
         assert relay is not None
-        session.abandon()
-        session.begin()
+        tracker.abandon()
+        tracker.begin()
         try:
-            session.round = self
+            tracker.round = self
             relay.run()
             self._release()
         except BaseException:
-            session.resume([])  # what hooks have entered ended with its thread
-            session.abandon()
+            tracker.resume([])  # what hooks have entered ended with its thread
+            tracker.abandon()
             raise
         finally:
-            session.round = None
-            session.resume([])
+            tracker.round = None
+            tracker.resume([])
             self._relay = None  # it knows this object: a cycle would keep the model
-        self._pieces.residency.meet("the end of a forward")
+        self._pieces.prefetcher.meet("the end of a forward")
         spans.close(opened)
         return [loss.detach() for loss in self._losses]
 
     def _compute(self, number: int, loss: Callable[[], Tensor]) -> None:
-        self._session.resume(self._stacks[number])
+        self._tracker.resume(self._stacks[number])
         self._losses[number] = loss()
 
     def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
         """A micro-batch comes to a module: the others catch up before it goes on to new units."""
         relay = self._relay
         if relay is None or not relay.is_running:
-            self._session.round = None  # Ctrl-C has struck before `forward` could see to it
+            self._tracker.round = None  # Ctrl-C has struck before `forward` could see to it
             return
         if not units or threading.get_ident() != relay.turn.thread.ident:
-            return  # a thread of the program's own is refused by the session
+            return  # a thread of the program's own is refused by the tracker
         number = relay.turn.number
         graph, hooks = self._graphs[number], saving_hooks()
         region = hooks[0] if hooks is not None and recomputed_later(hooks) else None
@@ -119,7 +119,7 @@ class MicroBatches:
         try:
             relay.wait(tuple(unit.index for unit in units))
         finally:
-            self._session.resume(self._stacks[number])
+            self._tracker.resume(self._stacks[number])
         graph.begin_part(units, self._visit)
 
     def hold(self, unit: Unit) -> None:
@@ -137,7 +137,7 @@ class MicroBatches:
 
     def _release(self) -> None:
         held, self._held = self._held, []
-        changed = [name for unit in held for name in end_use(unit, self._pieces.residency.holds_value)]
+        changed = [name for unit in held for name in end_use(unit, self._pieces.prefetcher.holds_value)]
         if changed:
             raise changed_in_forward(changed)
 
@@ -151,7 +151,7 @@ class MicroBatches:
                 for group in part.completes:
                     self._lines.setdefault(group, deque()).append(graph.number)
         self._losses.clear()
-        end = self._session.begin_backward()
+        end = self._tracker.begin_backward()
         activations = self._pieces.activations
         if activations is not None:
             activations.begin_parts()
@@ -191,7 +191,7 @@ class MicroBatches:
                 self._run_part(graph, part)
 
     def _run_part(self, graph: MicroGraph, part: Part) -> None:
-        self._session.begin_part()
+        self._tracker.begin_part()
         complete = graph.run()
         for group in part.completes:
             self._lines[group].popleft()
@@ -211,7 +211,7 @@ class MicroBatches:
         """All backwards through this forward are over; recomputes have counted as further ones."""
         for unit in units:
             unit.backward_uses = min(unit.backward_uses, 1)
-        self._session.leave_backward(units)
+        self._tracker.leave_backward(units)
 
 
 def _accumulate(leaf: Tensor, grad: Tensor) -> None:

@@ -36,8 +36,8 @@ from zero_offload.runtime.grads.fresh import FreshGrads
 from zero_offload.runtime.grads.partials import make_partials
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.section import GradSection
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.residency import Residency
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.device_grads import DeviceGrads
 from zero_offload.storage.shards.device_sums import DeviceSums
@@ -56,7 +56,7 @@ class Gradients:
         self,
         units: Sequence[Unit],
         store: ShardStore,
-        residency: Residency,
+        prefetcher: ParamPrefetcher,
         collectives: Collectives,
         device: Device,
         *,
@@ -67,10 +67,10 @@ class Gradients:
         self._units = units
         self._collectives = collectives
         self._spans = store.counters.spans
-        self._memory = self._new_memory(store, residency)
+        self._memory = self._new_memory(store, prefetcher)
         # Weak: the memory has `attach` of the pool, and a cycle would outlive a dropped model.
-        residency.pool.flush_grads = partial(_settle, weakref.ref(self._memory))
-        self._partials = make_partials(device, store.arena, residency.pool.attach)
+        prefetcher.pool.flush_grads = partial(_settle, weakref.ref(self._memory))
+        self._partials = make_partials(device, store.arena, prefetcher.pool.attach)
         self._reductions = Reductions(collectives, self._partials.here, self._reduced)
         self.passing = store.grad_ring is not None
         """True if gradients are used by the backward that makes them, unless it defers."""
@@ -106,13 +106,13 @@ class Gradients:
 
     # Where they rest
 
-    def _new_memory(self, store: ShardStore, residency: Residency) -> GradMemory:
+    def _new_memory(self, store: ShardStore, prefetcher: ParamPrefetcher) -> GradMemory:
         path = None
         if not self._device.is_host:
             downloads = GradDownloads(self._device, store.arena, ())
             path = DevicePath(downloads, DeviceSums(self._device, store.arena, store.counters))
         index = self._collectives.shard_index
-        return GradMemory(store, self._device, residency.pool.attach, index, DriveRoom(store.counters), path)
+        return GradMemory(store, self._device, prefetcher.pool.attach, index, DriveRoom(store.counters), path)
 
     def _new_section(self, unit: Unit, section: Section) -> GradSection:
         store, local = self._new_store(unit, section, section.layout, sums_up=True), None

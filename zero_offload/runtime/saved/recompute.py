@@ -169,7 +169,7 @@ class Region:
         value, slot.value = slot.value, None
         assert value is not None
         if twice and self._outer is not None and hooks_of_session(self._outer):
-            # The node saves for a backward through it: parameters among that must be known to the session.
+            # The node saves for a backward through it: parameters among that must be known to the tracker.
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             torch._C._autograd._push_saved_tensors_default_hooks(*self._outer)
         return value

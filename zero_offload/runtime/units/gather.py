@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.units.carrier import Carrier
+from zero_offload.runtime.units.param_loader import ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.shard import Component
 
@@ -18,9 +18,9 @@ from zero_offload.storage.shards.shard import Component
 class Gatherer:
     """Gathers units into their flat buffers, this rank's part of which is in place."""
 
-    def __init__(self, collectives: Collectives, carrier: Carrier) -> None:
+    def __init__(self, collectives: Collectives, loader: ParamLoader) -> None:
         self._collectives = collectives
-        self._carrier = carrier
+        self._loader = loader
         self.agreement = collectives.agreement
         self.is_agreed = collectives.partition.any_branches and collectives.num_shards > 1
         """Whether ranks use different units, and so agree which is next before each gather."""
@@ -76,13 +76,13 @@ class Gatherer:
             self.launch(unit)
         for section, wait in self._flying.pop(unit.index):
             wait()
-            self._carrier.keep(unit, section)
+            self._loader.keep(unit, section)
 
     def abandon(self, unit: Unit) -> None:
         """End what brings the unit's values, so that its buffers may go or be filled anew."""
         for _, wait in self._flying.pop(unit.index, ()):
             wait()
-        self._carrier.abandon(unit)
+        self._loader.abandon(unit)
 
     def wanted_units(self, place: str) -> Iterator[int]:
         """Units that other ranks want, until all have come to `place`."""

@@ -3,7 +3,7 @@
 [Note: flat buffers]
 Each section has one buffer of constant identity on the compute device; every parameter is a view of it, made
 once. Autograd keeps such views, so the buffer is never replaced: away means that its pages (on a CPU) or its
-storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `Residency` decides when to move.
+storage (on a GPU) are gone, not the tensor. `Unit` knows states and uses; `ParamPrefetcher` decides when to move.
 """
 
 from __future__ import annotations

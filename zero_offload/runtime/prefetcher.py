@@ -16,12 +16,12 @@ from torch import nn
 from zero_offload.base.spans import Cause, Lane
 from zero_offload.plan.schedule import FetchSchedule
 from zero_offload.runtime.eviction import Evictor
-from zero_offload.runtime.loans import Loans
+from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.memory_pool import MemoryPool
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.room import DeviceRoom
-from zero_offload.runtime.units.carrier import Carrier
 from zero_offload.runtime.units.gather import Gatherer
+from zero_offload.runtime.units.param_loader import ParamLoader
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.memory.resizable import Budget
@@ -30,7 +30,7 @@ from zero_offload.storage.shards.state import UnitState
 from zero_offload.storage.shards.store import ShardStore
 
 
-class Residency:
+class ParamPrefetcher:
     """Moves units between their tier and the compute device."""
 
     def __init__(
@@ -38,34 +38,34 @@ class Residency:
         units: Sequence[Unit],
         store: ShardStore,
         collectives: Collectives,
-        carrier: Carrier,
+        loader: ParamLoader,
         budget: Budget,
         room: DeviceRoom | None,
     ) -> None:
-        """`budget` is the compute device's memory for units; `carrier` brings values into it. `room` has the limit of a
+        """`budget` is the compute device's memory for units; `loader` brings values into it. `room` has the limit of a
         device's own memory; None where a CPU computes."""
         self._units = units
         self._store = store
         self.spans = store.counters.spans
         self._is_alone = collectives.num_shards == 1
         self._shard_index = collectives.shard_index
-        self.gatherer = Gatherer(collectives, carrier)
-        self._carrier = carrier
-        self.use = carrier.use
+        self.gatherer = Gatherer(collectives, loader)
+        self._loader = loader
+        self.use = loader.use
         """A unit in use is read once more, maybe on another stream."""
         self._budget = budget
         self.room = room
         self._refused_at = -1
         """Evictions so far when the device last had no memory for a unit."""
         self.schedule = FetchSchedule()
-        self._loans = Loans(units, collectives.world_size)
-        self._evictor = Evictor(units, self.schedule, self._loans, self.gatherer, carrier, collectives.world_size)
-        self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._loans)
+        self._held_views = HeldViews(units, collectives.world_size)
+        self._evictor = Evictor(units, self.schedule, self._held_views, self.gatherer, loader, collectives.world_size)
+        self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._held_views)
 
     def grow(self, landing_bytes: int) -> None:
         """The list of units has become longer, and so have the limits of memory."""
         self._evictor.count()
-        self._carrier.make_room(landing_bytes)
+        self._loader.make_room(landing_bytes)
         if self.room is not None:
             self.room.measure()
         self.pool.end_backward()
@@ -76,7 +76,7 @@ class Residency:
         self.gatherer.agreement.begin()
         self._store.read_lazy()  # a forward may change values where they rest
         self._store.counters.add("departures", self.schedule.num_departures)
-        self._loans.forget()
+        self._held_views.forget()
         for unit in self._units:
             if unit.state is UnitState.AWAY:
                 unit.detach()  # what a Ctrl-C has left of it
@@ -108,14 +108,14 @@ class Residency:
             if unit.state is UnitState.AWAITING:
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
-                with self._carrier.ahead(unit):
+                with self._loader.ahead(unit):
                     self.gatherer.launch(unit)
 
     def bring(self, unit: Unit) -> None:
         """The same for a use that belongs to no forward or backward."""
         if unit.state is UnitState.PRESENT and (unit.update is None or unit.update.is_done):
             unit.wait_for_update()
-            self._carrier.use(unit)
+            self._loader.use(unit)
             return
         with self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
@@ -149,7 +149,7 @@ class Residency:
         if self.room is not None:
             self.room.stepped()
         stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
-        self._loans.find(stale)
+        self._held_views.find(stale)
         if not in_backward:
             self.pool.end_backward()
             self._hand_frames_on(stale)
@@ -186,7 +186,7 @@ class Residency:
 
     def refresh_kept(self) -> None:
         """The update is launched: views that others hold show the new values when this returns."""
-        for unit in self._loans.kept:
+        for unit in self._held_views.kept:
             self.bring(unit)
 
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
@@ -214,7 +214,7 @@ class Residency:
     def forget(self, unit: Unit) -> None:
         """The unit's values were replaced where they rest: the copy on the device goes."""
         if not unit.updates_in_place and unit.state is not UnitState.AWAY:
-            self._loans.find([unit])
+            self._held_views.find([unit])
             self._evictor.evict(unit)
         _outdate(unit.sections)
         if unit.kept:
@@ -239,10 +239,10 @@ class Residency:
                         raise  # the others go on to gather it
                     self._note_refusal()
                     return  # its use asks for memory again
-            if unit.state is UnitState.AWAITING and _readable(unit, self._carrier):
+            if unit.state is UnitState.AWAITING and _readable(unit, self._loader):
                 self._resolve(unit, Urgency.NORMAL)
             if unit.state is UnitState.FETCHING:
-                self._carrier.advance(unit)
+                self._loader.advance(unit)
 
     def _evict_for(self, unit: Unit) -> bool:
         """Free frames for a unit, taking only from units whose next use comes after its own."""
@@ -288,7 +288,7 @@ class Residency:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
         attached = unit.attach()
         assert attached
-        self._carrier.attached(unit)
+        self._loader.attached(unit)
         unit.to_read = unit.sections
         self._evictor.advance(unit, UnitState.AWAITING)
         self._offer(unit)
@@ -303,33 +303,33 @@ class Residency:
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
         """The unit's update is over: its values are here, or their fetch is launched."""
         if not unit.to_read:
-            self._carrier.arrived(unit)
+            self._loader.arrived(unit)
             self._evictor.advance(unit, UnitState.PRESENT)
             return
         self._evictor.advance(unit, UnitState.FETCHING)
         opened = self.spans.open(Lane.FETCH, unit.name)
         try:
-            self._carrier.launch(unit, unit.to_read, urgency)
+            self._loader.launch(unit, unit.to_read, urgency)
         except BaseException:
             # Only a part may be on its way: whoever asks next launches all of it.
-            self._carrier.abandon(unit)
+            self._loader.abandon(unit)
             self._evictor.advance(unit, UnitState.AWAITING)
             raise
         self.spans.close(opened)
 
     def _finish(self, unit: Unit) -> None:
-        self._carrier.finish(unit)
+        self._loader.finish(unit)
         self.gatherer.finish(unit)
-        self._carrier.arrived(unit)
+        self._loader.arrived(unit)
         unit.to_read = ()
         self._evictor.advance(unit, UnitState.PRESENT)
 
 
-def replaced(residency: Residency, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:
+def replaced(prefetcher: ParamPrefetcher, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:
     """These have other values: copies on the device go, and so does the use of graphs that read the old ones."""
     found = list(placed)
     for unit in {unit.index: unit for unit, _ in found}.values():
-        residency.forget(unit)
+        prefetcher.forget(unit)
     torch.autograd.graph.increment_version([param for _, param in found])
 
 
@@ -340,8 +340,8 @@ def _outdate(sections: Iterable[Section]) -> None:
             section.shard.replica.fresh = False
 
 
-def _readable(unit: Unit, carrier: Carrier) -> bool:
+def _readable(unit: Unit, loader: ParamLoader) -> bool:
     """Whether reading the unit would not wait for its update."""
-    if unit.is_updating or not carrier.ready(unit):
+    if unit.is_updating or not loader.ready(unit):
         return False
     return all(write.done() for section in unit.sections for write in section.shard.writes)

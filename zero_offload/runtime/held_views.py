@@ -26,7 +26,7 @@ TRANSPORT_S = 5.0
 """What the thread of a process group may take to drop its tensors on a machine that is busy."""
 
 
-class Loans:
+class HeldViews:
     """Which units of one model are kept for the views on them."""
 
     def __init__(self, units: Sequence[Unit], world_size: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from zero_offload.runtime.units.carrier import HostCarrier
+from zero_offload.runtime.units.param_loader import HostParamLoader
 from zero_offload.storage.files.engine import Urgency
 
 
@@ -31,12 +31,12 @@ def test_what_ctrl_c_breaks_off_is_waited_for_again(end: str) -> None:
         flat=torch.zeros(1), shard=SimpleNamespace(fresh_replica=None), layout=SimpleNamespace(shard_nbytes=4)
     )
     unit: Any = SimpleNamespace(index=3)
-    carrier = HostCarrier(store, 0)
-    carrier.launch(unit, [section], Urgency.NORMAL)
+    loader = HostParamLoader(store, 0)
+    loader.launch(unit, [section], Urgency.NORMAL)
     for _ in transfers:
         with pytest.raises(KeyboardInterrupt):
-            getattr(carrier, end)(unit)
-    getattr(carrier, end)(unit)
+            getattr(loader, end)(unit)
+    getattr(loader, end)(unit)
     assert [transfer.waits for transfer in transfers] == [3, 2]
-    getattr(carrier, end)(unit)
+    getattr(loader, end)(unit)
     assert [transfer.waits for transfer in transfers] == [3, 2]

@@ -1,7 +1,8 @@
 """How a unit's values get from their tier into its flat buffers.
 
-`HostCarrier` reads straight into the buffers. `DeviceCarrier` uploads: values in CPU memory go from where they rest,
-values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT` of the largest. Both launch without waiting;
+`HostParamLoader` reads straight into the buffers. `DeviceParamLoader` uploads: values in CPU memory go from where they
+rest, values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT` of the largest. Both launch without
+waiting;
 `advance` pushes on what can go on, `finish` makes the values valid for compute, `abandon` ends it so that the
 buffers may be detached. After `finish` copies may be under way for all the host knows: `Shard.last_copy`.
 A program may compute on streams of its own. `attached`, `arrived`, `use` and `leave` follow a unit's memory, so that
@@ -28,7 +29,7 @@ from zero_offload.storage.shards.replica import Replica
 from zero_offload.storage.shards.store import ShardStore
 
 
-class Carrier(Protocol):
+class ParamLoader(Protocol):
     def ready(self, unit: Unit) -> bool:
         """Whether a launch would find all it needs."""
 
@@ -62,7 +63,7 @@ class Carrier(Protocol):
         """The memory of the buffers goes back."""
 
 
-class HostCarrier:
+class HostParamLoader:
     """The compute device is the CPU."""
 
     def __init__(self, store: ShardStore, shard_index: int) -> None:
@@ -160,7 +161,7 @@ class _Keeping:
     write: Transfer | None = None
 
 
-class DeviceCarrier:
+class DeviceParamLoader:
     """The compute device has memory of its own."""
 
     def __init__(self, store: ShardStore, device: Device, pool: SpanPool, shard_index: int) -> None:

@@ -34,7 +34,7 @@ def in_use(owner: ModelRuntime) -> list[str]:
 
 def uses(owner: ModelRuntime) -> list[str]:
     """Names in the order of the cycle that just ended."""
-    schedule = owner.residency.schedule
+    schedule = owner.prefetcher.schedule
     schedule.begin_cycle("grad")
     return [owner.units[i].name for i in schedule.trace.uses]
 

@@ -2,7 +2,7 @@
 
 Owns the uses of units. Hooks need not pair: recompute enters a forward inside backward, and any of them may
 be left by an exception; so forwards push and pop a stack, backwards are counted, and the next outermost
-forward starts from a clean state. Never moves bytes: it asks `Residency` for units and lets go of them.
+forward starts from a clean state. Never moves bytes: it asks `ParamPrefetcher` for units and lets go of them.
 
 [Note: when a unit is needed in backward]
 A node of the graph reads a parameter only after unpacking it. While the model's forward runs, saved tensors
@@ -37,7 +37,7 @@ from zero_offload.base.types import MIB, format_bytes
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.inputs import tensors_in, watch_inputs
 from zero_offload.runtime.life import ModelLife, in_backward
-from zero_offload.runtime.residency import Residency
+from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.frames import module_call, runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, leave_hooks, runs_again, saving_hooks
@@ -65,13 +65,13 @@ def _lives(ending: weakref.ref[partial[None]]) -> bool:
     return True
 
 
-class Session:
+class PassTracker:
     """Uses of units by forwards and backwards."""
 
     def __init__(
         self,
         units: Sequence[Unit],
-        residency: Residency,
+        prefetcher: ParamPrefetcher,
         grads: Gradients,
         activations: TensorStore | None,
         room: HeapRoom | None,
@@ -81,8 +81,8 @@ class Session:
         """`updates`: if gradients are used by the backward that makes them."""
         self._units = units
         self._life = life
-        self._residency = residency
-        self._spans = residency.spans
+        self._prefetcher = prefetcher
+        self._spans = prefetcher.spans
         self._grads = grads
         self.forwards: list[Scope] = []
         """That run now, the outermost first."""
@@ -126,7 +126,7 @@ class Session:
     @property
     def looks_for_graphs(self) -> bool:
         """True if a graph of a device's work would be seen only by looking for it, and this forward does."""
-        return self._watches and self._residency.room is not None
+        return self._watches and self._prefetcher.room is not None
 
     __reduce_ex__ = refuse_copy
 
@@ -166,7 +166,7 @@ class Session:
             except BaseException:
                 self.forwards.clear()
                 raise
-        self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._residency.use)
+        self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._prefetcher.use)
         whole = len(self.forwards) == 1 and self.round is None
         if whole:
             scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=True))  # with its waits
@@ -193,7 +193,7 @@ class Session:
         changed = self._end_uses(scope, self.forwards)
         whole = not self.forwards and self.round is None
         if whole:
-            self._residency.meet("the end of a forward")
+            self._prefetcher.meet("the end of a forward")
             self._tell_casts()
         self._spans.close(scope.opened)
         if changed:
@@ -218,7 +218,7 @@ class Session:
         """Names of parameters that the forward has changed."""
         changed: list[str] = []
         for unit in (*scope.units, *scope.touched):
-            changed += end_use(unit, self._residency.holds_value)
+            changed += end_use(unit, self._prefetcher.holds_value)
             if unit.forward_uses and self.round is None:
                 unit.passing = not any(unit in each.units for each in around)
         return changed
@@ -270,9 +270,9 @@ class Session:
         unit.num_uses += not in_backward()
         unit.passing = False
         if unit.forward_uses > 1:
-            self._residency.use(unit)
+            self._prefetcher.use(unit)
         else:
-            self._residency.acquire(unit)
+            self._prefetcher.acquire(unit)
             unit.open()
             if self._watches or unit.is_set:
                 unit.watch()
@@ -297,8 +297,8 @@ class Session:
         self._watches = self._num_cycles[kind].bit_count() == 1
         self._saved.begin(checks=self._watches)
         self._grads.begin_forward()
-        sizes = () if self._residency.room is None else (tensor.numel() for tensor in tensors_in(inputs))
-        self._residency.begin_cycle(kind, sum(sizes))
+        sizes = () if self._prefetcher.room is None else (tensor.numel() for tensor in tensors_in(inputs))
+        self._prefetcher.begin_cycle(kind, sum(sizes))
 
     def settle(self) -> None:
         """Before a norm, a step, or values read or written from outside: of a backward that broke off, some gradients
@@ -354,7 +354,7 @@ class Session:
             return
         self.note_backward()
         self._inner_forwards.append(scope)
-        scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._residency.use)
+        scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._prefetcher.use)
         for unit in scope.units:
             if self._updates is not None:
                 self._updates.before_use(unit)
@@ -408,7 +408,7 @@ class Session:
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
         if unit.backward_uses > 0:
             unit.backward_uses += 1
-            self._residency.use(unit)
+            self._prefetcher.use(unit)
         else:
             self._use_in_backward(unit)
         # What is saved in a recomputed forward passes no hook of ours, so nobody asks for it.
@@ -424,12 +424,12 @@ class Session:
         if self._spans.on:
             self._spans.backward.uses(unit.name)
         if unit.backward_uses > 0:
-            self._residency.use(unit)
+            self._prefetcher.use(unit)
         else:
             # Counted first: what is in use is not evicted to fetch what comes next.
             unit.backward_uses = 1
             self._note_inner(unit)
-            self._residency.acquire(unit)
+            self._prefetcher.acquire(unit)
             unit.open()
             unit.passing = unit.forward_uses == 0
 
@@ -446,7 +446,7 @@ class Session:
         ending = partial(self._end_backward)
         self._backward_runs, self._ending = True, weakref.ref(ending)
         self.begin_part()
-        self._residency.pool.begin_backward()
+        self._prefetcher.pool.begin_backward()
         if self._spans.on:
             self._spans.backward.begin()
         if self._trimmer is not None:
@@ -463,7 +463,7 @@ class Session:
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0
             unit.close()
-        self._residency.meet("the end of a backward")
+        self._prefetcher.meet("the end of a backward")
         self._grads.finish_backward()
         if self._updates is not None:
             self._updates.end()
