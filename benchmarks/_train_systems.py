@@ -226,7 +226,7 @@ def build_fsdp2(case: Case) -> System:
 def deepspeed_config(case: Case, optimizer_tier: str) -> dict[str, Any]:
     """ZeRO-3 with parameters in CPU memory; NVMe transfers of 4 MiB, as large as its kernels like them.
 
-    Not pipelined: that needs 12 buffers, not 4, and took the same time with 1.8 times the memory (docs/LOG.md).
+    Not pipelined: that needs 12 buffers, not 4, and took the same time with 1.8 times the memory.
     """
     optimizer: dict[str, Any] = {"device": optimizer_tier, "pin_memory": True}
     if optimizer_tier == "nvme":

@@ -39,7 +39,7 @@ int check_isa_environment();
 bool has_crc32c_instruction();
 
 // Whether memory that a loop streams through comes sooner to who asks for it ahead of time: Intel's
-// processors look less far ahead by themselves than AMD's, which lose by it (docs/LOG.md).
+// processors look less far ahead by themselves than AMD's, which lose by it (docs/decisions/005-kernels.md).
 inline bool gains_by_asking_ahead() {
 #if ZO_X86
     static const bool is_intel = __builtin_cpu_is("intel");
