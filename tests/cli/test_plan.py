@@ -193,7 +193,7 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--model", "gpt9000"], "is no model known here; did you mean gpt"),
+        (["--model", "gpt9000"], "is not a known model; did you mean gpt"),
         (["--optimizer-tier", "nvme"], "optimizer='nvme' needs a directory"),
         (["--ranks", "0"], "error: --ranks 0: give 1 or more"),
         (["--commit-every", "often"], "commit_every='often' is neither a number of optimizer steps nor a duration"),
@@ -203,7 +203,7 @@ def test_what_does_not_fit_exits_3_with_suggestions(capsys: pytest.CaptureFixtur
         (["--model", "llama8b"], "did you mean llama-8b"),
         (["--gpu", "rtx409"], "did you mean rtx4090"),
         (["--nvme", "2x7GB/s", "/mnt/nvme0"], "mixes drives and directories"),
-        (["--nvme", "2x7GBs"], "2x7GBs is no speed of drives; write 2x7GB/s"),
+        (["--nvme", "2x7GBs"], "2x7GBs is not a speed of drives; write 2x7GB/s"),
         (["--ranks", "3", "--nodes", "2"], "as many ranks as the others"),
         (["--tokens", "0"], "error: --tokens 0: give 1 or more"),
         (["--ram", "64"], "'64' has no unit: write '64GiB'"),

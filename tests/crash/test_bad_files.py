@@ -193,7 +193,7 @@ def test_offsets_and_slots_are_range_checked(path: tuple[Any, ...], value: Any, 
 def test_a_forged_name_leads_nowhere(name: str, copy: Path) -> None:
     (copy.parent / "outside.json").write_text("{}")
     _forge(copy, GENERATION, ("ranks", 0, "manifest"), name)
-    with pytest.raises(zo.StorageError, match="is no name of a file"):
+    with pytest.raises(zo.StorageError, match="is not the name of a file"):
         _resume(copy)
 
 

@@ -263,7 +263,7 @@ def test_clocks_and_host_names_have_no_say(odd_rank: int, pool: RankPool, tmp_pa
 
 
 def train_batches(rank: int, world_size: int, numbers: list[int], poisoned: int) -> tuple[int, Any]:
-    """On one rank the loss of one batch is no number."""
+    """On one rank the loss of one batch is not a number."""
     model, optimizer = ranks.start(Case({"stage": 3, "precision": "bf16"}))
     for number in numbers:
         loss = model(ranks.rows_of(number, rank, world_size))

@@ -19,7 +19,7 @@ NVME = {"params": "nvme", "grads": "nvme", "optimizer": "nvme"}
 
 
 class Valued(nn.Module):
-    """A model with a value head around it, which is no part of it."""
+    """A model with a value head around it, which is not part of it."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()

@@ -245,7 +245,7 @@ def test_infinite_gradients_clipped_by_norm_first_are_still_skipped() -> None:
 
 def test_limits_and_models_are_checked() -> None:
     model, plain = zo.offload(nn.Linear(4, 4), zo.OffloadConfig()), nn.Linear(4, 4)
-    for limit, words in ((-1.0, "is negative"), (float("nan"), "nan is no number")):
+    for limit, words in ((-1.0, "is negative"), (float("nan"), "nan is not a number")):
         with pytest.raises(zo.ConfigError, match=words):
             zo.clip_grad_value_(model, limit)
     plain(torch.ones(1, 4)).sum().backward()

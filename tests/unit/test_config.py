@@ -85,7 +85,7 @@ def test_auto_is_left_to_the_planner() -> None:
         ({"activations": "gpu"}, "activations='gpu' is unknown"),
         ({"activations": {"cpu": 0.5, "nvme": 0.5}}, "needs a directory"),
         ({"precision": "int8"}, "precision 'int8' is unknown; use 'bf16', 'fp16' or 'fp32'"),
-        ({"precision": 16}, "precision=16 is no precision"),
+        ({"precision": 16}, "precision=16 is not a precision"),
         ({"precision": Precision(reduce="fp8")}, "Precision(reduce='fp8') is unknown; use 'fp32', 'bf16' or 'fp16'"),
         ({"precision": Precision(modules=["norm"])}, "Precision(modules=['norm']) does not map patterns"),
         ({"precision": Precision(modules={"*.norm": "fp64"})}, "has 'fp64' for '*.norm', no compute dtype"),
@@ -221,7 +221,7 @@ def test_from_toml_names_what_is_wrong(tmp_path: Path, text: str | None, words: 
 def test_a_generation_is_a_number_and_is_resumed() -> None:
     assert OffloadConfig(nvme="/a", existing="resume", generation=7).generation == 7
     for value in (0, -1, True, 1.0, "7"):
-        with pytest.raises(ConfigError, match=f"generation={value!r} is no number"):
+        with pytest.raises(ConfigError, match=f"generation={value!r} is not a number"):
             OffloadConfig(nvme="/a", existing="resume", generation=value)  # type: ignore[arg-type]
     for existing in ("refuse", "discard"):
         with pytest.raises(ConfigError, match="generation=7.*add existing='resume'"):

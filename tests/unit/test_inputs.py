@@ -44,13 +44,13 @@ WRONG: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "checkpoint, nothing": (lambda m, o: zo.checkpoint(None), "zo.checkpoint takes modules, not a NoneType"),  # type: ignore[type-var]
     "accumulate, swapped": (lambda m, o: zo.accumulate(m, loss_of, [1]), "it got function, then list"),  # type: ignore[arg-type]
     "accumulate, no function": (lambda m, o: zo.accumulate(m, [1], None), "it got list, then NoneType"),  # type: ignore[arg-type]
-    "norm, a text": (lambda m, o: zo.clip_grad_norm_(m, "1"), "max_norm='1' is no number"),  # type: ignore[arg-type]
-    "norm, nothing": (lambda m, o: zo.clip_grad_norm_(m, None), "max_norm=None is no number"),  # type: ignore[arg-type]
+    "norm, a text": (lambda m, o: zo.clip_grad_norm_(m, "1"), "max_norm='1' is not a number"),  # type: ignore[arg-type]
+    "norm, nothing": (lambda m, o: zo.clip_grad_norm_(m, None), "max_norm=None is not a number"),  # type: ignore[arg-type]
     "norm, of what": (lambda m, o: zo.clip_grad_norm_(3, 1.0), "takes a module or parameters, not a value of type int"),  # type: ignore[arg-type]
     "norm, of names": (lambda m, o: zo.clip_grad_norm_(["a"], 1.0), "among these is a value of type str"),  # type: ignore[list-item]
     "norm, another": (lambda m, o: zo.clip_grad_norm_(m, 1.0, norm_type=1.0), r"norm_type=1.0: .* leave it out, or 2"),
-    "value, a list": (lambda m, o: zo.clip_grad_value_(m, [1]), r"clip_value=\[1\] is no number"),  # type: ignore[arg-type]
-    "value, nan": (lambda m, o: zo.clip_grad_value_(m, float("nan")), "clip_value=nan is no number"),
+    "value, a list": (lambda m, o: zo.clip_grad_value_(m, [1]), r"clip_value=\[1\] is not a number"),  # type: ignore[arg-type]
+    "value, nan": (lambda m, o: zo.clip_grad_value_(m, float("nan")), "clip_value=nan is not a number"),
     "gathered, nothing": (lambda m, o: zo.gathered(None).__enter__(), "a module or parameters, not None"),  # type: ignore[arg-type]
 }
 
@@ -84,7 +84,8 @@ def test_one_unit_needs_no_list(units: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("units", "words"), [("layers", r"^units: 'layers' is no module of this TinyLM\n"), (3, "units=3 names no modules")]
+    ("units", "words"),
+    [("layers", r"^units: 'layers' is not a module of this TinyLM\n"), (3, "units=3 names no modules")],
 )
 def test_units_that_are_none(units: Any, words: str) -> None:
     with pytest.raises(zo.ConfigError, match=words):

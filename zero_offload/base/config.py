@@ -289,7 +289,7 @@ def _check_generation(settings: Mapping[str, Any]) -> Iterator[str]:
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        yield f"generation={number!r} is no number of a generation; leave it out for the newest"
+        yield f"generation={number!r} is not a number of a generation; leave it out for the newest"
     elif settings["existing"] != Existing.RESUME.value:
         yield f"generation={number} goes on from what is there; add existing='resume', or leave generation out"
     elif not _as_sequence(settings["nvme"]) or settings["durability"] == Durability.SCRATCH.value:

@@ -2,7 +2,7 @@
 
 `Counters` only adds; `Counters.snapshot` copies; a step's figures are the difference of two snapshots.
 Threads add under one lock: an addition happens per transfer, not per element. `Counters.spans` is there for all who
-count, and off unless somebody records.
+count, and off unless a recording runs.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def number(name: str, value: Any) -> float:
             return found
     except (TypeError, ValueError, RuntimeError):
         pass  # said below, as of a text and of NaN
-    raise ConfigError(f"{name}={value!r} is no number")
+    raise ConfigError(f"{name}={value!r} is not a number")
 
 
 def _kind(value: object) -> str:

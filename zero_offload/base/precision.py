@@ -40,7 +40,7 @@ def precision_problems(precision: object) -> Iterator[str]:
     if isinstance(precision, str):
         precision = Precision(compute=precision)
     if not isinstance(precision, Precision):
-        yield f"precision={precision!r} is no precision; use 'bf16', 'fp16', 'fp32' or a Precision"
+        yield f"precision={precision!r} is not a precision; use 'bf16', 'fp16', 'fp32' or a Precision"
         return
     if precision.compute not in tuple(TORCH_NAMES):
         yield f"precision {precision.compute!r} is unknown; use 'bf16', 'fp16' or 'fp32'"

@@ -161,7 +161,7 @@ class Spans:
 
 
 class Turns:
-    """A lane on which one works at a time, and nobody says when he ends: he does when the next one shows a sign.
+    """A lane with one worker at a time. Ends are not reported: a span ends when the next one starts.
 
     The calls, when `Spans.on`: `begin`, `uses` and `made` as signs come, `pause` where one is known to be over, `end`.
     """
@@ -178,14 +178,14 @@ class Turns:
         self._whole_ns = self._begin_ns = self._last_ns = now()
 
     def uses(self, name: str) -> None:
-        """Whoever this is begins, if it is not his turn already."""
+        """This worker begins, if it has not yet."""
         self._last_ns = now()
         if name != self._name:
             self._close(self._last_ns)
             self._name, self._begin_ns = name, self._last_ns
 
     def made(self, name: str) -> None:
-        """Whoever this is has a result, and so has worked since the last sign, at least."""
+        """This worker has a result, so it has worked since the last sign at least."""
         if name != self._name:
             self._close(self._last_ns)
             self._name, self._begin_ns = name, self._last_ns

@@ -2,7 +2,7 @@
 
 `Condition`, `Event`, `Semaphore` and `Future` of the standard library take and give back their locks in Python, where a
 signal's handler may raise first: the lock stays taken, and other threads wait for ever, and with them the end of the
-program. What is here holds nothing but locks of C, which a `with` gives back whatever strikes, and whoever waits looks
+program. What is here holds nothing but locks of C, which a `with` gives back whatever strikes, and a waiter looks
 by himself now and then, should an interrupt have kept others from waking him.
 """
 

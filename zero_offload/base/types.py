@@ -111,7 +111,7 @@ _BINARY = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 def parse_bytes(value: int | str) -> int:
     """Read a size: an int is bytes; text takes B, KB, KiB, ... TiB ("KB" is 1000 B, "KiB" is 1024 B).
 
-    Raises ConfigError when the text is no size, is a small number without a unit, or the size is not positive.
+    Raises ConfigError when the text is not a size, is a small number without a unit, or the size is not positive.
     """
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ConfigError(f"a size is an integer or text such as '16GiB', not {value!r}")

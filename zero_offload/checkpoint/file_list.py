@@ -202,7 +202,7 @@ class FileList:
         with contextlib.ExitStack() as held:
             others = [held.enter_context(hold_directory(path)) for path in self.other_paths(None)]
             # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
-            # files goes last: names that nobody knows any more would keep the next run from making its own.
+            # files goes last: unknown names would keep the next run from making its own.
             self.load()
             self._forget(GENERATION_NAMES)
             self._home.remove(GENERATION_NAMES)

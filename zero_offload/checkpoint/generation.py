@@ -341,7 +341,7 @@ class GenerationKeeper:
     def commit(self, record: StepRecord, snapshot: Snapshot | None = None) -> None:
         """Make the states of a snapshot, by default the shards' now, the next generation.
 
-        Raises StorageError; the generation before then stays.
+        Raises StorageError. The generation before stays if the error came before the global manifest was renamed.
         """
         assert self._store is not None and self._swap is not None
         spans = self._store.counters.spans

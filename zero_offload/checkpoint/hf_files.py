@@ -119,7 +119,7 @@ def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
 class _Listed:
     files: dict[str, Path]
     weight_map: dict[str, str]
-    """Name of a tensor -> key of `files`; empty where there is no index."""
+    """Name of a tensor -> key of `files`; empty where there is not an index."""
 
 
 def _files_of(path: Path) -> _Listed:
@@ -156,11 +156,11 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_text())["weight_map"]
         entries = {str(name): file for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{path} is no index: it has no readable weight_map; get the folder again") from error
+        raise IntegrityError(f"{path} is not an index: it has no readable weight_map; get the folder again") from error
     for file in entries.values():
         # A name only: an index must not lead out of its folder.
         if not isinstance(file, str) or Path(file).name != file:
-            raise IntegrityError(f"{path} names {file!r}, which is no name of a file beside it")
+            raise IntegrityError(f"{path} names {file!r}, which is not the name of a file beside it")
     return entries
 
 
@@ -173,7 +173,7 @@ def _open(path: Path, cleanup: contextlib.ExitStack) -> dict[str, StoredTensor]:
     try:
         return _tensors_of(path, fd)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{path} is no safetensors file, or damaged: {error}; get it again") from error
+        raise IntegrityError(f"{path} is not a safetensors file, or damaged: {error}; get it again") from error
 
 
 def _tensors_of(path: Path, fd: int) -> dict[str, StoredTensor]:

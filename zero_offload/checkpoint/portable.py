@@ -84,7 +84,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
             keeper.adopt(copy, swap)
         keeper.commit(record)
     with ranks.exchange.together():
-        pass  # every rank has let go of the directory: whoever opens it next does not meet a lock
+        pass  # every rank has let go of the directory: the next to open it meets no lock
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def open_generation(
         found = History.read(directories[0]).choose(number)
         if found is None:
             raise CheckpointError(
-                f"{path} is no checkpoint: it holds no generation. Name a directory that zo.save_checkpoint has "
+                f"{path} is not a checkpoint: it holds no generation. Name a directory that zo.save_checkpoint has "
                 "written, or the NVMe directory of a run"
             )
         others = other_directories(found, path)

@@ -1,7 +1,7 @@
 """`zero-offload verify RUN`: reads every block of a run's generations or of a checkpoint, and says what is damaged.
 
 Owns what counts as bad: any damage in what a resume would take, or in the generation asked for. Blocks of an older
-generation that later steps have written over are no damage. Changes nothing, needs no model, and refuses a run that
+generation that later steps have written over are not damage. Changes nothing, needs no model, and refuses a run that
 is at work. Calls: `add_parser`, then `run`.
 """
 

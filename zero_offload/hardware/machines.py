@@ -114,7 +114,7 @@ _ALIASES = {"a100": "a100-80"}
 
 @dataclass(frozen=True)
 class Machine:
-    """What one rank can do in a second with nobody beside it but the other ranks; 0 is a lane that is not there."""
+    """What one rank can do in a second beside the other ranks alone; 0 where it lacks the lane."""
 
     name: str
     is_host: bool
@@ -134,7 +134,7 @@ class Machine:
     drive_takes_turns: bool
     """Reads and writes share the drives' time; otherwise each has its rate whatever the other does."""
     network_bytes: float
-    """Sent and received by a rank at once, whatever it sends to whom."""
+    """Sent and received by a rank at once, to all ranks together."""
     drive_lost_s: float = 0.0
     """Seconds that a CPU's loops over all cores take longer for each byte that drives move beside them."""
     source: str = ""
@@ -211,8 +211,8 @@ def parse_drives(texts: list[str]) -> Drives | None:
     found = [match for match in matches if match is not None]
     if mistyped := [text for text, match in zip(texts, matches, strict=True) if not match and _NEARLY.fullmatch(text)]:
         raise ConfigError(
-            f"--nvme {' '.join(mistyped)} is no speed of drives; write 2x7GB/s, or 7GB/s/5GB/s for reads and writes; "
-            f"./{mistyped[0]} if it is a directory"
+            f"--nvme {' '.join(mistyped)} is not a speed of drives; write 2x7GB/s, or 7GB/s/5GB/s for reads, writes, "
+            f"or ./{mistyped[0]} if it is a directory"
         )
     if not found:
         return None

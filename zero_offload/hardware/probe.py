@@ -135,7 +135,7 @@ def file_system_type(path: Path) -> str:
 
 
 def file_system_problem(path: Path) -> tuple[str, str] | None:
-    """Why the file system of `path` is no good place for states, and what to do; None where nothing is known of it."""
+    """Why the file system of `path` is a bad place for states, and what to do; None where nothing is known of it."""
     kind = file_system_type(path)
     if kind in _IN_MEMORY:
         return (

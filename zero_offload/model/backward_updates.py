@@ -50,7 +50,7 @@ _INSTEAD = "overlap='forward' updates after backward"
 
 
 class Trainers:
-    """The optimizers of one model's parameters, as long as somebody holds them."""
+    """The optimizers of one model's parameters, as long as the program holds them."""
 
     def __init__(self, places: ParamPlaces, params: Iterable[nn.Parameter]) -> None:
         self._places = places
@@ -133,7 +133,7 @@ class BackwardUpdates:
     # Where backward is
 
     def arriving(self, param: nn.Parameter, *, in_forward: bool) -> None:
-        """Autograd has a gradient, which nobody has taken yet; `in_forward`: while a forward of the model runs."""
+        """Autograd has a gradient that is not stored yet; `in_forward`: while a forward of the model runs."""
         if not self._runs:
             check_closed(self._grads, "a backward")
             if in_forward and not self._grads.defers:

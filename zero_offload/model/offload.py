@@ -610,7 +610,7 @@ def _resting_on_device(build: Build) -> int:
 
 
 class Home(Enum):
-    """Where a section's flat buffer lives while nobody uses it."""
+    """Where a section's flat buffer is while the unit is not in use."""
 
     IN_PLACE = "in place"  # it is the shard, or a part of it is: in the memory that compute works on
     ON_DEVICE = "on device"  # filled once, refreshed after updates
@@ -639,7 +639,7 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
         if home is Home.IN_PLACE:
             # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
             flat = store.places.memory_of(shard, section.dtype, section.numel)
-            # By a storage of its own: what an update or a commit views is no view that somebody holds of the buffer.
+            # A storage of its own, so that views of updates and commits do not count as views that the program holds.
             store.places.place_memory(shard, {Component.VALUE: build.device.alias(flat)[own]})
             sections.append(Section(shard, flat, None))
             continue

@@ -137,7 +137,7 @@ def _placed(spans: Sequence[Span]) -> list[tuple[int, Span]]:
 
 def on_tracks(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
     """Viewers want spans of a track beside or inside each other. Transfers overlap, and so do forwards that take turns:
-    they get several. A transfer inside of another one is no part of it.
+    they get several. A transfer inside of another one is not part of it.
     """
     open_ns: list[list[int]] = []
     """By track: ends of the spans that are under way, the innermost last."""

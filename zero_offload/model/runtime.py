@@ -156,7 +156,7 @@ class ModelRuntime:
         self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, room, self.life, self._in_backward)
         self.access = ParamAccess(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
-        """A generation's tensors are loaded, but nobody has asked for the rest of it."""
+        """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
         self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
         at_exit(self._close_at_exit)
 
@@ -188,7 +188,7 @@ class ModelRuntime:
         if not self._has_new_grads:
             self._has_new_grads = True
             if not self._commits.completes:
-                # Nobody is going to say more about the last step.
+                # The program never completes a step's record: the last one is complete.
                 self._commits.launch_due()
         if self._in_backward is not None:
             self._in_backward.arriving(param, in_forward=bool(self.tracker.forwards))
@@ -365,7 +365,7 @@ class ModelRuntime:
 
     def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
         """Of parameters whose gradient the program has set to zeros: a step with a learning rate of 0 is how
-        torch.distributed.checkpoint has an optimizer make its states. It is no step here, and no generation."""
+        torch.distributed.checkpoint has an optimizer make its states. Here it is neither a step nor a generation."""
         if (moved := next((param for param, hyper in hypers.items() if hyper.lr), None)) is not None:
             raise ZeroOffloadError(
                 f"the gradient of {self.places.name_of(moved)} was assigned zeros, and a step with a learning rate "
@@ -523,8 +523,8 @@ def _is_ordinary(param: nn.Parameter) -> bool:
 
 
 def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """A listener that keeps nobody alive: drives know `FirstError`, and a dropped model's memory must not wait for the
-    garbage collector."""
+    """A listener that keeps no object alive: drives know `FirstError`, and the memory of a dropped model must not wait
+    for the garbage collector."""
     method = weakref.WeakMethod(fail)
 
     def listener(error: BaseException) -> None:

@@ -102,7 +102,7 @@ class _TokenLosses(torch.autograd.Function):
 
     A Function, and not torch.utils.checkpoint around each chunk: that would leave the sum of the chunks' weight
     gradients to autograd, which adds them in the weight's dtype and holds two. Everything that backward needs is saved
-    by `save_for_backward`: whoever hooks saved tensors (an offloaded model does) sees the weight, and brings its
+    by `save_for_backward`: hooks on saved tensors (an offloaded model has some) see the weight, and brings its
     memory back before backward reads it. An attribute of `ctx` would pass them by.
     """
 
@@ -235,6 +235,6 @@ def _problems(
     if not isinstance(options.chunk_tokens, Integral) or options.chunk_tokens < 1:
         yield f"chunk_tokens={options.chunk_tokens!r} is not a number of tokens; use a whole number from 1 on, or None"
     if not isinstance(options.ignore_index, Integral):
-        yield f"ignore_index={options.ignore_index!r} is no class number; use a whole number"
+        yield f"ignore_index={options.ignore_index!r} is not a class number; use a whole number"
     if not 0.0 <= options.label_smoothing <= 1.0:
         yield f"label_smoothing={options.label_smoothing} is outside 0 to 1"

@@ -27,7 +27,7 @@ _RULES = {
 class _AdamBase(FusedOptimizer):
     @abstractmethod
     def _is_decoupled(self, group: Mapping[str, Any]) -> bool:
-        """Whether a group's weight decay is no part of the gradient."""
+        """Whether a group's weight decay is not part of the gradient."""
 
     def _problems(self, group: Mapping[str, Any]) -> Iterator[str]:
         yield from negatives(group, "lr", "eps", "weight_decay")

@@ -117,7 +117,7 @@ class DevicePass:
         upload = self._device.upload(target, piece.grad, after=landing.used)
         self._uploads.append(upload)
         yield piece._replace(grad=upload.take())
-        # Whoever took it has launched what reads it.
+        # Its reader is launched by now.
         self._ring.append(landing._replace(used=self._device.mark()))
 
     def _await_uploads(self, count: int) -> None:

@@ -57,8 +57,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._check(defaults)
         self._versions: dict[nn.Parameter, int] = {}
-        """Of ordinary bf16 parameters, after their last update: another one means that somebody has changed the value,
-        and then the residual completes nothing."""
+        """Of ordinary bf16 parameters, after their last update: another version means that the program has changed
+        the value, and the residual no longer completes it."""
         self._is_built = False
         self._states = States(self)
         super().__init__(params, defaults)

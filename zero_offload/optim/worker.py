@@ -64,7 +64,7 @@ class _Jobs:
         """The thread takes no further job."""
 
     def put(self, item: _Item | None) -> bool:
-        """False when nobody would take it. None asks the thread to end."""
+        """False if the thread has ended. None asks the thread to end."""
         with self._lock:
             if not self._ended:
                 self._queue.append(item)

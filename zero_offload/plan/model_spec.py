@@ -181,7 +181,7 @@ def _resolve(root: nn.Module, units: UnitChoice) -> tuple[str, ...]:
         else:
             found = [name for name, module in modules.items() if module is unit]
         if not found:
-            problems.append(f"units: {unit!r} is no module of this {type(root).__name__}")
+            problems.append(f"units: {unit!r} is not a module of this {type(root).__name__}")
         names.update(dict.fromkeys(found))
     if problems:
         raise ConfigError("\n".join([*problems, "names are those of model.named_modules()"]))

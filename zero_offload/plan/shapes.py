@@ -37,7 +37,7 @@ class UnitWork:
     """Parameters of the unit's last product. Backward does not run it again: no saved tensor comes after it."""
 
     def keeps_inputs(self, recompute: bool) -> bool:
-        """Whether backward runs it again, if blocks are: what is no block is not."""
+        """Whether backward runs it again, if blocks are: other units do not."""
         return recompute and self.attention_width > 0
 
     def saved_values(self, recompute: bool) -> int:
@@ -235,7 +235,7 @@ def find_shape(name: str, others: Sequence[str] = ()) -> Shape:
     near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise ConfigError(
-        f"--model {name!r} is no model known here; {hint}there are {', '.join(names)}; or a size such as 8B"
+        f"--model {name!r} is not a known model; {hint}there are {', '.join(names)}; or a size such as 8B"
     )
 
 

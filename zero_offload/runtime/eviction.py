@@ -64,7 +64,7 @@ class Evictor:
     def choose(self, later_than: int = -1) -> Unit | None:
         """The unused unit whose next use is the furthest, if that is later than `later_than`."""
         while (index := self._schedule.victim(self.unused(), later_than)) is not None:
-            if not self._held_views.keeps(self._units[index]):
+            if not self._held_views.keep_if_viewed(self._units[index]):
                 return self._units[index]
         return None
 

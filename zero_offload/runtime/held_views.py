@@ -1,4 +1,4 @@
-"""Views of parameters that somebody holds: the units under them stay in memory until the views are gone.
+"""Views of parameters that the program holds: the units under them stay in memory until the views are gone.
 
 Reading a view whose unit is away is a fault that Python never sees: `self.kept = self.up.weight[:2]` read by another
 module, a view in a list, what a backward saved past our hooks. No guard class is in the way, but torch counts the
@@ -35,8 +35,8 @@ class HeldViews:
         self._told: set[str] = set()
         self.kept: list[Unit] = []
 
-    def keeps(self, unit: Unit) -> bool:
-        """Whether a unit that could go has to stay."""
+    def keep_if_viewed(self, unit: Unit) -> bool:
+        """True if a unit that could go has to stay. Raises ZeroOffloadError with several ranks, which evict alike."""
         if not unit.lent:
             return False
         if self._world_size > 1:
@@ -54,7 +54,7 @@ class HeldViews:
         for unit in units:
             if unit.state is UnitState.PRESENT and not unit.kept and unit.lent:
                 self._tell(unit)
-                self.keeps(unit)
+                self.keep_if_viewed(unit)
 
     def forget(self) -> None:
         """A cycle begins: look again when a unit is about to go."""
@@ -63,8 +63,8 @@ class HeldViews:
             unit.kept = False
         self.kept.clear()
 
-    def release(self) -> bool:
-        """Memory is short: whether the views on some unit were garbage."""
+    def drop_garbage(self) -> bool:
+        """Memory is short: collect garbage. True if it was all that viewed some unit."""
         lent = self._lent()
         if lent:
             gc.collect()

@@ -1,7 +1,8 @@
 """Memory that a model's units take in turns; on a CPU gradients on their way to drives take of it too.
 
 `reserve` asks for it back in a fixed order: units leave; views that only garbage holds go; gradients that leave are
-written; then the limit rises, up to the budget. Only here is there a CapacityError for it.
+written; then the limit rises, up to the budget. For gradients the limit rises second, up to what is kept for them. Only
+here is there a CapacityError for it.
 
 [Note: frames for gradients]
 Where one rank computes on a CPU, gradients have as many of the units' frames as they had at once in the backwards
@@ -61,7 +62,7 @@ class MemoryPool:
         return (
             self._evictor.evict_one()
             or (for_grads and self._keeps_in_backward and self._arena.raise_limit(missing, claimed=True))
-            or self._held_views.release()
+            or self._held_views.drop_garbage()
             or self.flush_grads()
         )
 

@@ -91,7 +91,7 @@ class PassTracker:
         self._pushing = threading.Lock()
         """So that of two threads one is first."""
         self.round: Round | None = None
-        """The forwards that take turns, while they do; whoever makes them begins and ends the cycle."""
+        """The forwards that take turns, while they do; their owner begins and ends the cycle."""
         self._num_cycles = {"grad": 0, "no_grad": 0}
         """Outermost forwards, or rounds, that have begun."""
         self._has_told_casts = False
@@ -411,7 +411,7 @@ class PassTracker:
             self._prefetcher.use(unit)
         else:
             self._use_in_backward(unit)
-        # What is saved in a recomputed forward passes no hook of ours, so nobody asks for it.
+        # What is saved in a recomputed forward passes no hook of ours, so no unpack asks for it.
         unit.passing = False
 
     def _use_for_graph(self, runtime: object, unit: Unit) -> None:

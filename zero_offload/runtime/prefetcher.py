@@ -1,8 +1,8 @@
 """Which units are on the compute device: fetches ahead by the schedule, evicts by next use, within the budget.
 
-Owns the moves between `UnitState`s. Runs on the control thread only (hooks, `step`); the transfers it launches
-and the update worker run beside it. The calls: `begin_cycle`; `acquire` before every use; `begin_update` when
-`step` has begun an update. `acquire` waits; everything else only launches.
+Owns, with `Evictor`, the moves between `UnitState`s. Runs on the control thread only (hooks, `step`); the transfers it
+launches and the update worker run beside it. The calls: `begin_cycle`; `acquire` before every use; `begin_update` when
+`step` has begun an update. `acquire`, `bring`, `meet` and `refresh_kept` wait; the others only launch.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ class ParamPrefetcher:
         try:
             self._loader.launch(unit, unit.to_read, urgency)
         except BaseException:
-            # Only a part may be on its way: whoever asks next launches all of it.
+            # Only a part may be on its way: the next use launches all of it.
             self._loader.abandon(unit)
             self._evictor.advance(unit, UnitState.AWAITING)
             raise

@@ -122,7 +122,7 @@ def test_trouble_makes_no_checkpoint(trouble: int, tmp_path: Path, monkeypatch: 
         patched.setattr(fcntl, "ioctl", Ioctl(trouble, after=2))
         with pytest.raises(zo.StorageError, match=f"sharing .* failed: {os.strerror(trouble)}"):
             zo.save_checkpoint(model, optimizer, tmp_path / "saved")
-    with pytest.raises(zo.CheckpointError, match="is no checkpoint"):
+    with pytest.raises(zo.CheckpointError, match="is not a checkpoint"):
         zo.load_checkpoint(model, optimizer, tmp_path / "saved")
     zo.save_checkpoint(model, optimizer, tmp_path / "saved")
     assert _saved_equals(model, tmp_path / "saved", tmp_path / "other")

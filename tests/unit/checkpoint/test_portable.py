@@ -128,7 +128,7 @@ def test_a_half_written_checkpoint_is_refused_and_can_be_written_again(saved: Pa
     generation_file(saved).unlink()
     (saved / "mine.txt").write_text("stays")
     model, optimizer = open_model(tmp_path / "b", _partly_frozen())
-    with pytest.raises(zo.CheckpointError, match="is no checkpoint"):
+    with pytest.raises(zo.CheckpointError, match="is not a checkpoint"):
         zo.load_checkpoint(model, optimizer, saved)
     zo.save_checkpoint(model, optimizer, saved)
     assert zo.load_checkpoint(model, optimizer, saved).step == 0

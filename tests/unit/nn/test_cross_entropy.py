@@ -368,7 +368,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "reduction": ({"reduction": "median"}, "reduction='median'.*mean, sum, none"),
     "chunk": ({"chunk_tokens": 0}, "chunk_tokens=0.*whole number from 1 on"),
     "part of a chunk": ({"chunk_tokens": 2.5}, "chunk_tokens=2.5.*whole number"),
-    "part of a class": ({"ignore_index": 0.5}, "ignore_index=0.5 is no class number"),
+    "part of a class": ({"ignore_index": 0.5}, "ignore_index=0.5 is not a class number"),
     "smoothing": ({"label_smoothing": 1.5}, "label_smoothing=1.5 is outside 0 to 1"),
 }
 

@@ -39,7 +39,7 @@ def test_what_is_no_drive_is_a_directory() -> None:
     assert parse_drives(["/mnt/nvme0", "2x7"]) is None
     with pytest.raises(ConfigError, match="mixes drives and directories"):
         parse_drives(["/mnt/nvme0", "7GB/s"])
-    with pytest.raises(ConfigError, match="2x7GBs is no speed of drives; write 2x7GB/s"):
+    with pytest.raises(ConfigError, match="2x7GBs is not a speed of drives; write 2x7GB/s"):
         parse_drives(["2x7GBs"])
     with pytest.raises(ConfigError, match="faster than 0"):
         parse_drives(["0x7GB/s"])

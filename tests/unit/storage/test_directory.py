@@ -319,7 +319,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 def test_names_cannot_leave_the_directory(tmp_path: Path, name: str) -> None:
     with RunDirectory.open(tmp_path) as directory:
         for call in (directory.path_of, directory.open_file, lambda n: directory.remove([n])):
-            with pytest.raises(StorageError, match="is no name of a file"):
+            with pytest.raises(StorageError, match="is not the name of a file"):
                 call(name)
 
 

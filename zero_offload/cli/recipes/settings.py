@@ -105,7 +105,7 @@ class TrainConfig:
         places = self.offload.to_dict()
         places["nvme"] = [str(path.absolute()) for path in self.offload.nvme_dirs]
         for name in ("existing", "generation"):
-            del places[name]  # how a run starts is no part of what it is
+            del places[name]  # how a run starts is not part of what it is
         return values | {f"offload.{name}": value for name, value in places.items()}
 
 

@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         return deferred
 
     def end(self) -> None:
-        """Leave the recipes to whoever makes the values."""
+        """Leave the recipes for `offload`, which makes the values."""
         for param in self._deferred:
             with _unseen():
                 recipe = self.tracer.recipe(param)

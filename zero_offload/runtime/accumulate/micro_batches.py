@@ -159,7 +159,7 @@ class MicroBatches:
             self._pieces.grads.coming = self._lines
             self._run_parts()
         except BaseException:
-            del end  # whoever keeps the exception keeps this frame
+            del end  # a program that keeps the exception keeps this frame
             raise
         finally:
             self._pieces.grads.coming = {}

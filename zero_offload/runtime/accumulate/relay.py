@@ -3,7 +3,7 @@
 Owns the threads, and whose turn it is. Never knows what is computed, nor from which generators. The calls: `run` on
 the caller's thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives
 the turn back. A forward that waits says which station it wants to go to; all who want the one where the others are go
-there before anybody goes on. `run` leaves no thread behind, whatever ends it.
+there before one of them goes on. `run` leaves no thread behind, whatever ends it.
 """
 
 from __future__ import annotations

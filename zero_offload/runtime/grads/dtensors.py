@@ -38,7 +38,8 @@ def move_to(param: nn.Parameter, place: Tensor) -> None:
 
 
 def made_at(place: Tensor, requires_grad: bool) -> nn.Parameter:
-    """A new parameter that is a view of `place` and counts its own versions: writing to `place` is no change of it."""
+    """A new parameter that is a view of `place` and counts its own versions: writing to `place` does not
+    count for it."""
     made = nn.Parameter(torch.empty(0, dtype=place.dtype, device=place.device), requires_grad)
     made.data = place
     return made

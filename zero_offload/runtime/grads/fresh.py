@@ -1,4 +1,4 @@
-"""Gradients as backward has made them on a GPU: held until their section takes all of them in one copy."""
+"""Gradients as backward has made them on a GPU: held until their section is complete, and leaves in few copies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FreshGrads:
         """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
         stream, before = self._device.stream(), self._fresh.get(index)
         if before is not None and before.adds:
-            self._leave()  # what is held gets one after the other
+            self._leave()  # its store adds one gradient after the other
             before = None
         if before is None:
             self._fresh[index] = Fresh(grad, stream, adds)

@@ -1,10 +1,11 @@
 """Gradients of one model from backward to their update.
 
 `Gradients` owns what the current step holds, its reduction over ranks, its norm and its clipping. One rank: a gradient
-goes to its section's store as autograd delivers it. Several ranks: a section's gradients are gathered (`Partials`),
-reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store. The calls: `arrive` per
-parameter, `finish_backward`, `begin_forward` of the next one; then `norm`, `unscale`, `multiply`, `clip_value`;
-`forget` when a step has taken them; `drop` where they are not wanted, `abandon` after a backward that broke off.
+goes to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
+(`Partials`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store. The calls:
+`arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `norm`, `unscale`, `multiply`,
+`clip_value`; `forget` when a step has taken them; `drop` where they are not wanted, `abandon` after a backward that
+broke off.
 
 [Note: factors]
 Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
@@ -78,7 +79,7 @@ class Gradients:
         """True if backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
         self.coming: Mapping[int, Sized] = {}
-        """What this backward has still to bring, by the numbers of `arrive_together`; empty where nobody knows."""
+        """What this backward has still to bring, by the numbers of `arrive_together`; empty where that is unknown."""
         self.loss_scale = 1.0
         """What the gradients held now are multiplied by and the step divides out; it ends with them."""
         self.overflowed = False
@@ -297,7 +298,7 @@ class Gradients:
         self._reductions.finish()
 
     def _open_partial(self, section: GradSection) -> None:
-        """This rank's sum of a section is there to be filled, and nobody else's to read."""
+        """This rank's sum of a section may be filled: no collective reads it."""
         if section.is_gathered:
             if not self._reductions.has(section):
                 return
@@ -521,7 +522,7 @@ class Gradients:
     # Their end
 
     def forget(self, params: Iterable[nn.Parameter]) -> None:
-        """A step has taken these parameters' gradients, or nobody wants them: the next backward starts afresh."""
+        """A step has taken these parameters' gradients, or they are dropped: the next backward starts afresh."""
         taken: dict[int, tuple[GradSection, list[int]]] = {}
         for param in params:
             section, index = self._places[id(param)]
@@ -531,7 +532,7 @@ class Gradients:
             self._forget(section, indices)
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
-        """Nobody wants the gradients (of `params`; by default all); says whether there were any."""
+        """Drop the gradients (of `params`; by default all). True if there were any."""
         found = False
         self.zeroed.difference_update(list(self.zeroed) if params is None else params)
         for section, indices in self._chosen(params):

@@ -40,7 +40,7 @@ class Reductions:
         """`lend` gives a section's `partial`, for what this thread launches."""
         self._collectives = collectives
         self._lend = lend
-        # Weak: whoever takes the results holds this object, and a cycle would outlive a dropped model.
+        # Weak: the receiver of the results holds this object, and a cycle would outlive a dropped model.
         self._done = weakref.WeakMethod(done)
         self._bucket: list[GradSection] = []
         self._flying: deque[tuple[Sequence[GradSection], Callable[[], list[torch.Tensor]]]] = deque()
@@ -81,7 +81,7 @@ class Reductions:
                 done(grads, shard)
 
     def drop(self) -> None:
-        """Nobody wants the results; what has been launched is waited for, since it reads what the sections lent."""
+        """Drop the results. What is launched is waited for, since it reads what the sections lent."""
         self._bucket.clear()
         while self._flying:
             self._flying.popleft()[1]()

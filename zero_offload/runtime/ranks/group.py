@@ -142,7 +142,7 @@ CALL = "zo.offload, which all ranks call"
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Where this rank stands, and with whom it shares what."""
+    """Where this rank stands, and with which ranks it shares what."""
 
     partition: Partition
     rank: int

@@ -3,7 +3,7 @@
 A collective that fails says that a connection is gone, not whose fault that is. So each rank writes down where it runs,
 and, when its end comes, why: its own error, that it ended, or what it waited for. Who has waited in vain reads what
 the others wrote, looks after processes of this machine, and raises one `RankError` that names the culprit. The calls:
-`waiting` around every communication, `failed` where a program's error is caught; an error that nobody catches is found
+`waiting` around every communication, `failed` where a program's error is caught; an uncaught error is found
 when the interpreter exits.
 """
 
@@ -177,7 +177,7 @@ class RankWatch:
         self._say("failed", f"{type(error).__name__}: {error}"[:_TEXT_MAX])
 
     def _say_at_exit(self) -> None:
-        # On its way out of a child's target, or where the interpreter keeps an error that nobody caught.
+        # On its way out of a child's target, or where the interpreter keeps an uncaught error.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if isinstance(error, SystemExit):
             error = error.__context__  # torch's spawn turns an error into an exit
@@ -187,7 +187,7 @@ class RankWatch:
             self.failed(error)
 
     def _say(self, kind: str, text: str) -> None:
-        # Setting does not wait for an answer; a store that is gone is no news to who ends.
+        # Setting does not wait for an answer; a store that is gone is expected: this rank is ending.
         with contextlib.suppress(RuntimeError):
             if self._store is not None:
                 self._store.set(_key(kind, self.rank), text)
@@ -198,7 +198,7 @@ class RankWatch:
         witnesses = [Witness(rank) for rank in self._others]
         store = self._store
         if not _in_time(lambda: _listen(store, witnesses), 2 * LISTEN_S):
-            self._store = None  # the thread that asked it holds its lock: nobody may wait for that at exit
+            self._store = None  # the thread that asked it holds its lock, and exit must not wait for that
             found = (
                 "the store of the process group does not answer, so the culprit is not known; it is with rank 0, "
                 "unless torchrun keeps it: look at rank 0 first"

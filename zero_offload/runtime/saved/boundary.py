@@ -2,7 +2,7 @@
 
 Owns nothing but them. The calls: `Boundary` when the forward begins, `keep` when it first saves a tensor (a forward
 that saves none is never run again), `restore` in backward. Floating tensors pass through the saved-tensor hooks that
-were in place around the forward, so whoever stores or recomputes tensors there has them too. Everything else, and
+were in place around the forward, so hooks that store or recompute tensors have them too. Everything else, and
 parameters, is kept as it is.
 """
 

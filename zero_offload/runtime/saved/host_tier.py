@@ -94,7 +94,7 @@ class _Out(NamedTuple):
 
 
 class HostTier:
-    """Pinned host memory; as much as was ever away at once."""
+    """Pinned host memory: the most that was away at once."""
 
     def __init__(self, device: Device, arena: Arena, counters: Counters) -> None:
         self._device = device

@@ -41,7 +41,7 @@ class _Leased(NamedTuple):
 
 
 class Landing:
-    """As much as was ever in use at once."""
+    """The most that was in use at once."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

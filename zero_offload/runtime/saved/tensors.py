@@ -119,7 +119,7 @@ class VersionCheck:
 
 
 def _changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> RuntimeError:
-    """As autograd says it, which leaves this check to whoever packs."""
+    """In autograd's words, which leaves this check to the pack hook."""
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
         f"of shape {shape} is at version {version}, backward expected version {expected}. An optimizer step between "
@@ -182,7 +182,7 @@ class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
     def __init__(self, units: Sequence[Unit], store: TensorStore | None, *, always: bool = False) -> None:
-        """`store` takes tensors that are no views of parameters, if they may leave; `always`: it matters who reads
+        """`store` takes tensors that are not views of parameters, if they may leave; `always`: it matters who reads
         parameters in backward, even if they never leave."""
         self._store = store
         self._cast_units: list[Unit] = []

@@ -2,7 +2,7 @@
 
 Owns the file's blocks: each is leased to a piece of one tensor's memory and given back with it, so that nothing grows
 once a step has taken what it needs. Decides nothing. The calls: `put` launches the way out, `arrival` stands for the
-way back: `start` launches what there is room for, `finish` gives the bytes; `release` when nobody wants them any more.
+way back: `start` launches what there is room for, `finish` gives the bytes; `release` drops them.
 
 On a GPU both ways go over the copy lanes. On the way to a file bytes pass through page-aligned host memory of constant
 size, `ACTIVATION_BLOCKS_OUT` blocks; on the way back to a GPU through `ACTIVATION_BLOCKS_BACK`, and more for larger
@@ -108,7 +108,7 @@ class _DiskPiece:
     """The write, or the latest read."""
 
     def settle(self) -> None:
-        """Wait until the file has it, and nobody reads it."""
+        """Wait until the file has it, and no read is under way."""
         if self.staged is not None:
             self.staged.finish()
         if self.last is not None:
@@ -254,7 +254,7 @@ class _ToPlace:
         return True
 
     def _start(self, urgency: Urgency) -> Lease:
-        if self._lease is None or None in self._lease.reads:  # a read may be under way there that nobody knows of
+        if self._lease is None or None in self._lease.reads:  # an unrecorded read may be under way there
             self._lease = self._landing.lease(sum(piece.nbytes for piece in self._pieces))
         region, reads = self._lease
         for piece in self._pieces[len(reads) :]:

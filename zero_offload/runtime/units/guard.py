@@ -1,4 +1,4 @@
-"""The class of an offloaded parameter while nobody computes with it.
+"""The class of an offloaded parameter while no forward or backward uses it.
 
 A tensor whose storage is away must not be read: on a CPU that is a fault, on a GPU it is freed memory. So at
 rest a parameter's class is `GuardedParameter` (switched like torch.nn.UninitializedParameter's, no attribute
@@ -263,7 +263,7 @@ def _check_not_wrapped(caller: FrameType, args: tuple[Any, ...]) -> None:
 
 
 _ASKS_FOR_ITSELF = ("torch.distributed.", "torch.nn.parallel.")
-"""Where a look at who called whom is worth its time."""
+"""Where a look at the calling frames is worth its time."""
 
 
 class AtRest:
@@ -416,7 +416,7 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
-            # Code of C++ that is no operation has asked for the address.
+            # Code of C++ that is not an operation has asked for the address.
             if "data is not allocated" in str(error):
                 raise _NeedsDataError(next(iter(stand_ins.values())).param) from None
             raise
@@ -567,7 +567,7 @@ def _is_as_it_is(view: Away, dtype: torch.dtype | None, device: torch.device) ->
 
 
 def _part_of(param: nn.Parameter) -> Tensor:
-    """What this rank holds of it, asking nobody."""
+    """What this rank holds of it; asks no other rank."""
     kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
     return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
 

@@ -244,7 +244,7 @@ class DeviceParamLoader:
         self._upload(landing)
         for handoff in landing.uploads:
             handoff.take()
-        # Without the tensors: whoever holds one of a unit's keeps it here.
+        # Without the tensors: a tensor on the unit's buffer would keep the unit here.
         self._landed.append(landing.landed())
         del self._flying[unit.index]
 

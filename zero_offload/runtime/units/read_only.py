@@ -1,7 +1,7 @@
 """Views of parameters that are handed out outside of forward and backward: they are for reading.
 
 What is written to one is lost where the parameter only visits memory. Where it rests there, it is one half of an fp32
-master, and with the other half of the old one it makes a number that nobody has computed, NaN among them. So these
+master, and with the other half of the old one it makes a number that no operation has computed, maybe NaN. So these
 views have a class that computes like a plain tensor's, and raises before it changes anything. NumPy's arrays of them
 refuse writes too; addresses (`data_ptr()`, DLPack) are for who knows what he does.
 """

@@ -104,7 +104,7 @@ class Unit:
         self.saved_views: set[weakref.ref[Any]] = set()
         """Tensors on its buffers that are saved for a backward, which brings the unit before it reads them."""
         self.kept = False
-        """Somebody holds a view of its buffers: it stays until a cycle begins, and is looked at again."""
+        """True if the program holds a view of its buffers: it stays, and is looked at again when a cycle begins."""
         self._versions: list[int] = []
         """Of the parameters, when they were opened."""
         self._fingerprints: torch.Tensor | None = None
@@ -270,13 +270,13 @@ class Unit:
     # Views that others hold. Who touches one while the unit is away gets a fault, not an exception.
 
     def seal(self) -> None:
-        """All parameters are here, and nobody has made a view of them yet."""
+        """All parameters are here, and no view of them is made yet."""
         for section in self.sections:
             section.seal()
 
     @property
     def lent(self) -> bool:
-        """Whether somebody holds a view of buffers that may go, other than a backward that will ask for the unit."""
+        """True if the program holds a view of buffers that may go. Not a backward's views: it asks for the unit."""
         return is_viewed(self, (section for section in self.sections if section.buffer is not None))
 
     @property
@@ -285,7 +285,7 @@ class Unit:
 
     @property
     def may_pass(self) -> bool:
-        """Whether a unit in use can go all the same: no module of its own runs, and nobody is reading it."""
+        """Whether a unit in use can go all the same: no module of its own runs, and no operation reads it."""
         free = self.passing and self.may_be_evicted and not self.gathered_uses
         return free and not self.lent and not self.changed()
 
@@ -296,7 +296,7 @@ class Unit:
 
 
 def is_viewed(unit: Unit, sections: Iterable[Section]) -> bool:
-    """Whether somebody else holds a view of these sections of a unit: an update changes what such a view shows."""
+    """True if the program holds a view of these sections of a unit: an update changes what such a view shows."""
     return sum(section.views_made() for section in sections) > len(unit.saved_views)
 
 

@@ -289,7 +289,7 @@ class AiofilesEngine:
                 batch.end()
 
     async def _move_safely(self, job: _Job) -> BlockFailure | None:
-        """Whatever goes wrong, whoever waits is told."""
+        """Every failure reaches the waiter."""
         try:
             return await self._move(job)
         except Exception as error:

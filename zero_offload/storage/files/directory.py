@@ -178,7 +178,7 @@ class RunDirectory:
     def path_of(self, name: str) -> Path:
         """The path of a file of ours; a name that could leave the directory is refused."""
         if not _NAME.fullmatch(name):
-            raise StorageError(f"{name!r} is no name of a file in {self.path}; names match {_NAME.pattern}")
+            raise StorageError(f"{name!r} is not the name of a file in {self.path}; names match {_NAME.pattern}")
         return self.path / name
 
     def names(self) -> list[str]:

@@ -1,7 +1,7 @@
 """What went wrong with a transfer, as the one error that its waiter gets: file, offset, block, reason, remedy.
 
 Owns the texts of all file engines; decides nothing. `raise_failure` for a block that failed, `raise_stuck` for a
-transfer that was given up, `check_table` and `check_owner` before one; `remedy_of` for whoever meets an errno
+transfer that was given up, `check_table` and `check_owner` before one; `remedy_of` for other places that meet an errno
 elsewhere.
 """
 
@@ -22,7 +22,7 @@ from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, Ticket
 _REMEDIES = {
     errno.ENOSPC: "Free space there (or inodes: see 'df -i') or name another directory in nvme=",
     errno.EDQUOT: "Raise the quota or name another directory in nvme=",
-    errno.EEXIST: "No run.json names it: if it is left over from a run that nobody needs, delete it by hand, "
+    errno.EEXIST: "No run.json names it: if it is left over from a run that is not needed, delete it by hand, "
     "or name another directory in nvme=",
     errno.EFBIG: "Files may not grow that far: see 'ulimit -f', and type 'ulimit -f unlimited'",
     errno.EMFILE: "Too many files are open in this process: see 'ulimit -n', and type 'ulimit -n 4096'",

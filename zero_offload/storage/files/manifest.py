@@ -65,7 +65,7 @@ def read_manifest(directory: RunDirectory, name: str, expected_digest: str | Non
         return None
     document = _decode(_read_file(directory, name), path)
     if document.get("magic") != MAGIC:
-        raise CheckpointError(f"{path} is no zero_offload manifest; choose another directory with nvme=")
+        raise CheckpointError(f"{path} is not a zero_offload manifest; choose another directory with nvme=")
     version = document.get("version")
     if isinstance(version, int) and version > VERSION:
         raise CheckpointError(
@@ -142,7 +142,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def _write_file(directory: RunDirectory, name: str, content: bytes, durability: Durability) -> None:
-    # Made anew: what a crash has left under the name goes, and a link that somebody has planted is not followed.
+    # Made anew: what a crash has left under the name goes, and a planted link is not followed.
     with contextlib.suppress(FileNotFoundError):
         directory.system.unlink(name, directory.dir_fd)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -149,7 +149,7 @@ class NativeEngine:
         try:
             native.io_submit(handle, op, blocks.ctypes.data, len(blocks), address, urgency, number)
         except BaseException:
-            # A signal's handler raised as the call returned: what was launched, which nobody can wait for, ends first.
+            # A signal's handler raised as the call returned: what was launched has no waiter, so it ends first.
             while number.value and result.status == abi.IoStatus.TIMEOUT:
                 native.io_wait(handle, number.value, WAIT_SLICE_S, result)
             raise

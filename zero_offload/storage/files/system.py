@@ -132,7 +132,7 @@ def read_file(path: Path) -> bytes:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file for this user alone, whole or not at all. Raises StorageError where the name is no regular file's.
+    """Write a file for this user alone, whole or not at all. Raises StorageError where the name is not that of a file.
 
     Other errors are OSErrors. What a crash has left of an earlier attempt is replaced.
     """

@@ -43,7 +43,7 @@ class Region:
 
 
 class _Viewed:
-    """Regions that somebody views still.
+    """Regions that still have views.
 
     None of them tells Python when it goes: what a signal's handler raises in a finalizer is dropped, and a Ctrl-C with
     it. The dead are forgotten when the next one comes.
@@ -99,7 +99,7 @@ class Arena:
     ) -> None:
         """`frame_limit_max` is how far `raise_limit` may go; None is not at all. `pinner` registers regions.
 
-        Of the limit `num_kept` frames are for those who claim them, and for whom the rest is too little.
+        Of the limit `num_kept` frames are for claims that the rest cannot serve.
         """
         self._pinner = pinner
         self._num_kept = num_kept
@@ -226,7 +226,7 @@ class MovableBuffer:
     """A reserved address range; pages are under it only between `attach` and `detach`.
 
     The address never changes, so tensors that view it stay valid while the pages are away (touching them
-    then is a fault: the guard class and the hooks see to it that nobody does).
+    then is a fault: the guard class and the hooks prevent it).
     """
 
     def __init__(self, arena: Arena, nbytes: int, *, claims: bool = False) -> None:

@@ -124,5 +124,5 @@ def _together(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _host_tensor(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """(numel,) of memory that somebody else keeps."""
+    """(numel,) of memory with another owner."""
     return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)

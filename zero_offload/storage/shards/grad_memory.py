@@ -64,7 +64,7 @@ class DriveRoom:
         self._leaving.append(section)
 
     def drop(self) -> None:
-        """Nobody wants what has not left."""
+        """Drop what has not left."""
         while self._open:
             for store in self._of(self._open[-1]):
                 store.close(changed=False)

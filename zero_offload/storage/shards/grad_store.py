@@ -88,7 +88,7 @@ class GradStore:
         self.factors: dict[int, float] = {}
         """By the parameter's index, what its gradient is to be multiplied by; what has none is used as it is."""
         self.held = False
-        """True if a step's gradients are inside; whoever consumes them clears it."""
+        """True if a step's gradients are inside; their consumer clears it."""
         self.shown = False
         """True if the user has seen gradients that are over, and may have kept them."""
         self._shard_index = shard_index if layout.num_shards > 1 else 0
@@ -147,7 +147,7 @@ class GradStore:
         self.drop()
 
     def drop(self) -> None:
-        """What nobody holds goes; what an update takes, when it calls `release`."""
+        """Memory that is not held goes now; what an update takes goes when it calls `release`."""
         # In this order it goes whichever thread comes last: the one that stops holding, or the one that releases.
         if not self.held and not self._lent:
             self._adopted.clear()

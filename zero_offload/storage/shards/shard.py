@@ -12,9 +12,9 @@ A trainable shard is whole in its optimizer components; they alone make a genera
                 before an optimizer is built (`ShardStore.add_states`), and all of theirs when there are several.
                 They may rest in bf16, or compact: chunk after chunk, codes and then scales, up to a whole sector.
 
-A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU tier: in
-host memory, unless the shard is `on_device`, which has all of them in the device's, the value too, whatever the params
-tier. `slots` are the extents on disk: two for a trainable shard that takes part in generations, so that the committed
+A frozen shard has a value and nothing else. `memory` holds the components that rest on the device or CPU tier, in host
+memory. A shard that is `on_device` has all of them in the device's memory, the value too, whatever the params tier.
+`slots` are the extents on disk: two for a shard that can change and takes part in generations, so that the committed
 one is never overwritten. A value on NVMe whose other components rest in memory is a cache: it is written after every
 update and belongs to no generation.
 """

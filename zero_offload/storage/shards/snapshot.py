@@ -149,7 +149,7 @@ class Snapshots:
         return functools.partial(self._wait_for, copy)
 
     def wait_for_slots(self) -> None:
-        """Return when no commit is under way, so that `Shard.writable_slot` is no slot that a generation needs."""
+        """Return when no commit is under way, so that `Shard.writable_slot` is not a slot that a generation needs."""
         self._wait_until(lambda: not self._active)
 
     def _launch(self, copy: ChunkCopy) -> None:

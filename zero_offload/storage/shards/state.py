@@ -11,7 +11,7 @@ from enum import Enum
 
 class UnitState(Enum):
     AWAY = "away"  # no pages; the bytes rest on their tier
-    AWAITING = "awaiting"  # pages attached; an update will write new values into them, or before they are read
+    AWAITING = "awaiting"  # pages attached; an update will deliver new values, or their read has not begun
     FETCHING = "fetching"  # pages attached, reads in flight
     PRESENT = "present"  # pages attached and valid
 

@@ -199,7 +199,7 @@ class ShardStore:
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
-        a fetch goes to disk. Whoever uploads them counts that, and leaves the event in `Shard.last_copy`."""
+        a fetch goes to disk. The caller that uploads them counts that, and leaves the event in `Shard.last_copy`."""
         return None if shard.cache is not None else shard.memory.get(Component.VALUE)
 
     @property
