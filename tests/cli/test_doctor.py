@@ -169,4 +169,4 @@ def test_python_dash_m() -> None:
         check=False,
     )
     assert result.returncode == 2
-    assert result.stderr.startswith("error: --model 'x' is no model known here")
+    assert result.stderr.startswith("error: --model 'x' is not a known model")
