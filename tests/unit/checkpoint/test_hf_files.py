@@ -89,7 +89,7 @@ def test_a_shard_without_its_tensor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["../t.safetensors", "/etc/passwd", "a/b.safetensors", 3])
 def test_an_index_that_leads_elsewhere(file: Any, tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": file}}))
-    _fails(tmp_path, zo.IntegrityError, "no name of a file beside it")
+    _fails(tmp_path, zo.IntegrityError, "not the name of a file beside it")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
