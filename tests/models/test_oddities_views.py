@@ -189,9 +189,9 @@ def test_with_several_ranks_a_kept_view_raises(nvme_config: zo.OffloadConfig) ->
         kept = model.blocks[0].up.weight[:2]
         (unit,) = (unit for unit in runtime_of(model).units if unit.name == "blocks.0")
         with pytest.raises(zo.ZeroOffloadError, match=r"a view of blocks\.0\.up\.weight is held.*\.clone\(\)"):
-            HeldViews([unit], world_size=2).keeps(unit)
+            HeldViews([unit], world_size=2).keep_if_viewed(unit)
         del kept
-        assert not HeldViews([unit], world_size=2).keeps(unit)
+        assert not HeldViews([unit], world_size=2).keep_if_viewed(unit)
 
 
 # Units that are in use, and still may go

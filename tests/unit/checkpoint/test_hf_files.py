@@ -131,7 +131,7 @@ DAMAGE: dict[str, bytes] = {
 @pytest.mark.parametrize("raw", DAMAGE.values(), ids=DAMAGE)
 def test_damage_is_refused(raw: bytes, tmp_path: Path) -> None:
     (tmp_path / SINGLE_NAME).write_bytes(raw)
-    _fails(tmp_path, zo.IntegrityError, "no safetensors file, or damaged: .*get it again")
+    _fails(tmp_path, zo.IntegrityError, "not a safetensors file, or damaged: .*get it again")
 
 
 def test_the_undamaged_file_is_read(tmp_path: Path) -> None:
