@@ -138,7 +138,7 @@ def test_a_half_written_checkpoint_is_refused_and_can_be_written_again(saved: Pa
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     model, optimizer = open_model(tmp_path / "b")
-    with pytest.raises(zo.CheckpointError, match="no directory"):
+    with pytest.raises(zo.CheckpointError, match="is not a directory"):
         zo.load_checkpoint(model, optimizer, tmp_path / "nowhere")
     zo.close(model)
 
