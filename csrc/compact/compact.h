@@ -2,8 +2,8 @@
 //
 // [Note: codes] A code stands for the root of a value: with the block's scale q, code c of a state that is
 // never negative is (c q)^2, c = 0 to 255; of a signed one c |c| q^2, c = -127 to 127. q is the root of the
-// block's largest |x| over the largest code, at least 2^-63 so that q^2 is not a denormal, and 0 for a block of
-// zeros, or of signed denormals.
+// block's largest |x| over the largest code, at least 2^-63 so that q^2 is not a denormal, and 0 for a block
+// of zeros, or of signed denormals.
 //   - Decoded and encoded again, every code and every q come back: the root of an fp32 square is exact; the
 //     rounded c q over q is nearer to c than a rounding can tell; and where the lowest bit of q is set, as it
 //     is made to be, the rounded 127 q over 127, or 255 q over 255, is q again.
