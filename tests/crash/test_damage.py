@@ -226,13 +226,15 @@ def test_an_optimizer_with_other_groups(nvme: Path) -> None:
 
 def test_a_directory_in_use_names_who_uses_it(tmp_path: Path) -> None:
     run = Run(Spec(nvme=str(tmp_path / "nvme"), out=str(tmp_path), num_steps=10**6))
-    assert run.wait_for_rows(1)
-    for existing in ("resume", "refuse", "discard"):
-        with pytest.raises(zo.LockError, match=f"process {run.pid} ") as caught:
-            open_model(tmp_path / "nvme", existing=existing)
-        assert str(tmp_path / "nvme") in str(caught.value)
-    assert run.process.exitcode is None
-    run.stop()
+    try:
+        assert run.wait_for_rows(1)
+        for existing in ("resume", "refuse", "discard"):
+            with pytest.raises(zo.LockError, match=f"process {run.pid} ") as caught:
+                open_model(tmp_path / "nvme", existing=existing)
+            assert str(tmp_path / "nvme") in str(caught.value)
+        assert run.process.exitcode is None
+    finally:
+        run.stop()
 
 
 def test_refuse_names_the_step(nvme: Path) -> None:
