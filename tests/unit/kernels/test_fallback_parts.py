@@ -1,4 +1,4 @@
-"""The fallback's parallel loop: everything once, and nobody left behind."""
+"""The parallel loop of the fallback: each range runs once, and no thread is left behind."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_no_more_updates_than_the_ring_has_room_for() -> None:
     launch(ring, Part(ring))
     assert oldest.is_done
     ring.close()
-    launch(ring, Part(ring))  # backward is over: nobody would have to wait
+    launch(ring, Part(ring))  # a closed ring does not wait: backward is over
 
 
 @pytest.fixture(params=[Tier.CPU, Tier.NVME])
