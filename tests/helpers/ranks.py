@@ -12,6 +12,7 @@ import math
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,11 @@ class Failure:
 
     kind: str
     message: str
+    trace: str = field(default="", compare=False)
+    """Where it was raised."""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}\n{self.trace}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,8 @@ class RankPool:
     def succeed(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """The same for a job that must not fail."""
         results = self.call(job, *args)
-        assert not any(isinstance(result, Failure) for result in results), results
+        failed = [f"rank {rank}: {each}" for rank, each in enumerate(results) if isinstance(each, Failure)]
+        assert not failed, "\n".join(failed)
         return results
 
     def _receive(self, connection: Connection) -> Any:
@@ -203,7 +210,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection, on_de
             try:
                 result = job(rank, world_size, *args)
             except Exception as error:
-                result = Failure(type(error).__name__, str(error))
+                result = Failure(type(error).__name__, str(error), traceback.format_exc())
             connection.send(result)
 
 
