@@ -302,14 +302,14 @@ FAULTS = [
         "storage/shards/snapshot.py",
         "        self._wait_until(lambda: not self._active)\n\n    def _launch",
         "        pass\n\n    def _launch",
-        "tests/unit/shards/test_snapshot.py",
+        "tests/unit/storage/shards/test_snapshot.py",
     ),
     fault(
         "an update changes memory that a commit has still to write",
         "storage/shards/store.py",
         "        for copied in self.copied:\n            copied()\n",
         "",
-        "tests/unit/shards/test_snapshot.py tests/parity/test_commits.py",
+        "tests/unit/storage/shards/test_snapshot.py tests/parity/test_commits.py",
     ),
     fault(
         "random number generators are not restored",

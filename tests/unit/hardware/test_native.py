@@ -12,7 +12,7 @@ import pytest
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.hardware import abi, native
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
