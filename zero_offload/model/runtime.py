@@ -184,7 +184,8 @@ class ModelRuntime:
 
     def grad_ready(self, param: nn.Parameter, grad: torch.Tensor) -> None:
         """Autograd has a parameter's gradient."""
-        self.tracker.note_backward()
+        if self.tracker.ending() is None:
+            self.tracker.note_backward()
         if not self._has_new_grads:
             self._has_new_grads = True
             if not self._commits.completes:

@@ -22,7 +22,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -52,11 +52,13 @@ _IN_ANOTHER_THREAD = (
 )
 
 
+_NO_BACKWARD = weakref.ref(set[None]())
+
 TOLD_CASTS_BYTES = 64 * MIB
 """From so many bytes on that autocast's cache keeps, a warning says so."""
 
 
-def _lives(ending: weakref.ref[partial[None]]) -> bool:
+def _lives(ending: Callable[[], object | None]) -> bool:
     """Whether a backward does. A GPU's thread may let go of one that broke off a moment after its error is here."""
     for _ in range(50):
         if ending() is None:
@@ -105,8 +107,9 @@ class PassTracker:
         """That nodes of a backward run now, the outermost first."""
         self._inner_uses: dict[int, list[Unit]] = {}
         """What backwards inside of it have begun to use, by their numbers."""
-        self._ending: weakref.ref[partial[None]] | None = None
-        """What is called at the end of a backward; dead where that will not be."""
+        self.ending: Callable[[], object | None] = _NO_BACKWARD
+        """A weak reference to what is called at the end of the backward that runs; None is its answer where none runs,
+        or an exception has left it. It is asked on every sign of a backward, and then `note_backward` if need be."""
         self.any_leaves = False
         """Whether it matters that a use ends, and who holds views of parameters."""
         self._trimmer: HeapTrimmer | None = None
@@ -166,7 +169,9 @@ class PassTracker:
             except BaseException:
                 self.forwards.clear()
                 raise
-        self.forwards[-1].saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._prefetcher.use)
+        self.forwards[-1].saving = self._saved.hooks(
+            partial(self._use_in_backward, runtime=runtime), self._prefetcher.use
+        )
         whole = len(self.forwards) == 1 and self.round is None
         if whole:
             scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=True))  # with its waits
@@ -310,7 +315,7 @@ class PassTracker:
     def _recover(self, *, in_forward: bool = False) -> None:
         """Of a backward, or forwards, that an exception has left; with `in_forward` there are others that run."""
         broken = self._backward_runs
-        if broken and self._ending is not None and _lives(self._ending):
+        if broken and _lives(self.ending):
             raise ZeroOffloadError(f"a backward {_IN_ANOTHER_THREAD}")
         if broken and not self._backward_runs:
             return  # it has come to its end meanwhile, in another thread
@@ -352,9 +357,10 @@ class PassTracker:
             for unit in scope.units:
                 self._recompute(unit)
             return
-        self.note_backward()
+        if self.ending() is None:
+            self.note_backward()
         self._inner_forwards.append(scope)
-        scope.saving = self._saved.hooks(partial(self._use_for_graph, runtime), self._prefetcher.use)
+        scope.saving = self._saved.hooks(partial(self._use_in_backward, runtime=runtime), self._prefetcher.use)
         for unit in scope.units:
             if self._updates is not None:
                 self._updates.before_use(unit)
@@ -414,11 +420,10 @@ class PassTracker:
         # What is saved in a recomputed forward passes no hook of ours, so no unpack asks for it.
         unit.passing = False
 
-    def _use_for_graph(self, runtime: object, unit: Unit) -> None:
-        self._use_in_backward(unit)
-
-    def _use_in_backward(self, unit: Unit) -> None:
-        self.note_backward()
+    def _use_in_backward(self, unit: Unit, *, runtime: object = None) -> None:
+        """Backward is about to read the unit. `runtime` is only held: a graph has this call, and needs the model."""
+        if self.ending() is None:
+            self.note_backward()
         if self._updates is not None:
             self._updates.before_use(unit)
         if self._spans.on:
@@ -434,17 +439,16 @@ class PassTracker:
             unit.passing = unit.forward_uses == 0
 
     def note_backward(self) -> None:
-        """Called on every sign of a backward: makes sure that its end is noticed."""
-        if self._backward_runs and self._ending is not None and self._ending() is None:
-            self._recover(in_forward=bool(self.forwards))  # no forward has come between
-        if not self._backward_runs:
-            self._life.check_alive()
-            torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())
+        """A sign of a backward that was not known before (`ending`): makes sure that its end is noticed."""
+        if self._backward_runs:
+            self._recover(in_forward=bool(self.forwards))  # of one that broke off; no forward has come between
+        self._life.check_alive()
+        torch.autograd.Variable._execution_engine.queue_callback(self.begin_backward())
 
     def begin_backward(self) -> partial[None]:
         """Returns what is to be called at its end, and let go of where it breaks off, as autograd does."""
         ending = partial(self._end_backward)
-        self._backward_runs, self._ending = True, weakref.ref(ending)
+        self._backward_runs, self.ending = True, weakref.ref(ending)
         self.begin_part()
         self._prefetcher.pool.begin_backward()
         if self._spans.on:
@@ -458,7 +462,7 @@ class PassTracker:
         self._task = torch._C._current_graph_task_id()
 
     def _end_backward(self) -> None:
-        self._backward_runs = False
+        self._backward_runs, self.ending = False, _NO_BACKWARD
         self._forget_inner()
         for unit in self._units:
             unit.backward_uses = unit.num_uses = 0

@@ -26,7 +26,7 @@ from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 from zero_offload.runtime.saved.boundary import Boundary, Group
 from zero_offload.runtime.saved.frames import runs
-from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, hooks_of_session, saving_hooks
+from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, saver_of, saving_hooks
 from zero_offload.storage.shards.registry import owner_of
 
 
@@ -168,7 +168,7 @@ class Region:
             self._run_again(backward)
         value, slot.value = slot.value, None
         assert value is not None
-        if twice and self._outer is not None and hooks_of_session(self._outer):
+        if twice and self._outer is not None and saver_of(self._outer) is not None:
             # The node saves for a backward through it: parameters among that must be known to the tracker.
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             torch._C._autograd._push_saved_tensors_default_hooks(*self._outer)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,50 +46,27 @@ class TensorStore(Protocol):
     def unpack(self, packed: Any) -> Tensor: ...
 
 
-class Saved:
-    """A tensor that autograd saved, the version it had, and the unit whose buffer it views.
+_Cast = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""Dtype, shape, stride and offset of a view of a whole parameter's cast."""
 
-    The unit learns of its end by a callback of C: Python drops what a signal's handler raises in a finalizer, and
+
+class Saved:
+    """A tensor that autograd saved, and the unit whose buffer it views, if any.
+
+    One is made for every tensor that a forward saves: it has no `__init__`, whose call would cost as much as all else.
+    A unit learns of its end by a callback of C: Python drops what a signal's handler raises in a finalizer, and
     `__del__` is where a Ctrl-C in C++ code that frees a graph would come out.
     """
 
-    __slots__ = ("kept", "_version", "unit", "__weakref__")
+    __slots__ = ("kept", "version", "unit", "cast", "__weakref__")
 
-    def __init__(self, tensor: Tensor, unit: Unit | None) -> None:
-        # Detached: a node that saved its own output would hold itself in memory through it.
-        self.kept = tensor.detach()
-        self._version = tensor._version
-        self.unit = unit
-        if unit is not None:
-            unit.saved_views.add(weakref.ref(self, unit.saved_views.discard))
-
-    def check_version(self) -> None:
-        if self.kept._version != self._version:
-            raise _changed_in_place(tuple(self.kept.shape), self.kept._version, self._version)
-
-    def give(self) -> Tensor:
-        # One more tensor on the buffer, for as long as the node needs it: so the unit is seen to be in use.
-        return self.kept if self.unit is None else self.kept.detach()
-
-
-class SavedCast(NamedTuple):
-    """A view of a whole parameter's cast; see [Note: casts of weights]."""
-
-    param: Saved
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def give(self) -> Tensor:
-        return self.param.give().to(self.dtype).as_strided(self.shape, self.stride, self.offset)
-
-
-class SavedByOthers(NamedTuple):
-    """What the user's own hooks, or the store, made of a tensor, and how they give it back."""
-
-    packed: Any
-    unpack: Unpack
+    kept: Tensor
+    """Detached: a node that saved its own output would hold itself in memory through it."""
+    version: int
+    """When it was saved."""
+    unit: Unit | None
+    cast: _Cast | None
+    """How autograd saved the parameter; see [Note: casts of weights]."""
 
 
 class VersionCheck:
@@ -167,15 +144,10 @@ def leave_hooks(entered: saved_tensors_hooks) -> None:
         entered.__exit__()
 
 
-def hooks_of_session(hooks: SavingHooks) -> bool:
-    """Whether they are those of an offloaded model."""
-    return _saver_of(hooks) is not None
-
-
-def _saver_of(hooks: SavingHooks) -> SavedTensors | None:
-    """Whose they are, if they are those of an offloaded model."""
+def saver_of(hooks: SavingHooks) -> SavedTensors | None:
+    """The offloaded model's part whose hooks they are; None for all others."""
     given = hooks[0].args if isinstance(hooks[0], partial) else ()
-    return next((each for each in given[:1] if isinstance(each, SavedTensors)), None)
+    return given[0] if given and isinstance(given[0], SavedTensors) else None
 
 
 class SavedTensors:
@@ -219,7 +191,7 @@ class SavedTensors:
         `reads`: an operation is about to read a unit that is here, on a stream that may be the module's own.
         """
         hooks = saving_hooks()
-        if not self._needed or self._is_ours(hooks) or recomputed_later(hooks):
+        if not self._needed or (hooks is not None and (saver_of(hooks) is self or recomputed_later(hooks))):
             return None
         autograd: Any = torch._C._autograd
         if not autograd._saved_tensors_hooks_is_enabled():
@@ -241,30 +213,34 @@ class SavedTensors:
     def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""
         hooks = saving_hooks()
-        if not self._is_ours(hooks) and not recomputed_later(hooks):
+        if hooks is None or (saver_of(hooks) is not self and not recomputed_later(hooks)):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
             torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(hooks, use, _read_already))
 
-    def _is_ours(self, hooks: SavingHooks | None) -> bool:
-        return hooks is not None and _saver_of(hooks) is self
-
-    def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | SavedCast | SavedByOthers:
-        unit = self.unit_of(tensor)
-        may_be_cast = unit is None and tensor.dtype in _CASTS and self._cast_units
-        if may_be_cast and (cast := self._cast_of(tensor)) is not None:
-            if cast.param.unit is not None:
-                reads(cast.param.unit)
-            return cast
+    def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | tuple[Any, Unpack]:
+        """A tuple has what the user's hooks, or the store, made of the tensor, and what gives it back."""
+        try:  # as `unit_of` does, without a call
+            units = self._unit_of_storage
+            unit = units.get(tensor.untyped_storage()._cdata) if type(tensor) in PLAIN else self.unit_of(tensor)
+        except NotImplementedError:
+            unit = self.unit_of(tensor)
+        cast = None
+        if unit is None:
+            if self._cast_units and tensor.dtype in _CASTS and (found := self._cast_of(tensor)) is not None:
+                tensor, unit, cast = found
+            elif users is not None:
+                return users[0](tensor), users[1]
+            elif self._store is not None and (stored := self._store.pack(tensor)) is not None:
+                return stored, self._store.unpack
+        saved = Saved()
+        saved.kept, saved.version, saved.unit, saved.cast = tensor.detach(), tensor._version, unit, cast
         if unit is not None:
+            unit.saved_views.add(weakref.ref(saved, unit.saved_views.discard))
             reads(unit)
-        if unit is None and users is not None:
-            return SavedByOthers(users[0](tensor), users[1])
-        if unit is None and self._store is not None and (stored := self._store.pack(tensor)) is not None:
-            return SavedByOthers(stored, self._store.unpack)
-        return Saved(tensor, unit)
+        return saved
 
-    def _cast_of(self, tensor: Tensor) -> SavedCast | None:
-        """What is saved in the tensor's place, if it views a cast of a parameter that leaves memory."""
+    def _cast_of(self, tensor: Tensor) -> tuple[Tensor, Unit, _Cast] | None:
+        """Of a tensor that views a cast of a parameter that leaves memory: the parameter, its unit and the view."""
         if self._writes_casts or type(tensor) is not Tensor or tensor._version:
             return None
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided:
@@ -282,8 +258,8 @@ class SavedTensors:
             if param.requires_grad and id(param) not in self._cast:
                 self._cast.add(id(param))
                 self.cast_bytes += storage.nbytes()
-            form = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            return SavedCast(Saved(param, unit), tensor.dtype, *form)
+            form = tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            return param.detach(), unit, form
 
     def _frozen_like(self, tensor: Tensor, storage: torch.UntypedStorage) -> Tensor | None:
         """The frozen parameter in use whose cast the tensor views."""
@@ -296,16 +272,23 @@ class SavedTensors:
                         return param
         return None
 
-    def _unpack(self, use: Use, saved: Saved | SavedCast | SavedByOthers) -> Tensor:
-        if isinstance(saved, SavedByOthers):
-            return saved.unpack(saved.packed)
-        held = saved.param if isinstance(saved, SavedCast) else saved
-        held.check_version()
-        if held.unit is not None:
-            use(held.unit)
-            if torch.is_grad_enabled():
-                self._save_in_backward(use)
-        return saved.give()
+    def _unpack(self, use: Use, saved: Saved | tuple[Any, Unpack]) -> Tensor:
+        if isinstance(saved, tuple):
+            packed, unpack = saved
+            return unpack(packed)
+        kept, unit = saved.kept, saved.unit
+        if kept._version != saved.version:
+            raise _changed_in_place(tuple(kept.shape), kept._version, saved.version)
+        if unit is None:
+            return kept
+        use(unit)
+        if torch.is_grad_enabled():
+            self._save_in_backward(use)
+        # One more tensor on the buffer, for as long as the node needs it: so the unit is seen to be in use.
+        if saved.cast is None:
+            return kept.detach()
+        dtype, shape, stride, offset = saved.cast
+        return kept.detach().to(dtype).as_strided(shape, stride, offset)
 
 
 _CASTS = (torch.bfloat16, torch.float16)
