@@ -12,10 +12,9 @@ import torch
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.master import join_master, split_master
-from zero_offload.hardware.kernels.states import decode_states
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, num_scales, state_dtype
+from zero_offload.hardware.kernels.formats import decode_states, join_master, split_master
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment, num_scales, state_dtype
 
 NUMEL, NUM_STEPS = 1 << 20, 100
 LR, BETAS, EPS = 1e-3, (0.9, 0.999), 1e-8

@@ -7,7 +7,7 @@ import time
 from types import TracebackType
 
 from zero_offload.base.types import MIB
-from zero_offload.hardware.kernels.checksum import crc32c
+from zero_offload.hardware.kernels.checksums import crc32c
 
 _PIECE_BYTES = MIB
 _WAKE_S = 6e-5

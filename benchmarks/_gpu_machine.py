@@ -23,9 +23,9 @@ from zero_offload.base.types import GIB, MIB, StateFormat
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
 from zero_offload.hardware.device import compute_device
+from zero_offload.hardware.kernels.arguments import Segment, segment_array
 from zero_offload.hardware.kernels.choice import has_device_update
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import Segment, segment_array
 from zero_offload.hardware.probe import count_cores, memory_limits
 from zero_offload.model.updates import update_threads
 from zero_offload.storage.memory.arena import Arena

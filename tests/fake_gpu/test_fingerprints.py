@@ -11,7 +11,7 @@ import torch
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.models import Block, TinyLM, build, tokens_of
-from zero_offload.hardware.kernels.fingerprint import device_fingerprints
+from zero_offload.hardware.kernels.checksums import device_fingerprints
 from zero_offload.runtime.units import unit as unit_module
 
 pytestmark = pytest.mark.usefixtures("late")

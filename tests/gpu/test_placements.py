@@ -15,8 +15,8 @@ import zero_offload as zo
 from tests.helpers.accelerator import IS_FAKE, TYPE, module, on_gpu, with_triton
 from zero_offload.base.spans import Lane
 from zero_offload.hardware.device import compute_device
-from zero_offload.hardware.kernels import device_grads
-from zero_offload.hardware.kernels.fingerprint import device_fingerprints, fingerprints
+from zero_offload.hardware.kernels import grads as kernel_grads
+from zero_offload.hardware.kernels.checksums import device_fingerprints, fingerprints
 from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.model.api import runtime_of
 from zero_offload.storage.memory.arena import Arena
@@ -164,8 +164,8 @@ def test_sums_of_squares_have_the_bits_of_the_kernels(
     dtype: torch.dtype, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way != "triton":
-        monkeypatch.setattr(device_grads, "has_device_update", lambda grad: False)
-        monkeypatch.setattr(device_grads, "scans_in_order", lambda device: way == "scan")
+        monkeypatch.setattr(kernel_grads, "has_device_update", lambda grad: False)
+        monkeypatch.setattr(kernel_grads, "scans_in_order", lambda device: way == "scan")
     else:
         pytest.importorskip("triton")
     draw = torch.Generator().manual_seed(0)
@@ -174,15 +174,15 @@ def test_sums_of_squares_have_the_bits_of_the_kernels(
         for numel in (1, 17, 16383, 16384, 16385, 100_000, 5_000_001)
     ]
     grads[2][100], grads[3][200] = float("inf"), float("nan")
-    chunks, parts = device_grads.launch_sums([grad.to(TYPE) for grad in grads])
-    found = [device_grads.total(chunks.cpu()[part]) for part in parts]
+    chunks, parts = kernel_grads.launch_sums([grad.to(TYPE) for grad in grads])
+    found = [kernel_grads.total(chunks.cpu()[part]) for part in parts]
     expected = [sum_of_squares(grad.data_ptr(), dtype, grad.numel()) for grad in grads]
     assert str(found) == str(expected)
 
 
 def test_a_scan_over_rows_adds_in_order() -> None:
     """If not, sums without Triton take a thousand launches each: slow, and no wrong bits."""
-    assert device_grads.scans_in_order(torch.device(TYPE, torch.accelerator.current_device_index()))
+    assert kernel_grads.scans_in_order(torch.device(TYPE, torch.accelerator.current_device_index()))
 
 
 @with_real_sizes

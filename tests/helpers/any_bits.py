@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zero_offload.hardware.kernels.words import Segment
+from zero_offload.hardware.kernels.arguments import Segment
 
 SPECIALS = [
     *[0x00000000, 0x80000000, 0x00000001, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000],

@@ -11,10 +11,9 @@ from torch import Tensor
 from tests.helpers.any_bits import codes, floats, halves
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.master import split_master
-from zero_offload.hardware.kernels.states import encode_states
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
+from zero_offload.hardware.kernels.formats import encode_states, split_master
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SEED = 0x123456789ABCDEF0

@@ -17,11 +17,11 @@ from tests.helpers import device_formats
 from tests.helpers.device_formats import SEED, Case
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.words import STATES, Segment, UpdateTensors
+from zero_offload.hardware.kernels.arguments import STATES, Segment, UpdateTensors
 
 MODULE = "zero_offload.hardware.kernels.triton_update"
 SUMS = "zero_offload.hardware.kernels.triton_sums"
-MODULES = (MODULE, SUMS, "zero_offload.hardware.kernels.triton_states")
+MODULES = (MODULE, SUMS)
 """Those with kernels."""
 SEGMENT = Segment(0, 0, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)
 VALUES = (torch.float32, torch.bfloat16)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import build, tokens_of
 from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels.arguments import Segment
+from zero_offload.hardware.kernels.formats import join_master, split_master
 from zero_offload.hardware.kernels.grads import sum_of_squares
-from zero_offload.hardware.kernels.master import join_master, split_master
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import Segment
 from zero_offload.plan.model_spec import ModelSpec
 
 BETAS, EPS, WEIGHT_DECAY = (0.9, 0.95), 1e-8, 0.1

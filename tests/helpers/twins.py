@@ -15,7 +15,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import build, tokens_of
 from tests.helpers.reference import BETAS, EPS, Trajectory, param_groups, read_masters
-from zero_offload.hardware.kernels.master import join_master
+from zero_offload.hardware.kernels.formats import join_master
 
 Script = Callable[[nn.Module, zo.AdamW], Iterator[float]]
 """Trains a model and yields numbers to compare."""

@@ -20,7 +20,6 @@ OWNERS: dict[str, frozenset[str]] = {
     "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),
     "triton": frozenset(
         {
-            "hardware/kernels/triton_states.py",
             "hardware/kernels/triton_sums.py",
             "hardware/kernels/triton_update.py",
         }

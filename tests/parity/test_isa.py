@@ -9,11 +9,12 @@ import torch
 from tests.helpers.any_bits import floats, halves, image, random_segments
 from zero_offload.hardware import abi, native
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.checksum import crc32c_of_tensor
-from zero_offload.hardware.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
-from zero_offload.hardware.kernels.master import convert, join_master, split_master
+from zero_offload.hardware.kernels.arguments import STATES
+from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
+from zero_offload.hardware.kernels.formats import convert, join_master, split_master
+from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import STATES
+from zero_offload.hardware.native import GradSum
 
 SIZES = [0, 1, 7, 31, 255, 4096 + 3, 100001]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -10,10 +10,9 @@ from tests.helpers.state_formats import Shard
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi, native
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.master import join_master, split_master
-from zero_offload.hardware.kernels.states import decode_states, encode_states
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES, num_scales, state_dtype
+from zero_offload.hardware.kernels.formats import decode_states, encode_states, join_master, split_master
 from zero_offload.hardware.kernels.update import fused_update
-from zero_offload.hardware.kernels.words import SIGNED, STATES, num_scales, state_dtype
 
 SIZES = [0, 1, 7, 31, 255, 256, 257, 4096 + 3, 50021]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

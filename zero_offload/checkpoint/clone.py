@@ -15,7 +15,7 @@ import numpy as np
 
 from zero_offload.base.errors import StorageError
 from zero_offload.base.types import SECTOR
-from zero_offload.hardware.kernels.checksum import reseeded
+from zero_offload.hardware.kernels.checksums import reseeded
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.extents import Extent
 

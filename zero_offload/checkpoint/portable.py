@@ -33,7 +33,7 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.history import History
 from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation, open_in_turn
-from zero_offload.hardware.kernels.master import join_master, split_master
+from zero_offload.hardware.kernels.formats import join_master, split_master
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.storage.files.directory import OR_KEEP_MORE, RunDirectory
 from zero_offload.storage.files.engines import open_engine

@@ -18,7 +18,7 @@ from zero_offload.checkpoint.format import reading
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
 from zero_offload.checkpoint.hf_match import adapter_names
 from zero_offload.checkpoint.saved import SavedGeneration
-from zero_offload.hardware.kernels.master import join_master
+from zero_offload.hardware.kernels.formats import join_master
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.storage.shards.shard import Component, component_dtype, master_components
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from zero_offload.base.host import host_empty, host_zeros
-from zero_offload.hardware.kernels.master import convert, join_master, split_master
+from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
 from zero_offload.storage.shards.codec import decode, encode
 from zero_offload.storage.shards.shard import Component, Shard, array_numel, component_dtype, master_components

@@ -22,7 +22,7 @@ from zero_offload.base.types import KIB, MIB, format_bytes, parse_bytes
 from zero_offload.cli.measure import measure_gpu, private_directory
 from zero_offload.hardware import native
 from zero_offload.hardware.device import compute_device, on_likely_gpu
-from zero_offload.hardware.kernels.checksum import crc32c
+from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.hardware.rates import cache_file
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import EngineSettings

@@ -25,8 +25,8 @@ from zero_offload.base.types import MIB, format_bytes
 from zero_offload.cli.measure_device import block_flops, device_rates, median_s
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.device import Device, compute_device
+from zero_offload.hardware.kernels.arguments import Segment, segment_array
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import Segment, segment_array
 from zero_offload.hardware.machines import ONE_DRIVE, Cluster, Drives, Machine, default_machine
 from zero_offload.hardware.probe import count_cores, existing_parent
 from zero_offload.hardware.rates import Rates, Table, load, save

@@ -42,7 +42,9 @@ _ERRORS = {-1: ConfigError, -2: ConfigError, -3: CapacityError, -4: CapacityErro
 _GRAD_ARGS_SIZE = C.sizeof(abi.GradArgsStruct)
 
 
-class SumOfSquares(NamedTuple):
+class GradSum(NamedTuple):
+    """The sum of squares in double, and whether every value is finite."""
+
     sumsq: float
     finite: bool
 
@@ -155,17 +157,17 @@ def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_
 
 def grad_store(
     dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
-) -> SumOfSquares:
+) -> GradSum:
     """There is one call for every gradient, so nothing is built for it but the struct, whose order this is."""
     struct = abi.GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, 0, dst, src, numel)
     _check(lib().zo_grad_store(C.byref(struct)))
-    return SumOfSquares(struct.sumsq, bool(struct.finite))
+    return GradSum(struct.sumsq, bool(struct.finite))
 
 
-def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
+def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
     total, finite = C.c_double(), C.c_int32()
     _check(lib().zo_sumsq(kind, values, numel, num_threads, C.byref(total), C.byref(finite)))
-    return SumOfSquares(total.value, bool(finite.value))
+    return GradSum(total.value, bool(finite.value))
 
 
 def crc32c(seed: int, address: int, nbytes: int) -> int:

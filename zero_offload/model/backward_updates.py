@@ -33,7 +33,7 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.device import Device
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.param_places import ParamPlaces
 from zero_offload.model.step import StepInput, section_updates
 from zero_offload.model.updates import Updates, failing

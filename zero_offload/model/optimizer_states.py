@@ -28,7 +28,7 @@ from zero_offload.checkpoint.values import (
     read_state,
 )
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.commits import Commits
 from zero_offload.model.param_places import ParamPlaces, Place, need_whole
 from zero_offload.optim.loading import BESIDE, STEP

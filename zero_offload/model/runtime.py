@@ -33,7 +33,7 @@ from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.portable import SavedCheckpoint, save
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import free_memory_bytes
 from zero_offload.model.backward_updates import BackwardUpdates, check_holds_grads
 from zero_offload.model.commits import Commits

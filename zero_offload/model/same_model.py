@@ -13,7 +13,7 @@ from torch import nn
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.checkpoint.generation import Exchange, Ranks
-from zero_offload.hardware.kernels.checksum import crc32c_of_tensor
+from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.plan.tensor_parallel import local_part
 from zero_offload.storage.shards.registry import recipe_of
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.hyper import Hyper
-from zero_offload.hardware.kernels.words import STATES, Segment, segment_array
+from zero_offload.hardware.kernels.arguments import STATES, Hyper, Segment, segment_array
 from zero_offload.optim.pipeline import SectionUpdate
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.grads.section import GradSection

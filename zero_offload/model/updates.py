@@ -17,7 +17,7 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.device import Device
-from zero_offload.hardware.kernels.words import STATES
+from zero_offload.hardware.kernels.arguments import STATES
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.model.commits import Commits
 from zero_offload.model.optimizer_states import OptimizerStates

@@ -11,7 +11,7 @@ from torch.optim.adagrad import adagrad as torch_adagrad
 
 from zero_offload.base.host import host_zeros
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.optim.loading import State
 from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, number, steps_of
 

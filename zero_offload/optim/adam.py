@@ -11,7 +11,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.optim.loading import State
 from zero_offload.optim.optimizer import FusedOptimizer, count_step, negatives, not_decays, number, steps_of
 

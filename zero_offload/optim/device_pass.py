@@ -18,9 +18,9 @@ import torch
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
 from zero_offload.hardware.device import Device, Event, Handoff
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
 from zero_offload.hardware.kernels.choice import has_device_update
 from zero_offload.hardware.kernels.update import update_on_device
-from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment, UpdateTensors, num_scales, state_dtype
 from zero_offload.optim.pipeline import SectionUpdate, cut_segments
 from zero_offload.plan.layout import ALIGN_NUMEL, CHUNK_NUMEL
 from zero_offload.plan.memory import DEVICE_CHUNKS_IN_FLIGHT

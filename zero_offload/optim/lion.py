@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.optim.loading import State
 from zero_offload.optim.optimizer import FusedOptimizer, negatives, not_decays, number
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.storage.shards.registry import owner_of
 
 State = dict[str, Any]

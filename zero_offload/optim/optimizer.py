@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_tensor
+from zero_offload.hardware.kernels.arguments import Hyper, Segment, UpdateTensors, address_of, kind_of
 from zero_offload.hardware.kernels.choice import has_device_update
-from zero_offload.hardware.kernels.dtypes import address_of, kind_of
-from zero_offload.hardware.kernels.hyper import Hyper
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update, update_on_device
-from zero_offload.hardware.kernels.words import Segment, UpdateTensors
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.groups import group_records
 from zero_offload.optim.loading import (

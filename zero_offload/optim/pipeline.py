@@ -18,8 +18,8 @@ import numpy as np
 
 from zero_offload.base.spans import Lane, Opened
 from zero_offload.hardware.abi import Rule
+from zero_offload.hardware.kernels.arguments import STATES, SegmentArray
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import STATES, SegmentArray
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
 from zero_offload.storage.files.swap_file import Transfer

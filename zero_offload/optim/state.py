@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
-from zero_offload.hardware.kernels.hyper import Hyper
+from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.optim.loading import BESIDE, STEP, check_shapes, write_offloaded
 from zero_offload.storage.shards.registry import OptimizerStates, Owner, dropped_error, is_dropped, owner_of
 

@@ -17,11 +17,18 @@ from torch import Tensor
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment, UpdateTensors, check_update
 from zero_offload.hardware.kernels.fallback import torch_words as words
-from zero_offload.hardware.kernels.fallback.codec import first_bit, make_codec, make_codes, random_key, turns
-from zero_offload.hardware.kernels.fallback.elements import MAGNITUDE, make_elements
+from zero_offload.hardware.kernels.fallback.codec import (
+    MAGNITUDE,
+    first_bit,
+    make_codec,
+    make_codes,
+    make_elements,
+    random_key,
+    turns,
+)
 from zero_offload.hardware.kernels.fallback.rules import GRAD_SCALE, make_rule, scalars_of
-from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment, UpdateTensors, check_update
 
 BLOCK = 1 << 20
 """Elements that the arrays between two operations have: whole blocks of codes. They take some 150 bytes for each."""

@@ -1,7 +1,7 @@
 """Sums of squares of gradients on a GPU, compiled by Triton: chunks of [Note: the tree] in csrc/reduce/reduce.h.
 
 Imported only when `choice.has_device_update` says that Triton is here. One pass over all gradients of a section; it
-leaves one number per chunk, and `device_grads.total` adds these up. Nothing waits for the device.
+leaves one number per chunk, and `grads.total` adds these up. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from zero_offload.base.host import host_tensor
-from zero_offload.hardware.kernels.words import CHUNK, LANES
+from zero_offload.hardware.kernels.arguments import CHUNK, LANES
 
 PROGRAM_CHUNKS = 2
 """Of a program: a lane for each of the 32 threads of its one warp."""
@@ -27,7 +27,7 @@ _CHUNK, _LANES = tl.constexpr(CHUNK), tl.constexpr(LANES)
 
 
 def sum_chunks(grads: Sequence[Tensor], sums: Tensor) -> None:
-    """Fill `sums`, (chunks,) fp64, from `grads`, as `device_grads.launch_sums` has them; a launch for each memory that
+    """Fill `sums`, (chunks,) fp64, from `grads`, as `grads.launch_sums` has them; a launch for each memory that
     they lie in."""
     done, groups = 0, dict[int, list[tuple[int, Tensor]]]()
     for grad in grads:

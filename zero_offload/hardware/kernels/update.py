@@ -18,9 +18,15 @@ import torch
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import Rule, UpdateArgsStruct
+from zero_offload.hardware.kernels.arguments import (
+    SEGMENT_DTYPE,
+    Segment,
+    SegmentArray,
+    UpdateTensors,
+    kind_of,
+    segment_array,
+)
 from zero_offload.hardware.kernels.choice import has_device_update, kernels
-from zero_offload.hardware.kernels.dtypes import kind_of
-from zero_offload.hardware.kernels.words import SEGMENT_DTYPE, Segment, SegmentArray, UpdateTensors, segment_array
 
 
 @dataclass(frozen=True)

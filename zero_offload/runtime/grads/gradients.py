@@ -28,7 +28,7 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.spans import Lane
 from zero_offload.base.types import Tier
 from zero_offload.hardware.device import Device
-from zero_offload.hardware.kernels.grads import GradSum
+from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import staged_grad_bytes
 from zero_offload.plan.tensor_parallel import is_dtensor

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zero_offload.base.threads import FirstError
-from zero_offload.hardware.kernels.fingerprint import fingerprints
+from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import guard, unguard

@@ -6,8 +6,8 @@ import torch
 
 from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.base.types import StateFormat
-from zero_offload.hardware.kernels.states import decode_states, encode_states
-from zero_offload.hardware.kernels.words import SIGNED, num_scales, state_dtype
+from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
+from zero_offload.hardware.kernels.formats import decode_states, encode_states
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.storage.shards.shard import Component, array_numel, component_dtype
 

@@ -14,9 +14,9 @@ import torch
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.hardware.device import Device, Event, Handoff
-from zero_offload.hardware.kernels.device_grads import launch_sums, total
-from zero_offload.hardware.kernels.grads import GradSum
-from zero_offload.hardware.kernels.words import CHUNK
+from zero_offload.hardware.kernels.arguments import CHUNK
+from zero_offload.hardware.kernels.grads import launch_sums, total
+from zero_offload.hardware.native import GradSum
 from zero_offload.storage.memory.arena import Arena
 
 

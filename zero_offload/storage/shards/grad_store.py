@@ -18,7 +18,7 @@ import torch
 
 from zero_offload.base.types import Tier
 from zero_offload.hardware.device import Event, Handoff
-from zero_offload.hardware.kernels.grads import GradSum
+from zero_offload.hardware.native import GradSum
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.storage.shards.device_sums import ComingSum, Sum
 

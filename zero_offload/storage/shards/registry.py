@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from zero_offload.hardware.kernels.hyper import Hyper
+    from zero_offload.hardware.kernels.arguments import Hyper
 
 
 class Touched(Enum):

@@ -29,7 +29,7 @@ import torch
 
 from zero_offload.base.types import StateFormat, StateKind, Tier, whole_sectors
 from zero_offload.hardware.device import Device, Event
-from zero_offload.hardware.kernels.words import num_scales
+from zero_offload.hardware.kernels.arguments import num_scales
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.storage.files.extents import Extent
 from zero_offload.storage.files.swap_file import Transfer

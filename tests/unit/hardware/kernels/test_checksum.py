@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.hardware.kernels.checksum import crc32c_of_tensor, reseeded
+from zero_offload.hardware.kernels.checksums import crc32c_of_tensor, reseeded
 
 
 def by_definition(data: bytes, seed: int = 0) -> int:

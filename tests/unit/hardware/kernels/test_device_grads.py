@@ -15,9 +15,9 @@ import torch
 
 from tests.helpers.any_bits import floats, halves
 from tests.helpers.device_updates import GRADS, SUMS, import_triton_module
-from zero_offload.hardware.kernels import device_grads
-from zero_offload.hardware.kernels.device_grads import launch_sums, total
-from zero_offload.hardware.kernels.grads import GradSum, sum_of_squares
+from zero_offload.hardware.kernels import grads as kernel_grads
+from zero_offload.hardware.kernels.grads import launch_sums, sum_of_squares, total
+from zero_offload.hardware.native import GradSum
 
 SIZES = [1, 15, 16, 17, 1000, 16383, 16384, 16385, 40000, 5 * 16384]
 
@@ -49,7 +49,7 @@ def wild(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture(params=["scan", "rows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_grads, "scans_in_order", lambda device: request.param == "scan")
+    monkeypatch.setattr(kernel_grads, "scans_in_order", lambda device: request.param == "scan")
 
 
 @pytest.mark.usefixtures("way")
@@ -67,7 +67,7 @@ def test_the_tree_is_no_plain_sum() -> None:
 
 
 def test_more_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_grads, "BLOCK_CHUNKS", 2)
+    monkeypatch.setattr(kernel_grads, "BLOCK_CHUNKS", 2)
     for numel in (2 * 16384, 2 * 16384 + 1, 6 * 16384, 7 * 16384 + 5):
         grad = tame(numel, torch.float32)
         assert same(sums_of([grad]), [native(grad)])
@@ -107,21 +107,21 @@ def test_no_scan_with_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("cumsum_cuda_kernel does not have a deterministic implementation")
 
     grad = tame(40000, torch.float32)
-    monkeypatch.setattr(device_grads, "scans_in_order", lambda device: True)
+    monkeypatch.setattr(kernel_grads, "scans_in_order", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "cumsum", refuse)
     torch.use_deterministic_algorithms(True)
     try:
         assert same(sums_of([grad]), [native(grad)])
-        assert not device_grads.may_scan(grad.device)
+        assert not kernel_grads.may_scan(grad.device)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_scan_in_another_order_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    assert device_grads.scans_in_order.__wrapped__(device)
+    assert kernel_grads.scans_in_order.__wrapped__(device)
     monkeypatch.setattr(torch.Tensor, "cumsum", lambda x, dim: x.flip(dim).sum(dim, keepdim=True))
-    assert not device_grads.scans_in_order.__wrapped__(device)
+    assert not kernel_grads.scans_in_order.__wrapped__(device)
 
 
 # By Triton

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_offload.hardware.kernels import fingerprint
-from zero_offload.hardware.kernels.fingerprint import device_fingerprints, fingerprints
+from zero_offload.hardware.kernels import checksums
+from zero_offload.hardware.kernels.checksums import device_fingerprints, fingerprints
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.int8, torch.bool]
 SIZES = [(0,), (1,), (3,), (4096,), (4097,), (65, 129), (130, 140)]
@@ -59,10 +59,10 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     """Small ones make many levels and pieces of a small tensor."""
     if request.param is not None:
         row, rows = request.param
-        monkeypatch.setattr(fingerprint, "ROW", row)
-        monkeypatch.setattr(fingerprint, "PIECE", row * rows)
-        monkeypatch.setattr(fingerprint, "LEVELS", 12)
-        monkeypatch.setattr(fingerprint, "weights_of", fingerprint.weights_of.__wrapped__)
+        monkeypatch.setattr(checksums, "ROW", row)
+        monkeypatch.setattr(checksums, "PIECE", row * rows)
+        monkeypatch.setattr(checksums, "LEVELS", 12)
+        monkeypatch.setattr(checksums, "weights_of", checksums.weights_of.__wrapped__)
 
 
 @pytest.mark.usefixtures("pieces")
@@ -103,16 +103,16 @@ def test_any_dtype_and_size(dtype: torch.dtype, size: tuple[int, ...]) -> None:
 
 
 def test_a_million_elements_take_a_bounded_part_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, row_sums = [], fingerprint.row_sums
+    sizes, row_sums = [], checksums.row_sums
 
     def note(piece: Tensor, weights: Tensor) -> object:
         sizes.append(piece.numel())
         return row_sums(piece, weights)
 
-    monkeypatch.setattr(fingerprint, "row_sums", note)
-    monkeypatch.setattr(fingerprint, "PIECE", 16 * fingerprint.ROW)
+    monkeypatch.setattr(checksums, "row_sums", note)
+    monkeypatch.setattr(checksums, "PIECE", 16 * checksums.ROW)
     device_fingerprints([torch.ones(1 << 20, dtype=torch.bfloat16)])
-    assert max(sizes) == 16 * fingerprint.ROW and len(sizes) == 17
+    assert max(sizes) == 16 * checksums.ROW and len(sizes) == 17
 
 
 def test_one_word_for_each_tensor_on_host_and_device() -> None:

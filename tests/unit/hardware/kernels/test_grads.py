@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.hardware.kernels.grads import GradSum, accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
+from zero_offload.hardware.native import GradSum
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CHUNK = 16384

@@ -6,7 +6,7 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.hardware import abi, native
-from zero_offload.hardware.kernels.master import convert, join_master, split_master
+from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 
 LOWS = [0x0000, 0x0001, 0x1234, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xABCD, 0xFFFE, 0xFFFF]
 

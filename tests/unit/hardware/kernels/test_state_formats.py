@@ -15,8 +15,8 @@ from tests.helpers.state_formats import Shard, bf16_of, codes_of, random_words, 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES, Segment
 from zero_offload.hardware.kernels.update import fused_update
-from zero_offload.hardware.kernels.words import SIGNED, STATES, Segment
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEGMENT = Segment(0, 1, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)

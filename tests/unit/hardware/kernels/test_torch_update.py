@@ -32,7 +32,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
 from zero_offload.hardware.kernels import torch_update, update
-from zero_offload.hardware.kernels.words import Segment, UpdateTensors
+from zero_offload.hardware.kernels.arguments import Segment, UpdateTensors
 
 SIZES = [0, 1, 7, 255, 256, 257, 1000, 3001]
 EXTREME = replace(SEGMENT, lr=1e30, beta1=0.0, eps=0.0, weight_decay=0.0, grad_scale=1e30, step=1)

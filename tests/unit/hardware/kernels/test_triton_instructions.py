@@ -14,9 +14,9 @@ import pytest
 from tests.helpers.device_updates import import_triton_update
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import MAX_STATES, Kind, Rule
+from zero_offload.hardware.kernels.arguments import SIGNED, STATES
 from zero_offload.hardware.kernels.fallback.codec import make_codec, make_codes
 from zero_offload.hardware.kernels.fallback.rules import NUM_SCALARS, make_rule
-from zero_offload.hardware.kernels.words import SIGNED, STATES
 
 NUM_STATES = {rule: len(names) for rule, names in STATES.items()}
 NUM_SIGNED = {rule: len(SIGNED.intersection(names)) for rule, names in STATES.items()}

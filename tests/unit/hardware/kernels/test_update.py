@@ -9,9 +9,9 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.master import join_master, split_master
+from zero_offload.hardware.kernels.arguments import Segment, segment_array
+from zero_offload.hardware.kernels.formats import join_master, split_master
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import Segment, segment_array
 
 F32 = np.float32
 SEGMENT = Segment(0, 1, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)

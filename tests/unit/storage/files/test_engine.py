@@ -23,7 +23,7 @@ from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.base.types import EngineKind
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Fault
-from zero_offload.hardware.kernels.checksum import crc32c
+from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.storage.files import native_engine, stall
 from zero_offload.storage.files.aiofiles_engine import AiofilesEngine
 from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine, Ticket, Urgency

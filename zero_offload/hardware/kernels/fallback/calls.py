@@ -3,25 +3,32 @@
 This module stands where `native` stands otherwise: each call cuts its work into parts and runs the passes. Arguments
 are the package's own, and not checked again, except that buffers of an update, which may be a user's, lie apart. The
 first call of a kind may take time to compile.
+
+The loop over parts is the only parallel one: a pass is serial, and a call hands it a range. The caller takes parts too,
+and returns, even by Ctrl-C, only when no thread works on its memory any more. Parts are whole chunks counted from the
+start of the call, so results never depend on the number of threads.
 """
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from zero_offload.base.threads import Monitor
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, GradMode, Kind, Rule, UpdateArgsStruct
+from zero_offload.hardware.kernels.arguments import CHUNK, SEGMENT_DTYPE, STATES, check_apart
 from zero_offload.hardware.kernels.fallback import numba_passes as passes
-from zero_offload.hardware.kernels.fallback.codec import random_key, turns
-from zero_offload.hardware.kernels.fallback.elements import INFINITY
-from zero_offload.hardware.kernels.fallback.parts import Body, in_parts, num_chunks
+from zero_offload.hardware.kernels.fallback.codec import INFINITY, random_key, turns
 from zero_offload.hardware.kernels.fallback.rules import NUM_SCALARS, scalars_of_row
-from zero_offload.hardware.kernels.words import CHUNK, SEGMENT_DTYPE, STATES, check_apart
-from zero_offload.hardware.native import SumOfSquares
+from zero_offload.hardware.native import GradSum
+
+Body = Callable[[int, int], None]
 
 _KIND_OF = {StateFormat.FP32: Kind.FP32, StateFormat.BF16: Kind.BF16}
 _STATE_BYTES = {StateFormat.FP32: 4, StateFormat.BF16: 2, StateFormat.COMPACT: 1}
@@ -84,11 +91,11 @@ def convert(dst: int, dst_kind: Kind, src: int, src_kind: Kind, numel: int, num_
 
 def grad_store(
     dst_kind: Kind, src_kind: Kind, mode: GradMode, num_threads: int, dst: int, src: int, numel: int
-) -> SumOfSquares:
+) -> GradSum:
     return _sum((int(dst_kind), int(src_kind)), int(mode), (dst, src), numel, num_threads)
 
 
-def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> SumOfSquares:
+def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
     return _sum((int(kind), int(kind)), passes.READ, (values, values), numel, num_threads)
 
 
@@ -97,7 +104,7 @@ def crc32c(seed: int, address: int, nbytes: int) -> int:
     return int(passes.crc32c(np.uint32(seed ^ 0xFFFFFFFF), address, nbytes, passes.crc_tables())) ^ 0xFFFFFFFF
 
 
-def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int, num_threads: int) -> SumOfSquares:
+def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int, num_threads: int) -> GradSum:
     """See [Note: the tree] in csrc/reduce/reduce.h."""
     count = num_chunks(numel)
     found = sums, tops = np.zeros(count), np.zeros(count, dtype=np.uint32)
@@ -105,7 +112,7 @@ def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int,
     total = 0.0
     for each in sums.tolist():
         total += each
-    return SumOfSquares(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
+    return GradSum(math.nan if math.isnan(total) else total, bool((tops < INFINITY).all()))
 
 
 def _check_update(args: UpdateArgsStruct, rule: Rule, segments: Any) -> None:
@@ -159,3 +166,75 @@ def _line_of(args: UpdateArgsStruct, rule: Rule, segments: Any) -> tuple[Any, An
 def _in_elements(numel: int, num_threads: int, body: Body) -> None:
     """body(begin, end) for runs of whole chunks."""
     in_parts(num_chunks(numel), num_threads, lambda first, last: body(first * CHUNK, min(last * CHUNK, numel)))
+
+
+def num_chunks(numel: int) -> int:
+    return -(-numel // CHUNK)
+
+
+def in_parts(count: int, num_threads: int, body: Body) -> None:
+    """Call body(begin, end) for contiguous runs that make up [0, count), one for each thread."""
+    team = min(num_threads, count)
+    if team <= 1:
+        if count:
+            body(0, count)
+        return
+    job = Job(body, [(count * i // team, count * (i + 1) // team) for i in range(team)])
+    try:
+        for _ in range(team - 1):
+            try:
+                # Not `threading.Thread`: its `start` takes a lock in Python, which a Ctrl-C may leave taken.
+                _thread.start_new_thread(job.help, ())
+            except RuntimeError:  # the system gives no more, or the interpreter is going down
+                break
+        job.work()
+    finally:
+        job.end()
+
+
+class Job:
+    """Parts that are waiting, and how many helpers are at work on one."""
+
+    def __init__(self, body: Body, parts: list[tuple[int, int]]) -> None:
+        self._body, self._parts = body, parts
+        self._changed = Monitor()
+        self._num_helping = 0
+        self._failure: BaseException | None = None
+
+    def work(self) -> None:
+        """In the calling thread: take parts until none is left."""
+        while part := self._take():
+            self._body(*part)
+
+    def help(self) -> None:
+        """In another thread, which may come when all is over."""
+        while part := self._take(helping=1):
+            try:
+                self._body(*part)
+            except BaseException as error:
+                self._failure = error
+            finally:
+                with self._changed.lock:
+                    self._num_helping -= 1
+                    self._changed.notify()
+
+    def end(self) -> None:
+        """Give out no more parts, and return when no helper has one. Raises what went wrong in one."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed.lock:
+                    self._parts.clear()
+                self._changed.wait_for(lambda: self._num_helping == 0)
+                break
+            except BaseException as error:  # a signal's handler: the memory is still in use
+                interrupt = error
+        if failure := interrupt or self._failure:
+            raise failure
+
+    def _take(self, helping: int = 0) -> tuple[int, int] | None:
+        with self._changed.lock:
+            if not self._parts:
+                return None
+            self._num_helping += helping
+            return self._parts.pop()

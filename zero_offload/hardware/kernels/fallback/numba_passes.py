@@ -17,9 +17,16 @@ import numpy as np
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, GradMode, Kind, Rule
+from zero_offload.hardware.kernels.arguments import CHUNK, LANES, SIGNED, STATES
 from zero_offload.hardware.kernels.fallback import numba_words as words
-from zero_offload.hardware.kernels.fallback.codec import MIDDLE, first_bit, make_codec, make_codes
-from zero_offload.hardware.kernels.fallback.elements import MAGNITUDE, make_elements
+from zero_offload.hardware.kernels.fallback.codec import (
+    MAGNITUDE,
+    MIDDLE,
+    first_bit,
+    make_codec,
+    make_codes,
+    make_elements,
+)
 from zero_offload.hardware.kernels.fallback.numba_words import (
     bits,
     bytes_at,
@@ -31,7 +38,6 @@ from zero_offload.hardware.kernels.fallback.numba_words import (
     words_at,
 )
 from zero_offload.hardware.kernels.fallback.rules import GRAD_SCALE, make_rule
-from zero_offload.hardware.kernels.words import CHUNK, LANES, SIGNED, STATES
 
 BLOCK = 1024
 """Elements of a row; six rows are 24 KiB, which the first-level cache holds. Whole blocks of codes, and a multiple of

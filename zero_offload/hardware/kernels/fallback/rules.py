@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from zero_offload.hardware.abi import Rule
-from zero_offload.hardware.kernels.words import SEGMENT_DTYPE, Segment, segment_array
+from zero_offload.hardware.kernels.arguments import SEGMENT_DTYPE, Segment, segment_array
 
 # Places in a row of scalars.
 GRAD_SCALE, DECAY, L2, BETA1, BETA2, ONE_MINUS_BETA1, ONE_MINUS_BETA2 = range(7)

@@ -23,10 +23,10 @@ from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi, native
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels import choice
+from zero_offload.hardware.kernels.arguments import Segment, state_dtype
 from zero_offload.hardware.kernels.fallback import calls, numba_passes, numba_words
-from zero_offload.hardware.kernels.master import convert
+from zero_offload.hardware.kernels.formats import convert
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import Segment, state_dtype
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_numba_that_does_not_fit_is_one_error(tmp_path: Path) -> None:
     code = (
         "import torch\n"
         "from zero_offload.base import errors\nfrom zero_offload.hardware import native\n"
-        "from zero_offload.hardware.kernels.master import convert\n"
+        "from zero_offload.hardware.kernels.formats import convert\n"
         "native.LIBRARY_PATH = native.LIBRARY_PATH.with_name('nowhere.so')\n"
         "for _ in range(2):\n"
         "    try:\n        convert(torch.empty(4, dtype=torch.float16), torch.ones(4))\n"

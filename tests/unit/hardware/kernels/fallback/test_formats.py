@@ -21,11 +21,10 @@ from tests.parity import test_isa_formats as isas
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Isa, Rule
+from zero_offload.hardware.kernels.arguments import STATES, Segment, num_scales, state_dtype
 from zero_offload.hardware.kernels.choice import kernels
-from zero_offload.hardware.kernels.master import join_master, split_master
-from zero_offload.hardware.kernels.states import decode_states, encode_states
+from zero_offload.hardware.kernels.formats import decode_states, encode_states, join_master, split_master
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import STATES, Segment, num_scales, state_dtype
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SEGMENT = Segment(0, 600, lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.5, step=3)

@@ -15,11 +15,11 @@ from tests.helpers.without_library import without_library
 from tests.parity import test_isa as isas
 from zero_offload.base.errors import ConfigError
 from zero_offload.hardware.abi import Isa, Rule
+from zero_offload.hardware.kernels.arguments import STATES, Segment
 from zero_offload.hardware.kernels.choice import kernels
+from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
-from zero_offload.hardware.kernels.master import convert, join_master, split_master
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
-from zero_offload.hardware.kernels.words import STATES, Segment
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = [(value, grad) for value in (FP32, BF16, FP16) for grad in (FP32, BF16, FP16)]

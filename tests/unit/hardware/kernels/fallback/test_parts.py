@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers.locks import locks_taken
 from zero_offload.base.threads import Monitor
-from zero_offload.hardware.kernels.fallback import parts
-from zero_offload.hardware.kernels.fallback.parts import in_parts
+from zero_offload.hardware.kernels.fallback import calls
+from zero_offload.hardware.kernels.fallback.calls import in_parts
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
@@ -73,7 +73,7 @@ def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.
         assert go_on.wait(60)
         ended.set()
 
-    job, interrupts, wait_for = parts.Job(work, [(0, 1)]), iter([True, False]), Monitor.wait_for
+    job, interrupts, wait_for = calls.Job(work, [(0, 1)]), iter([True, False]), Monitor.wait_for
 
     def wait(monitor: Monitor, is_so: Callable[[], bool]) -> None:
         if next(interrupts):
@@ -90,7 +90,7 @@ def test_a_second_interrupt_during_the_wait_changes_nothing(monkeypatch: pytest.
 
 
 def test_a_helper_that_comes_late_finds_nothing_to_do() -> None:
-    job = parts.Job(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
+    job = calls.Job(lambda begin, end: pytest.fail("all was over"), [(0, 1)])
     job.end()
     job.help()
 

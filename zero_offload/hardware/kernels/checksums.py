@@ -1,9 +1,10 @@
-"""Whether tensors have changed: a word for each, taken before and after and compared.
+"""Checksums of memory, and words by which changes of tensors are seen.
 
-In host memory a CRC-32C. In a device's memory, where nothing computes those, a sum modulo 2^64: the bits of elements,
-as integers, times weights that depend on where the element is. Of signs alone, of a scale, of rows in another order it
-sees what a sum or a xor of elements would not. It is launched and not waited for; who compares two asks for one
-download. No format contains these words.
+Every block on disk is verified with a CRC-32C. A fingerprint is one word for a tensor, taken before and after and
+compared: in host memory a CRC-32C, in a device's memory, where nothing computes those, a sum modulo 2^64: the bits of
+elements, as integers, times weights that depend on where the element is. Unlike a sum or a xor of elements it changes
+with signs, with a scale and with the order of rows. It is launched and not waited for; two are compared by one
+download. No format contains fingerprints.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zero_offload.base.host import host_empty, host_tensor
+from zero_offload.base.errors import ConfigError
+from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.hardware.kernels.choice import kernels
 
 ROW = 4096
@@ -22,6 +24,38 @@ ROW = 4096
 PIECE = 1024 * ROW
 """Words whose products are in memory at once: 32 MiB."""
 LEVELS = 4
+
+
+def crc32c(address: int, nbytes: int, *, seed: int = 0) -> int:
+    """The checksum of a range of memory. Seed 0 is the standard one; the result continues as a seed."""
+    return kernels().crc32c(seed, address, nbytes)
+
+
+def reseeded(crc: int, seed: int, new_seed: int, nbytes: int) -> int:
+    """The checksum that the same `nbytes` bytes have from `new_seed` on, where they have `crc` from `seed` on.
+
+    A CRC is linear: what two seeds make of the same bytes differs by what their difference makes of zeros.
+    """
+    difference, moved = seed ^ new_seed, 0
+    for bit, image in enumerate(_images(nbytes)):
+        if difference >> bit & 1:
+            moved ^= image
+    return crc ^ moved
+
+
+@functools.lru_cache(maxsize=256)
+def _images(nbytes: int) -> tuple[int, ...]:
+    """What each bit of a seed adds to the checksum of `nbytes` bytes."""
+    zeros = host_zeros(nbytes, torch.uint8)
+    base = crc32c_of_tensor(zeros)
+    return tuple(base ^ crc32c_of_tensor(zeros, seed=1 << bit) for bit in range(32))
+
+
+def crc32c_of_tensor(tensor: torch.Tensor, *, seed: int = 0) -> int:
+    """The checksum of a contiguous CPU tensor's bytes."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(f"a checksum needs a contiguous CPU tensor, got strides {tensor.stride()} on {tensor.device}")
+    return crc32c(tensor.data_ptr(), tensor.numel() * tensor.element_size(), seed=seed)
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all kernels of updates and sums share: segments, the states of rules, what an update of tensors takes.
+"""What kernels take: dtypes and addresses, hyperparameters, segments, the states of rules, and tensors of an update.
 
 Values and checks only: it runs nothing, and imports no kernel.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ from torch import Tensor
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import abi
-from zero_offload.hardware.abi import STATE_BLOCK, Rule
-from zero_offload.hardware.kernels.dtypes import FLOATS, kind_of
+from zero_offload.hardware.abi import STATE_BLOCK, Kind, Rule
 
 CHUNK = 16384
 """Elements: kChunk of csrc/util/chunks.h, what one thread takes at once; sums depend on it."""
@@ -27,6 +26,29 @@ LANES = 16
 
 SEGMENT_DTYPE = np.dtype(abi.SegmentStruct)
 SegmentArray = npt.NDArray[np.void]
+
+
+class _Kinds(dict[torch.dtype, Kind]):
+    def __missing__(self, dtype: torch.dtype) -> Kind:
+        raise ConfigError(f"the kernels take torch.float32, torch.bfloat16 and torch.float16, not {dtype}")
+
+
+_KINDS = _Kinds({torch.float32: Kind.FP32, torch.bfloat16: Kind.BF16, torch.float16: Kind.FP16})
+FLOATS = tuple(_KINDS)
+kind_of = _KINDS.__getitem__
+"""The kernel kind of a dtype. Raises ConfigError for any but float32, bfloat16 and float16. Twice for each gradient, so
+it is a look-up and no function."""
+
+
+def address_of(tensor: torch.Tensor, *dtypes: torch.dtype) -> int:
+    """The address of a contiguous CPU tensor of one of these dtypes. Raises ConfigError otherwise."""
+    if tensor.dtype not in dtypes or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ConfigError(
+            f"a CPU kernel needs a contiguous CPU tensor of {' or '.join(map(str, dtypes))}, got "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
 
 STATES: dict[Rule, tuple[str, ...]] = {
     Rule.ADAMW: ("exp_avg", "exp_avg_sq"),
@@ -62,6 +84,37 @@ class Segment:
     weight_decay: float
     grad_scale: float
     step: int
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """What `beta1` and `beta2` are to a rule that has no betas, `Segment` says."""
+
+    rule: Rule
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """What the rule keeps, by torch's names."""
+        return STATES[self.rule]
+
+    def first(self) -> Hyper:
+        """The same where the states are new, whatever the step: SGD's momentum begins without dampening."""
+        return replace(self, beta2=0.0) if self.rule in (Rule.SGD_MOMENTUM, Rule.SGD_NESTEROV) else self
+
+    def going_on(self) -> Hyper:
+        """The same where there are states already, whatever the step: Adagrad's sum has its initial value."""
+        return replace(self, beta2=0.0) if self.rule is Rule.ADAGRAD else self
+
+    def segment(self, begin: int, end: int, grad_scale: float, step: int) -> Segment:
+        """Elements [begin, end), whose gradient is multiplied by `grad_scale` first, in their step number `step`."""
+        scale = -grad_scale if self.maximize else grad_scale
+        return Segment(begin, end, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, scale, step)
 
 
 def segment_array(segments: Sequence[Segment]) -> SegmentArray:

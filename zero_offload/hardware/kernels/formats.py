@@ -1,4 +1,8 @@
-"""Optimizer states as tensors, between fp32 and the formats they rest in.
+"""Masters and states as tensors, between fp32 and the formats that they rest in.
+
+A bf16 half is what the model computes with; a 16-bit residual completes it to the fp32 master bit for bit, in 4 bytes
+together instead of 6, and one of 8 bits to the master rounded to its upper 24 bits, which is what stands beside compact
+states. Half-way cases round away from zero. A NaN stays a NaN.
 
 A compact state is one 8-bit code for each element and one fp32 scale for each block of STATE_BLOCK. With q the scale
 of its block, code c stands for (c q)^2, or for c |c| q^2 where the state is signed: roots, so that a block holds
@@ -13,9 +17,55 @@ import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
+from zero_offload.hardware.kernels.arguments import FLOATS, address_of, kind_of, num_scales, state_dtype
 from zero_offload.hardware.kernels.choice import kernels
-from zero_offload.hardware.kernels.dtypes import address_of
-from zero_offload.hardware.kernels.words import num_scales, state_dtype
+
+
+def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1) -> None:
+    """Write the two parts of `master` (fp32) to `half` (bf16) and `residual` (int16, or int8: 24 bits of it)."""
+    _check_same_numel(master, half, residual)
+    found = kernels()
+    split = found.short_master_split if residual.dtype is torch.int8 else found.master_split
+    split(
+        address_of(master, torch.float32),
+        address_of(half, torch.bfloat16),
+        address_of(residual, torch.int16, torch.int8),
+        master.numel(),
+        num_threads,
+    )
+
+
+def join_master(half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor, *, num_threads: int = 1) -> None:
+    """Write to `master` (fp32) what `half` (bf16) and `residual` (int16 or int8) stand for."""
+    _check_same_numel(master, half, residual)
+    found = kernels()
+    join = found.short_master_join if residual.dtype is torch.int8 else found.master_join
+    join(
+        address_of(half, torch.bfloat16),
+        address_of(residual, torch.int16, torch.int8),
+        address_of(master, torch.float32),
+        master.numel(),
+        num_threads,
+    )
+
+
+def convert(dst: torch.Tensor, src: torch.Tensor, *, num_threads: int = 1) -> None:
+    """dst = src between fp32 and bf16 or fp16, rounding to nearest, ties to even, as torch does."""
+    _check_same_numel(dst, src)
+    kernels().convert(
+        address_of(dst, *FLOATS),
+        kind_of(dst.dtype),
+        address_of(src, *FLOATS),
+        kind_of(src.dtype),
+        dst.numel(),
+        num_threads,
+    )
+
+
+def _check_same_numel(*tensors: torch.Tensor) -> None:
+    counts = [tensor.numel() for tensor in tensors]
+    if len(set(counts)) != 1:
+        raise ConfigError(f"the tensors of one call need the same number of elements, got {counts}")
 
 
 def decode_states(
