@@ -39,6 +39,7 @@ from _rows import Row, missing, row, show, write
 from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
 
 from zero_offload.base.types import MIB
+from zero_offload.hardware.abi import IoOp
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket
 from zero_offload.storage.files.engines import PROBE_BYTES, THREADS, WORTH_BYTES, Scratch, open_engine, pick, shares
@@ -98,8 +99,8 @@ class Ours:
                 engine.wait(under_way.popleft())
             row = (count - 1) % len(blocks)
             address = self._address + count % num_buffers * int(blocks["nbytes"][row])
-            move = engine.read if op == "read" or (op == "mixed" and row % 2 == 0) else engine.write
-            under_way.append(move(blocks[row : row + 1], address))
+            reads = op == "read" or (op == "mixed" and row % 2 == 0)
+            under_way.append(engine.submit(IoOp.READ if reads else IoOp.WRITE, blocks[row : row + 1], address))
         for ticket in under_way:
             engine.wait(ticket)
         return count

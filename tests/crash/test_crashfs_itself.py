@@ -18,6 +18,7 @@ from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, CrewExchange, Killed
 from zero_offload.base.errors import IntegrityError, LockError, RankError, StorageError
 from zero_offload.base.types import Durability
+from zero_offload.hardware.abi import IoOp
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import BLOCK_DTYPE
 from zero_offload.storage.files.system import REAL, FileSystem
@@ -235,16 +236,16 @@ def test_the_engine_moves_and_checks_blocks(seed: int) -> None:
     fd = _file(fs, _root(fs), "f", b"")
     engine, table = CrashEngine(fs, seed), _blocks(fd)
     out, back = np.arange(8192, dtype=np.uint8), np.zeros(8192, dtype=np.uint8)
-    engine.wait(engine.write(table, out.ctypes.data))
-    engine.wait(engine.read(table, back.ctypes.data))
+    engine.wait(engine.submit(IoOp.WRITE, table, out.ctypes.data))
+    engine.wait(engine.submit(IoOp.READ, table, back.ctypes.data))
     assert (back == out).all()
     assert fs.read_whole(fd) == out.tobytes()[4096:] + out.tobytes()[:4096]
     fs.write_block(fd, 5000, b"?")
     with pytest.raises(IntegrityError, match="checksum of the block at 4096"):
-        engine.wait(engine.read(table, back.ctypes.data))
+        engine.wait(engine.submit(IoOp.READ, table, back.ctypes.data))
     fs.ftruncate(fd, 5000)
     with pytest.raises(IntegrityError, match="ends inside"):
-        engine.wait(engine.read(table, back.ctypes.data))
+        engine.wait(engine.submit(IoOp.READ, table, back.ctypes.data))
 
 
 def test_a_transfer_may_be_late() -> None:
@@ -254,7 +255,7 @@ def test_a_transfer_may_be_late() -> None:
         fd = _file(fs, _root(fs), "f", b"")
         engine, table, out = CrashEngine(fs, seed), _blocks(fd), np.ones(8192, dtype=np.uint8)
         before = len(fs.journal)
-        ticket = engine.write(table, out.ctypes.data)
+        ticket = engine.submit(IoOp.WRITE, table, out.ctypes.data)
         issued.add(len(fs.journal) - before)
         assert engine.done(ticket) == (len(fs.journal) > before)
         engine.close()

@@ -32,7 +32,8 @@ from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Fault, IoResultStruct, IoStatus
 from zero_offload.model import move_in
-from zero_offload.storage.files import native_engine, stall
+from zero_offload.storage.files import engine as engine_words
+from zero_offload.storage.files import native_engine
 from zero_offload.storage.files.directory import _STUCK_LOCKS
 
 STEPS = 8
@@ -245,7 +246,7 @@ def test_a_drive_that_never_answers_stops_the_run(engine: str, nvme: Path, monke
     model, optimizer = open_model(nvme, io_engine=engine)
     train(model, optimizer, 0, 3)
     drain(model)
-    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     stuck = engine_of(model)
     handle = stuck.handle
     stuck.inject_fault(Fault.STALL)

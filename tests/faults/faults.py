@@ -255,8 +255,8 @@ FAULTS = [
     fault(
         "a block with a wrong checksum is trained on",
         "storage/files/native_engine.py",
-        "        if result.status != abi.IoStatus.DONE:",
-        "        if result.status not in (abi.IoStatus.DONE, abi.IoStatus.CHECKSUM):",
+        "        if result.status != IoStatus.DONE:",
+        "        if result.status not in (IoStatus.DONE, IoStatus.CHECKSUM):",
         "tests/crash/test_damage.py::test_one_flipped_bit_anywhere_is_noticed",
     ),
     fault(

@@ -9,15 +9,17 @@ from collections.abc import Callable
 from tests.helpers.crashfs import CrashFS
 from zero_offload.base.errors import IntegrityError, StorageError
 from zero_offload.hardware import native
-from zero_offload.storage.files.engine import BlockTable, Lasting, Moved, Ticket, Urgency
+from zero_offload.hardware.abi import IoOp
+from zero_offload.storage.files.engine import BlockTable, FileEngine, Moved, Ticket, Urgency
+from zero_offload.storage.files.engines import THREADS
 
 
-class CrashEngine:
-    """A `FileEngine` on a `CrashFS`: a transfer is made at its launch or, as drawn, only when it is waited for."""
+class CrashEngine(FileEngine):
+    """On a `CrashFS`: a transfer is made at its launch or, as drawn, only when it is waited for."""
 
     def __init__(self, fs: CrashFS, seed: int) -> None:
+        super().__init__(THREADS)
         self._fs = fs
-        self.is_stuck = False
         self._rng = random.Random(seed)
         self._late: dict[int, Callable[[], None]] = {}
         self._failed: dict[int, Exception] = {}
@@ -25,16 +27,14 @@ class CrashEngine:
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None: ...
 
-    def add_memory(self, region: Lasting) -> None: ...
-
-    def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._launch(blocks, address, self._read_verified)
-
-    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
-        return self._launch(blocks, address, self._read)
-
-    def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._launch(blocks, address, self._write)
+    def submit(self, op: IoOp, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+        moves = {IoOp.READ: self._read_verified, IoOp.READ_UNVERIFIED: self._read, IoOp.WRITE: self._write}
+        ticket, self._next = Ticket(self._next, blocks), self._next + 1
+        if self._rng.random() < 0.5:
+            self._late[ticket.number] = lambda: moves[op](blocks, address)
+        else:
+            self._move(ticket.number, lambda: moves[op](blocks, address))
+        return ticket
 
     def wait(self, ticket: Ticket) -> Moved:
         if ticket.number in self._late:
@@ -50,14 +50,6 @@ class CrashEngine:
         while self._late:
             number = min(self._late)
             self._move(number, self._late.pop(number))
-
-    def _launch(self, blocks: BlockTable, address: int, move: Callable[[BlockTable, int], None]) -> Ticket:
-        ticket, self._next = Ticket(self._next, blocks), self._next + 1
-        if self._rng.random() < 0.5:
-            self._late[ticket.number] = lambda: move(blocks, address)
-        else:
-            self._move(ticket.number, lambda: move(blocks, address))
-        return ticket
 
     def _move(self, number: int, move: Callable[[], None]) -> None:
         try:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
@@ -28,33 +27,25 @@ from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.threads import LOOK_S, Bell, start
 from zero_offload.base.types import SECTOR
+from zero_offload.hardware.abi import IoOp, IoStatus
 from zero_offload.hardware.kernels.choice import kernels
-from zero_offload.storage.files.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
-from zero_offload.storage.files.failures import (
+from zero_offload.storage.files.engine import (
+    BLOCK_DTYPE,
     BlockFailure,
-    Cause,
-    check_owner,
-    check_table,
-    closed_error,
-    raise_failure,
-    raise_stuck,
+    BlockTable,
+    EngineSettings,
+    FileEngine,
+    Moved,
+    StallWatch,
+    Ticket,
+    Urgency,
+    table_error,
     unknown_ticket_error,
 )
-from zero_offload.storage.files.stall import StallWatch
 
 _Vector = Callable[..., Awaitable[int]]
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-
-
-class _Op(Enum):
-    READ = "read"
-    READ_UNVERIFIED = "read unverified"
-    WRITE = "write"
-
-    @property
-    def verb(self) -> str:
-        return "write" if self is _Op.WRITE else "read"
 
 
 @dataclass
@@ -62,7 +53,7 @@ class _Batch:
     """One submission; touched on the loop's thread only."""
 
     ticket: Ticket
-    op: _Op
+    op: IoOp
     left: int
     done: bool = False
     ended: Bell = field(default_factory=Bell)
@@ -135,20 +126,15 @@ def _settle(future: Future[_Result], call: Callable[[], _Result]) -> None:
         future.set_exception(error)
 
 
-class AiofilesEngine:
-    """A `FileEngine`."""
-
+class AiofilesEngine(FileEngine):
     def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
-        self.settings = settings
-        self._paths: dict[int, str] = {}
+        super().__init__(settings)
         self._drives: dict[int, int] = {}
         self._open: dict[int, _Batch] = {}
         self._numbers = itertools.count(1)
         self.moved_bytes = 0
         """Read and written since it was opened."""
-        self._owner_pid = os.getpid()
         self._closed = False
-        self.is_stuck = False
         self._defect: Exception | None = None
         num_threads = settings.num_threads * num_drives
         self._executor = _Threads(num_threads)
@@ -170,31 +156,39 @@ class AiofilesEngine:
         self._check_open()
         self._paths[fd], self._drives[fd] = path, drive % len(self._queues)
 
-    def add_memory(self, region: Lasting) -> None:
-        pass
-
-    def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(_Op.READ, blocks, address, urgency)
-
-    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
-        return self._submit(_Op.READ_UNVERIFIED, blocks, address, Urgency.NORMAL)
-
-    def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(_Op.WRITE, blocks, address, urgency)
+    def submit(self, op: IoOp, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+        self._check_open()
+        if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
+            raise table_error(blocks)
+        if len(blocks) and not address:
+            raise ConfigError("a transfer: base is NULL")
+        ticket = Ticket(next(self._numbers), blocks)
+        batch = _Batch(ticket, op, len(blocks))
+        if not len(blocks):
+            batch.end()
+            self._open[ticket.number] = batch
+            return ticket
+        offsets = [0, *itertools.accumulate(int(nbytes) for nbytes in blocks["nbytes"])]
+        rank = (-int(urgency), ticket.number)
+        jobs = [_Job(rank, batch, row, address + offsets[row]) for row in range(len(blocks))]
+        # Last of all: `close` waits for what is open, and a Ctrl-C may strike anywhere.
+        self._open[ticket.number] = batch
+        self._loop.call_soon_threadsafe(self._queue, jobs)
+        return ticket
 
     def wait(self, ticket: Ticket) -> Moved:
         batch, watch = self._batch(ticket), StallWatch()
         while not batch.ends_in(LOOK_S):
             if self.is_stuck or watch.is_over(self.moved_bytes):
                 self.is_stuck = True
-                raise_stuck(ticket, batch.done_bytes, self._paths)
+                self._raise_stuck(ticket, batch.done_bytes)
         moved = Moved(batch.begin_ns, batch.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
         del self._open[ticket.number]
         if batch.failure is not None:
             if self._defect is not None:
                 raise self._defect
-            raise_failure(ticket, batch.failure, self._paths)
+            self._raise_failure(ticket, batch.failure)
         return moved
 
     def done(self, ticket: Ticket) -> bool:
@@ -222,9 +216,8 @@ class AiofilesEngine:
                 self.is_stuck = watch.is_over(self.moved_bytes)
 
     def _check_open(self) -> None:
-        check_owner(self._owner_pid)
-        if self._closed:
-            raise closed_error()
+        if self._closed or os.getpid() != self._owner_pid:
+            raise self._unusable()
 
     def _batch(self, ticket: Ticket) -> _Batch:
         self._check_open()
@@ -232,25 +225,6 @@ class AiofilesEngine:
         if batch is None:
             raise unknown_ticket_error(ticket)
         return batch
-
-    def _submit(self, op: _Op, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
-        self._check_open()
-        check_table(blocks)
-        if len(blocks) and not address:
-            raise ConfigError("a transfer: base is NULL")
-        ticket = Ticket(next(self._numbers), blocks)
-        batch = _Batch(ticket, op, len(blocks))
-        if not len(blocks):
-            batch.end()
-            self._open[ticket.number] = batch
-            return ticket
-        offsets = [0, *itertools.accumulate(int(nbytes) for nbytes in blocks["nbytes"])]
-        rank = (-int(urgency), ticket.number)
-        jobs = [_Job(rank, batch, row, address + offsets[row]) for row in range(len(blocks))]
-        # Last of all: `close` waits for what is open, and a Ctrl-C may strike anywhere.
-        self._open[ticket.number] = batch
-        self._loop.call_soon_threadsafe(self._queue, jobs)
-        return ticket
 
     # On the loop's thread
 
@@ -294,30 +268,30 @@ class AiofilesEngine:
             return await self._move(job)
         except Exception as error:
             self._defect = error
-            return BlockFailure(job.batch.op.verb, job.row, Cause.SYSTEM, code=errno.EIO)
+            return BlockFailure(job.batch.op, job.row, IoStatus.OS_ERROR, code=errno.EIO)
 
     async def _move(self, job: _Job) -> BlockFailure | None:
         block, op = job.batch.ticket.blocks[job.row], job.batch.op
         nbytes, seed = int(block["nbytes"]), int(block["seed"])
-        if op is _Op.WRITE and not self.is_stuck:
+        if op is IoOp.WRITE and not self.is_stuck:
             block["crc"] = await self._checksum(seed, job.address, nbytes)
         actual = 0
         for _ in range(2):  # a second try tells a bad transfer from bad bytes on the drive
             failure = await self._transfer(job)
-            if failure is not None or op is not _Op.READ:
+            if failure is not None or op is not IoOp.READ:
                 return failure
             actual = await self._checksum(seed, job.address, nbytes)
             if actual == int(block["crc"]):
                 return None
-        return BlockFailure("read", job.row, Cause.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
+        return BlockFailure(op, job.row, IoStatus.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
 
     async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
         return await self._loop.run_in_executor(self._executor, kernels().crc32c, seed, address, nbytes)
 
     async def _transfer(self, job: _Job) -> BlockFailure | None:
         """All bytes of a block, however few a call moves. Once given up, its memory is not ours to touch any more."""
-        block, verb = job.batch.ticket.blocks[job.row], job.batch.op.verb
-        call = self._pwritev if verb == "write" else self._preadv
+        block, op = job.batch.ticket.blocks[job.row], job.batch.op
+        call = self._pwritev if op is IoOp.WRITE else self._preadv
         fd, nbytes, done = int(block["fd"]), int(block["nbytes"]), 0
         memory = memoryview((ctypes.c_char * nbytes).from_address(job.address)).cast("B") if nbytes else memoryview(b"")
         while not self.is_stuck:
@@ -329,11 +303,11 @@ class AiofilesEngine:
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     continue
-                return BlockFailure(verb, job.row, Cause.SYSTEM, code=error.errno or errno.EIO)
+                return BlockFailure(op, job.row, IoStatus.OS_ERROR, code=error.errno or errno.EIO)
             if moved < nbytes - done:
                 moved -= moved % SECTOR  # what O_DIRECT can go on from
             if moved == 0:
-                return BlockFailure(verb, job.row, Cause.TRUNCATED)
+                return BlockFailure(op, job.row, IoStatus.TRUNCATED)
             done += moved
             self.moved_bytes += moved
-        return BlockFailure(verb, job.row, Cause.SYSTEM, code=errno.ETIMEDOUT)
+        return BlockFailure(op, job.row, IoStatus.OS_ERROR, code=errno.ETIMEDOUT)

@@ -24,9 +24,8 @@ from pathlib import Path
 from zero_offload.base.ends import in_child
 from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.base.types import format_bytes
-from zero_offload.storage.files.failures import remedy_of
 from zero_offload.storage.files.lock import LOCK_NAME, hold_lock, join_lock, take_lock, unlock
-from zero_offload.storage.files.system import REAL, FileSystem, check_ours, naming_errors
+from zero_offload.storage.files.system import REAL, FileSystem, check_ours, naming_errors, remedy_of
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 _OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # NONBLOCK: a FIFO must not hang us

@@ -24,9 +24,10 @@ import numpy as np
 from zero_offload.base.errors import CapacityError, ConfigError, StorageError
 from zero_offload.base.types import GIB, MIB, EngineKind
 from zero_offload.hardware import native
+from zero_offload.hardware.abi import IoOp
 from zero_offload.storage.files.directory import DataFile, RunDirectory
 from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine
-from zero_offload.storage.files.failures import remedy_of
+from zero_offload.storage.files.system import remedy_of
 
 THREADS = EngineSettings(EngineKind.THREADS, num_threads=4, depth=1, request_bytes=4 * MIB)
 IO_URING = EngineSettings(EngineKind.IO_URING, num_threads=1, depth=16, request_bytes=MIB)
@@ -269,11 +270,11 @@ def _move(engine: FileEngine, pattern: Pattern, blocks: BlockTable, address: int
         # Even blocks are read, odd ones written.
         reads, writes = blocks[0::2].copy(), blocks[1::2].copy()
         tickets = [
-            engine.read_unverified(reads, address),
-            engine.write(writes, address + int(reads["nbytes"].sum())),
+            engine.submit(IoOp.READ_UNVERIFIED, reads, address),
+            engine.submit(IoOp.WRITE, writes, address + int(reads["nbytes"].sum())),
         ]
     else:
-        tickets = [engine.write(blocks, address) if pattern is Pattern.WRITE else engine.read(blocks, address)]
+        tickets = [engine.submit(IoOp.WRITE if pattern is Pattern.WRITE else IoOp.READ, blocks, address)]
     for ticket in tickets:
         engine.wait(ticket)
 

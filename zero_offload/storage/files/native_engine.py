@@ -1,7 +1,7 @@
 """The file engine over the native library: io_uring or threads, with checksums, outside the interpreter lock.
 
-Owns the native handle, the paths of the files for error messages, and every block table until its ticket is
-waited for: memory the threads still write to must not be collected. Never opens or closes a file.
+Owns the native handle, and every block table until its ticket is waited for: memory the threads still write to must
+not be collected. Never opens or closes a file.
 """
 
 from __future__ import annotations
@@ -14,53 +14,44 @@ import weakref
 from zero_offload.base.ends import in_child
 from zero_offload.base.types import EngineKind
 from zero_offload.hardware import abi, native
-from zero_offload.hardware.abi import IoResultStruct
-from zero_offload.storage.files.engine import BlockTable, EngineSettings, Lasting, Moved, Ticket, Urgency
-from zero_offload.storage.files.failures import (
+from zero_offload.hardware.abi import IoOp, IoResultStruct, IoStatus
+from zero_offload.storage.files.engine import (
+    BLOCK_DTYPE,
     BlockFailure,
-    Cause,
-    check_owner,
-    check_table,
-    closed_error,
-    raise_failure,
-    raise_stuck,
+    BlockTable,
+    EngineSettings,
+    FileEngine,
+    Lasting,
+    Moved,
+    StallWatch,
+    Ticket,
+    Urgency,
+    table_error,
     unknown_ticket_error,
 )
-from zero_offload.storage.files.stall import StallWatch
 
 # A wait in C cannot see Ctrl-C; it comes back this often to let Python look.
 WAIT_SLICE_S = 0.25
 _CLOSE_SLICE_S = 0.01
 
 _KINDS = {EngineKind.IO_URING: abi.IoKind.URING, EngineKind.THREADS: abi.IoKind.THREADS}
-_CAUSES = {
-    abi.IoStatus.OS_ERROR: Cause.SYSTEM,
-    abi.IoStatus.TRUNCATED: Cause.TRUNCATED,
-    abi.IoStatus.CHECKSUM: Cause.CHECKSUM,
-}
-
 
 STUCK: list[NativeEngine] = []
 """Engines whose drives answer no more. They are never freed."""
 
 
-class NativeEngine:
-    """A `FileEngine`."""
-
+class NativeEngine(FileEngine):
     def __init__(self, settings: EngineSettings, num_drives: int = 1) -> None:
-        self.settings = settings
+        super().__init__(settings)
         self._num_drives = num_drives
         self.handle = self._inherited = native.io_open(
             _KINDS[settings.kind], num_drives, settings.num_threads, settings.depth, settings.request_bytes
         )
-        """The native engine's; 0 once closed."""
-        self._owner_pid = os.getpid()
+        """The native engine's; 0 once closed, and in a child of fork."""
         self._free = weakref.finalize(self, _free, self.handle, self._owner_pid)
-        self._paths: dict[int, str] = {}
         # Until waited for, so that a dropped ticket cannot free a table the threads write checksums to.
-        self._in_flight: dict[int, tuple[Ticket, IoResultStruct]] = {}
+        self._in_flight: dict[Ticket, IoResultStruct] = {}
         self._lasting: list[Lasting] = []
-        self.is_stuck = False
         in_child(self._let_go)
 
     def name_file(self, fd: int, path: str, drive: int = 0) -> None:
@@ -71,63 +62,73 @@ class NativeEngine:
         self._lasting.append(region)
         native.io_add_memory(self._open_handle(), region.address, region.nbytes)
 
-    def read(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(abi.IoOp.READ, blocks, address, urgency)
-
-    def read_unverified(self, blocks: BlockTable, address: int) -> Ticket:
-        return self._submit(abi.IoOp.READ_UNVERIFIED, blocks, address, Urgency.NORMAL)
-
-    def write(self, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
-        return self._submit(abi.IoOp.WRITE, blocks, address, urgency)
+    def submit(self, op: IoOp, blocks: BlockTable, address: int, urgency: Urgency = Urgency.NORMAL) -> Ticket:
+        if blocks.dtype != BLOCK_DTYPE or blocks.ndim != 1 or not blocks.flags.c_contiguous:
+            raise table_error(blocks)
+        if not (handle := self.handle):
+            raise self._unusable()
+        number, result = C.c_uint64(), native.io_result()
+        try:
+            native.io_submit(handle, op, blocks.ctypes.data, len(blocks), address, urgency, number)
+        except BaseException:
+            # A signal's handler raised as the call returned: what was launched has no waiter, so it ends first.
+            while number.value and result.status == IoStatus.TIMEOUT:
+                native.io_wait(handle, number.value, WAIT_SLICE_S, result)
+            raise
+        ticket = Ticket(number.value, blocks)
+        self._in_flight[ticket] = result
+        return ticket
 
     def wait(self, ticket: Ticket) -> Moved:
-        handle, result, watch = self._open_handle(), self._result(ticket), StallWatch()
-        while result.status == abi.IoStatus.TIMEOUT:
+        handle, result, watch = self.handle, self._in_flight.get(ticket), None
+        if not handle or result is None:
+            raise self._refusal(ticket)
+        while result.status == IoStatus.TIMEOUT:
             native.io_wait(handle, ticket.number, WAIT_SLICE_S, result)
-            if result.status == abi.IoStatus.TIMEOUT and (self.is_stuck or watch.is_over(moved_bytes(handle))):
-                self._give_up(handle)
-                raise_stuck(ticket, result.bytes_done, self._paths)
+            if result.status == IoStatus.TIMEOUT:
+                watch = watch or StallWatch()
+                if self.is_stuck or watch.is_over(moved_bytes(handle)):
+                    self._give_up(handle)
+                    self._raise_stuck(ticket, result.bytes_done)
         moved = Moved(result.begin_ns, result.end_ns)
         # No call, so no signal's handler, between this and the return: a wait that was interrupted can be repeated.
-        del self._in_flight[ticket.number]
-        if result.status != abi.IoStatus.DONE:
+        del self._in_flight[ticket]
+        if result.status != IoStatus.DONE:
             failure = BlockFailure(
-                verb="write" if result.op == abi.IoOp.WRITE else "read",
+                op=IoOp(result.op),
                 row=result.block,
-                cause=_CAUSES[abi.IoStatus(result.status)],
+                status=IoStatus(result.status),
                 code=result.sys_errno,
                 expected_crc=result.expected_crc,
                 actual_crc=result.actual_crc,
             )
-            raise_failure(ticket, failure, self._paths)
+            self._raise_failure(ticket, failure)
         return moved
 
     def done(self, ticket: Ticket) -> bool:
-        handle, result = self._open_handle(), self._result(ticket)
-        return result.status != abi.IoStatus.TIMEOUT or native.io_done(handle, ticket.number)
-
-    def _let_go(self) -> None:
-        """In a child: one that outlives its parent must not keep the parent's files and rings alive."""
-        if self._free.alive or self.is_stuck:
-            native.io_abandon(self._inherited)
+        handle, result = self.handle, self._in_flight.get(ticket)
+        if not handle or result is None:
+            raise self._refusal(ticket)
+        return result.status != IoStatus.TIMEOUT or native.io_done(handle, ticket.number)
 
     def inject_fault(self, fault: abi.Fault, nth: int = 1) -> None:
         """For tests: make the nth read or write from now on fail in this way, once."""
         native.io_fault(self._open_handle(), fault, nth)
 
     def close(self) -> None:
-        if self.handle and os.getpid() == self._owner_pid:
-            handle, self.handle = self.handle, 0
-            watch = StallWatch()
-            while not self.is_stuck and _is_busy(handle):
-                time.sleep(_CLOSE_SLICE_S)
-                if watch.is_over(moved_bytes(handle)):
-                    self._give_up(handle)
-            if self.is_stuck:
-                return  # its threads wait for a drive that does not answer; so would we
-            # It is freed with this object: another thread may be in a wait, and gets its result.
-            native.io_stop(handle)
-            self._lasting.clear()
+        if not self.handle:
+            return
+        handle, self.handle = self.handle, 0
+        watch = StallWatch()
+        while not self.is_stuck and _is_busy(handle):
+            time.sleep(_CLOSE_SLICE_S)
+            if watch.is_over(moved_bytes(handle)):
+                self._give_up(handle)
+        if self.is_stuck:
+            return  # its threads wait for a drive that does not answer; so would we
+        # It is freed with this object: another thread may be in a wait, and gets its result.
+        native.io_stop(handle)
+        self._lasting.clear()
 
     def _give_up(self, handle: int) -> None:
         """What is under way may end at any time, or never: tables and threads stay as long as the process."""
@@ -137,31 +138,19 @@ class NativeEngine:
         self._free.detach()
         native.io_give_up(handle)
 
+    def _let_go(self) -> None:
+        """In a child: one that outlives its parent must not keep the parent's files and rings alive."""
+        self.handle = 0
+        if self._free.alive or self.is_stuck:
+            native.io_abandon(self._inherited)
+
     def _open_handle(self) -> int:
-        check_owner(self._owner_pid)
         if not self.handle:
-            raise closed_error()
+            raise self._unusable()
         return self.handle
 
-    def _submit(self, op: abi.IoOp, blocks: BlockTable, address: int, urgency: Urgency) -> Ticket:
-        check_table(blocks)
-        handle, number, result = self._open_handle(), C.c_uint64(), native.io_result()
-        try:
-            native.io_submit(handle, op, blocks.ctypes.data, len(blocks), address, urgency, number)
-        except BaseException:
-            # A signal's handler raised as the call returned: what was launched has no waiter, so it ends first.
-            while number.value and result.status == abi.IoStatus.TIMEOUT:
-                native.io_wait(handle, number.value, WAIT_SLICE_S, result)
-            raise
-        ticket = Ticket(number.value, blocks)
-        self._in_flight[ticket.number] = ticket, result
-        return ticket
-
-    def _result(self, ticket: Ticket) -> IoResultStruct:
-        held = self._in_flight.get(ticket.number)
-        if held is None or held[0] is not ticket:
-            raise unknown_ticket_error(ticket)
-        return held[1]
+    def _refusal(self, ticket: Ticket) -> Exception:
+        return unknown_ticket_error(ticket) if self.handle else self._unusable()
 
 
 def moved_bytes(handle: int) -> int:

@@ -17,6 +17,7 @@ import numpy as np
 
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError, ZeroOffloadError
 from zero_offload.base.types import SECTOR
+from zero_offload.hardware.abi import IoOp
 from zero_offload.storage.files.directory import DataFile, RunDirectory
 from zero_offload.storage.files.engine import FileEngine, Lasting, Ticket, Urgency
 from zero_offload.storage.files.extents import Extent, ExtentMap
@@ -183,12 +184,14 @@ class SwapFile:
         if not extent.written[rows].any():
             ctypes.memset(address, 0, int(extent.blocks[rows]["nbytes"].sum()))
             return Transfer(self._engine, None, self.on_error)
-        return Transfer(self._engine, self._engine.read(extent.blocks[rows], address, urgency), self.on_error)
+        return Transfer(
+            self._engine, self._engine.submit(IoOp.READ, extent.blocks[rows], address, urgency), self.on_error
+        )
 
     def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
         extent.written[rows] = True
-        return Transfer(self._engine, self._engine.write(extent.blocks[rows], address), self.on_error)
+        return Transfer(self._engine, self._engine.submit(IoOp.WRITE, extent.blocks[rows], address), self.on_error)
 
     def add_memory(self, region: Lasting) -> None:
         """Tell the engine of memory that lasts as long as this file is open."""

@@ -16,7 +16,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zero_offload.base.errors import StorageError
-from zero_offload.storage.files.failures import remedy_of
+
+REMEDIES = {
+    errno.ENOSPC: "Free space there (or inodes: see 'df -i') or name another directory in nvme=",
+    errno.EDQUOT: "Raise the quota or name another directory in nvme=",
+    errno.EEXIST: "No run.json names it: if it is left over from a run that is not needed, delete it by hand, "
+    "or name another directory in nvme=",
+    errno.EFBIG: "Files may not grow that far: see 'ulimit -f', and type 'ulimit -f unlimited'",
+    errno.EMFILE: "Too many files are open in this process: see 'ulimit -n', and type 'ulimit -n 4096'",
+    errno.ENFILE: "Too many files are open on this machine: see /proc/sys/fs/file-max",
+    errno.EIO: "The drive reports a fault: see 'dmesg' and its SMART data",
+    errno.EROFS: "The file system is read-only: see 'dmesg' and 'mount', or name another directory in nvme=",
+    errno.ENAMETOOLONG: "Name a directory with a shorter path in nvme=",
+    errno.EBADF: "The file was closed while it was in use",
+    errno.EINVAL: "With O_DIRECT the offset, length and memory must be multiples of the drive's sector",
+}
+"""What to do about an errno of the file system."""
 
 
 class FileSystem:
@@ -96,6 +111,10 @@ class FileSystem:
 
 
 REAL = FileSystem()
+
+
+def remedy_of(code: int) -> str:
+    return REMEDIES.get(code, "Check the disk and its permissions, or name another directory in nvme=")
 
 
 @contextlib.contextmanager

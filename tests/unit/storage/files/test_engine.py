@@ -17,19 +17,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from zero_offload.hardware.kernels.checksum import crc32c
 
 from tests.helpers.without_library import without_library
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.base.types import EngineKind
 from zero_offload.hardware import native
-from zero_offload.hardware.abi import Fault
-from zero_offload.hardware.kernels.checksums import crc32c
-from zero_offload.storage.files import native_engine, stall
+from zero_offload.hardware.abi import Fault, IoOp
+from zero_offload.storage.files import engine as engine_words
+from zero_offload.storage.files import native_engine
 from zero_offload.storage.files.aiofiles_engine import AiofilesEngine
-from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine, Ticket, Urgency
+from zero_offload.storage.files.engine import (
+    BLOCK_DTYPE,
+    BlockTable,
+    EngineSettings,
+    FileEngine,
+    StallWatch,
+    Ticket,
+    Urgency,
+)
 from zero_offload.storage.files.engines import IO_URING, THREADS, open_engine
 from zero_offload.storage.files.native_engine import NativeEngine
-from zero_offload.storage.files.stall import StallWatch
 
 BLOCK = 64 << 10
 
@@ -120,9 +128,9 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, engine: FileEngine) -> 
 def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) -> None:
     source, target = Memory(7 * BLOCK).fill(1), Memory(7 * BLOCK)
     blocks = file.table(7)
-    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
     assert len(set(blocks["crc"].tolist())) == 7
-    ticket = engine.read(blocks, target.address)
+    ticket = engine.submit(IoOp.READ, blocks, target.address)
     engine.wait(ticket)
     assert np.array_equal(source.bytes, target.bytes)
     assert file.path.read_bytes() == source.bytes.tobytes()
@@ -131,9 +139,9 @@ def test_round_trip_sets_and_verifies_checksums(engine: FileEngine, file: File) 
 def test_what_has_moved_is_counted(engine: FileEngine, file: File) -> None:
     """Or a drive that works would be given up."""
     memory, blocks = Memory(7 * BLOCK).fill(1), file.table(7)
-    engine.wait(engine.write(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
     assert _moved_bytes(engine) == 7 * BLOCK
-    engine.wait(engine.read(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, memory.address))
     assert _moved_bytes(engine) == 14 * BLOCK
 
 
@@ -146,7 +154,7 @@ def _moved_bytes(engine: FileEngine) -> int:
 
 def test_a_wait_that_comes_late_says_when_the_bytes_moved(engine: FileEngine, file: File) -> None:
     memory, before_ns = Memory(4 * BLOCK).fill(0), time.perf_counter_ns()
-    ticket = engine.write(file.table(4), memory.address)
+    ticket = engine.submit(IoOp.WRITE, file.table(4), memory.address)
     while not engine.done(ticket):
         time.sleep(0.001)
     seen_ns = time.perf_counter_ns()
@@ -162,21 +170,21 @@ def test_memory_that_lasts_gives_the_same_bytes(engine: FileEngine, file: File) 
         for memory in (source, target):
             engine.add_memory(Lasting(memory.address + 4096 * number, 4096))
     blocks = file.table(80, 4096)
-    engine.wait(engine.write(blocks, source.address))
-    engine.wait(engine.read(blocks, target.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, target.address))
     assert np.array_equal(source.bytes, target.bytes)
     target.bytes[:] = 0
     blocks = file.table(40, 8192)
-    engine.wait(engine.write(blocks, source.address))
-    engine.wait(engine.read(blocks, target.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, target.address))
     assert np.array_equal(source.bytes, target.bytes)
 
 
 def test_blocks_may_be_anywhere_in_any_order(engine: FileEngine, file: File) -> None:
     source, target = Memory(4 * BLOCK).fill(2), Memory(2 * BLOCK)
     blocks = file.table(4)[::-1].copy()
-    engine.wait(engine.write(blocks, source.address))
-    engine.wait(engine.read(blocks[1:3], target.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
+    engine.wait(engine.submit(IoOp.READ, blocks[1:3], target.address))
     assert np.array_equal(target.bytes, source.bytes[BLOCK : 3 * BLOCK])
 
 
@@ -191,8 +199,8 @@ def test_many_tickets_from_many_threads(engine: FileEngine, file: File) -> None:
         for _ in range(20):
             begin, end = sorted(rng.integers(0, 9, 2))
             part = blocks[begin:end]
-            engine.wait(engine.write(part, source.address + 4096 * int(begin)))
-            ticket = engine.read(part, target.address, Urgency(int(rng.integers(0, 2))))
+            engine.wait(engine.submit(IoOp.WRITE, part, source.address + 4096 * int(begin)))
+            ticket = engine.submit(IoOp.READ, part, target.address, Urgency(int(rng.integers(0, 2))))
             engine.wait(ticket)
             if target.bytes[: 4096 * (end - begin)].tobytes() != source.bytes[4096 * begin : 4096 * end].tobytes():
                 problems.append(f"thread {number}, blocks {begin} to {end}")
@@ -208,10 +216,10 @@ def test_many_tickets_from_many_threads(engine: FileEngine, file: File) -> None:
 def test_many_tickets_in_flight_at_once(engine: FileEngine, file: File) -> None:
     source, target = Memory(100 * 4096).fill(3), Memory(100 * 4096)
     tables = [file.table(1, 4096, first=i * 4096) for i in range(100)]
-    writes = [engine.write(table, source.address + 4096 * i) for i, table in enumerate(tables)]
+    writes = [engine.submit(IoOp.WRITE, table, source.address + 4096 * i) for i, table in enumerate(tables)]
     for ticket in reversed(writes):
         engine.wait(ticket)
-    reads = [engine.read(table, target.address + 4096 * i) for i, table in enumerate(tables)]
+    reads = [engine.submit(IoOp.READ, table, target.address + 4096 * i) for i, table in enumerate(tables)]
     for ticket in reads:
         engine.wait(ticket)
     assert np.array_equal(source.bytes, target.bytes)
@@ -223,9 +231,9 @@ def test_urgent_goes_before_what_has_not_started(alone: NativeEngine, tmp_path: 
     with open(tmp_path / "file", "w+b") as stream:
         file = File(tmp_path / "file", stream.fileno())
         engine.inject_fault(Fault.STALL)
-        busy = engine.write(file.table(1, 4096, first=4096), first.address)
-        normal = engine.write(file.table(1, 4096), first.address)
-        urgent = engine.write(file.table(1, 4096), second.address, Urgency.URGENT)
+        busy = engine.submit(IoOp.WRITE, file.table(1, 4096, first=4096), first.address)
+        normal = engine.submit(IoOp.WRITE, file.table(1, 4096), first.address)
+        urgent = engine.submit(IoOp.WRITE, file.table(1, 4096), second.address, Urgency.URGENT)
         engine.inject_fault(Fault.NONE)
         for ticket in (busy, normal, urgent):
             engine.wait(ticket)
@@ -239,11 +247,11 @@ def test_reads_and_writes_take_turns(alone: NativeEngine, tmp_path: Path) -> Non
     with open(tmp_path / "file", "w+b") as stream:
         file = File(tmp_path / "file", stream.fileno())
         blocks = file.table(40)
-        alone.wait(alone.write(blocks, source.address))
+        alone.wait(alone.submit(IoOp.WRITE, blocks, source.address))
         alone.inject_fault(Fault.STALL)
-        held = alone.write(blocks[:1], source.address)
-        many = alone.write(blocks[1:20], source.address + BLOCK)
-        few = alone.read(blocks[20:24], source.address + 20 * BLOCK)
+        held = alone.submit(IoOp.WRITE, blocks[:1], source.address)
+        many = alone.submit(IoOp.WRITE, blocks[1:20], source.address + BLOCK)
+        few = alone.submit(IoOp.READ, blocks[20:24], source.address + 20 * BLOCK)
         alone.inject_fault(Fault.STALL, 14)
         alone.wait(few)
         assert not alone.done(many)
@@ -257,9 +265,9 @@ def test_urgent_blocks_do_not_starve_the_rest(alone: NativeEngine, tmp_path: Pat
     with open(tmp_path / "file", "w+b") as stream:
         file = File(tmp_path / "file", stream.fileno())
         alone.inject_fault(Fault.STALL)
-        held = alone.write(file.table(1, 4096), source.address)
-        normal = alone.write(file.table(1, 4096, first=4096), source.address)
-        urgent = alone.write(file.table(200, 4096, first=8192), source.address, Urgency.URGENT)
+        held = alone.submit(IoOp.WRITE, file.table(1, 4096), source.address)
+        normal = alone.submit(IoOp.WRITE, file.table(1, 4096, first=4096), source.address)
+        urgent = alone.submit(IoOp.WRITE, file.table(200, 4096, first=8192), source.address, Urgency.URGENT)
         alone.inject_fault(Fault.STALL, 60)
         alone.wait(normal)
         alone.wait(held)
@@ -279,20 +287,20 @@ def test_urgent_blocks_do_not_starve_the_rest(alone: NativeEngine, tmp_path: Pat
 def test_a_failing_write_names_the_place(engine: NativeEngine, file: File, fault: Fault, message: str) -> None:
     source = Memory(5 * BLOCK).fill(4)
     engine.inject_fault(fault, 3)
-    ticket = engine.write(file.table(5), source.address)
+    ticket = engine.submit(IoOp.WRITE, file.table(5), source.address)
     with pytest.raises(StorageError, match=message):
         engine.wait(ticket)
-    engine.wait(engine.write(file.table(5), source.address))
+    engine.wait(engine.submit(IoOp.WRITE, file.table(5), source.address))
 
 
 @native_only
 def test_a_failing_read_names_the_place(engine: NativeEngine, file: File) -> None:
     source = Memory(5 * BLOCK).fill(5)
     blocks = file.table(5)
-    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
     engine.inject_fault(Fault.READ_EIO, 2)
     with pytest.raises(StorageError, match=r"read of 64 KiB at offset 65536 .*block 2 of 5.*EIO"):
-        engine.wait(engine.read(blocks, source.address))
+        engine.wait(engine.submit(IoOp.READ, blocks, source.address))
 
 
 def test_a_failure_starts_no_further_block(alone: NativeEngine, tmp_path: Path) -> None:
@@ -302,18 +310,18 @@ def test_a_failure_starts_no_further_block(alone: NativeEngine, tmp_path: Path) 
         file = File(tmp_path / "file", stream.fileno())
         engine.inject_fault(Fault.WRITE_EIO, 3)
         with pytest.raises(StorageError):
-            engine.wait(engine.write(file.table(50, 4096), source.address))
+            engine.wait(engine.submit(IoOp.WRITE, file.table(50, 4096), source.address))
         # io_uring may have launched a few before it knew.
         assert os.fstat(file.fd).st_size <= (2 if engine.settings.kind is EngineKind.THREADS else 6) * 4096
         assert native.io_stats(engine.handle).jobs_queued == 0
-        engine.wait(engine.write(file.table(50, 4096), source.address))
+        engine.wait(engine.submit(IoOp.WRITE, file.table(50, 4096), source.address))
 
 
 def test_a_full_device(engine: FileEngine) -> None:
     source = Memory(4096)
     fd = os.open("/dev/full", os.O_WRONLY)
     with pytest.raises(StorageError, match=f"file descriptor {fd} .*ENOSPC"):
-        engine.wait(engine.write(File(Path("/dev/full"), fd).table(1, 4096), source.address))
+        engine.wait(engine.submit(IoOp.WRITE, File(Path("/dev/full"), fd).table(1, 4096), source.address))
     os.close(fd)
 
 
@@ -322,9 +330,9 @@ def test_a_storm_of_interruptions_changes_nothing(engine: NativeEngine, file: Fi
     source, target = Memory(3 * BLOCK).fill(7), Memory(3 * BLOCK)
     blocks = file.table(3)
     engine.inject_fault(Fault.STORM, 2)
-    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
     engine.inject_fault(Fault.STORM, 2)
-    engine.wait(engine.read(blocks, target.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, target.address))
     assert np.array_equal(source.bytes, target.bytes)
 
 
@@ -332,22 +340,22 @@ def test_a_storm_of_interruptions_changes_nothing(engine: NativeEngine, file: Fi
 def test_a_write_that_never_happened_is_found(engine: NativeEngine, file: File) -> None:
     memory = Memory(3 * BLOCK).fill(7)
     blocks = file.table(3)
-    engine.wait(engine.write(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
     memory.fill(8)
     engine.inject_fault(Fault.WRITE_DROP, 2)
-    engine.wait(engine.write(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
     with pytest.raises(IntegrityError, match="block 2 of 3.*checksum"):
-        engine.wait(engine.read(blocks, memory.address))
+        engine.wait(engine.submit(IoOp.READ, blocks, memory.address))
 
 
 @native_only
 def test_a_read_that_ends_early(engine: NativeEngine, file: File) -> None:
     memory = Memory(3 * BLOCK).fill(7)
     blocks = file.table(3)
-    engine.wait(engine.write(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
     engine.inject_fault(Fault.READ_SHORT, 3)
     with pytest.raises(IntegrityError, match="block 3 of 3.*ends inside the block"):
-        engine.wait(engine.read(blocks, memory.address))
+        engine.wait(engine.submit(IoOp.READ, blocks, memory.address))
 
 
 @native_only
@@ -355,8 +363,8 @@ def test_a_short_write_goes_on(engine: NativeEngine, file: File) -> None:
     source, target = Memory(3 * BLOCK).fill(7), Memory(3 * BLOCK)
     blocks = file.table(3)
     engine.inject_fault(Fault.WRITE_SHORT, 2)
-    engine.wait(engine.write(blocks, source.address))
-    engine.wait(engine.read(blocks, target.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, target.address))
     assert np.array_equal(source.bytes, target.bytes)
 
 
@@ -364,12 +372,12 @@ def test_a_short_write_goes_on(engine: NativeEngine, file: File) -> None:
 def test_a_bit_flipped_once_on_the_way_is_read_again(engine: NativeEngine, file: File) -> None:
     source, target = Memory(3 * BLOCK).fill(8), Memory(3 * BLOCK)
     blocks = file.table(3)
-    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
     engine.inject_fault(Fault.READ_FLIP, 2)
-    engine.wait(engine.read(blocks, target.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, target.address))
     assert np.array_equal(source.bytes, target.bytes)
     engine.inject_fault(Fault.READ_FLIP, 2)
-    engine.wait(engine.read_unverified(blocks, target.address))
+    engine.wait(engine.submit(IoOp.READ_UNVERIFIED, blocks, target.address))
     assert not np.array_equal(source.bytes, target.bytes)
 
 
@@ -378,11 +386,11 @@ def test_a_bit_flipped_on_the_drive_is_found(engine: NativeEngine, file: File) -
     source, target = Memory(4 * BLOCK).fill(9), Memory(4 * BLOCK)
     blocks = file.table(4)
     engine.inject_fault(Fault.WRITE_FLIP, 3)
-    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
     expected = int(blocks["crc"][2])
     with pytest.raises(IntegrityError, match=rf"offset 131072 .*block 3 of 4.* expected {expected:08x}"):
-        engine.wait(engine.read(blocks, target.address))
-    engine.wait(engine.read_unverified(blocks, target.address))
+        engine.wait(engine.submit(IoOp.READ, blocks, target.address))
+    engine.wait(engine.submit(IoOp.READ_UNVERIFIED, blocks, target.address))
     assert (source.bytes != target.bytes).sum() == 1
 
 
@@ -390,20 +398,20 @@ def test_a_bit_flipped_on_the_drive_is_found(engine: NativeEngine, file: File) -
 def test_another_block_is_not_taken_for_this_one(engine: FileEngine, file: File, what: str) -> None:
     source = Memory(2 * BLOCK).fill(10)
     blocks = file.table(2)
-    engine.wait(engine.write(blocks, source.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, source.address))
     blocks[what] = blocks[what][::-1].copy()
     with pytest.raises(IntegrityError, match="block 1 of 2"):
-        engine.wait(engine.read(blocks, source.address))
+        engine.wait(engine.submit(IoOp.READ, blocks, source.address))
 
 
 @pytest.mark.parametrize("size", [0, BLOCK, 2 * BLOCK + 4096, 2 * BLOCK + 777])
 def test_a_truncated_file(engine: FileEngine, file: File, size: int) -> None:
     memory = Memory(3 * BLOCK).fill(11)
     blocks = file.table(3)
-    engine.wait(engine.write(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
     os.truncate(file.path, size)
     with pytest.raises(IntegrityError, match=rf"block {size // BLOCK + 1} of 3.*ends inside the block"):
-        engine.wait(engine.read(blocks, memory.address))
+        engine.wait(engine.submit(IoOp.READ, blocks, memory.address))
 
 
 def test_a_wrong_descriptor(engine: FileEngine) -> None:
@@ -412,7 +420,7 @@ def test_a_wrong_descriptor(engine: FileEngine) -> None:
     os.close(fd)
     blocks = File(Path("gone"), fd).table(1, 4096)
     with pytest.raises(StorageError, match="EBADF.*closed while it was in use"):
-        engine.wait(engine.write(blocks, memory.address))
+        engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
 
 
 GIVEN_UP = (
@@ -425,10 +433,10 @@ GIVEN_UP = (
 def test_a_drive_that_answers_no_more_ends_the_wait(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     memory = Memory(BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
-    ticket = engine.write(file.table(1), memory.address)
+    ticket = engine.submit(IoOp.WRITE, file.table(1), memory.address)
     with pytest.raises(StorageError, match=GIVEN_UP):
         engine.wait(ticket)
     monkeypatch.setattr(StallWatch, "is_over", _no_second_limit)
@@ -446,17 +454,17 @@ def test_a_drive_that_answers_after_it_was_given_up(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was under way may have been cut short, so it has failed; nothing is started any more."""
-    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     memory = Memory(BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
-    ticket = engine.write(file.table(1), memory.address)
+    ticket = engine.submit(IoOp.WRITE, file.table(1), memory.address)
     with pytest.raises(StorageError, match=GIVEN_UP):
         engine.wait(ticket)
-    monkeypatch.setattr(stall, "STALL_LIMIT_S", 60.0)
+    monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 60.0)
     engine.inject_fault(Fault.NONE)
     while not engine.done(ticket):
         time.sleep(0.001)
-    for each in (ticket, engine.write(file.table(1), memory.address)):
+    for each in (ticket, engine.submit(IoOp.WRITE, file.table(1), memory.address)):
         with pytest.raises(StorageError, match=r"ETIMEDOUT.*The last commit is intact"):
             engine.wait(each)
         with pytest.raises(ConfigError, match="not open"):
@@ -471,10 +479,10 @@ def test_a_drive_that_answers_no_more_ends_the_close(
     engine: NativeEngine, file: File, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody has waited for what it was asked."""
-    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     memory = Memory(4 * BLOCK).fill(1)
     engine.inject_fault(Fault.STALL)
-    engine.write(file.table(4), memory.address)
+    engine.submit(IoOp.WRITE, file.table(4), memory.address)
     handle = engine.handle
     engine.close()
     assert engine.is_stuck
@@ -509,14 +517,14 @@ class SlowDrive:
 
 
 def test_aiofiles_gives_up_a_drive_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stall, "STALL_LIMIT_S", 0.3)
+    monkeypatch.setattr(engine_words, "STALL_LIMIT_S", 0.3)
     drive, memory = SlowDrive(monkeypatch), Memory(8 * BLOCK).fill(1)
     engine = open_engine(KINDS["aiofiles"])
     with open(tmp_path / "extents.bin", "w+b") as stream:
         file = File(tmp_path / "extents.bin", stream.fileno())
         engine.name_file(file.fd, str(file.path))
         tables = [file.table(1, first=i * BLOCK) for i in range(8)]
-        tickets = [engine.write(table, memory.address + i * BLOCK) for i, table in enumerate(tables)]
+        tickets = [engine.submit(IoOp.WRITE, table, memory.address + i * BLOCK) for i, table in enumerate(tables)]
         with pytest.raises(StorageError, match=GIVEN_UP):
             engine.wait(tickets[0])
         monkeypatch.setattr(StallWatch, "is_over", _no_second_limit)
@@ -540,17 +548,17 @@ def test_the_process_ends_without_a_drive_that_aiofiles_has_given_up(ending: str
     code = (
         "import ctypes, mmap, os, sys, threading, numpy as np\n"
         "from zero_offload.base.errors import StorageError\n"
-        "from zero_offload.storage.files import stall\n"
-        "from zero_offload.storage.files.engine import BLOCK_DTYPE\n"
+        "from zero_offload.hardware.abi import IoOp\n"
+        "from zero_offload.storage.files import engine\n"
         "from zero_offload.storage.files.engines import AIOFILES, open_engine\n"
-        "stall.STALL_LIMIT_S = 0.3\n"
+        "engine.STALL_LIMIT_S, BLOCK_DTYPE = 0.3, engine.BLOCK_DTYPE\n"
         "os.pwritev = lambda *_: threading.Event().wait()\n"
         "engine = open_engine(AIOFILES)\n"
         "fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\n"
         "memory = mmap.mmap(-1, 4096)\n"
         "blocks = np.zeros(1, BLOCK_DTYPE)\n"
         "blocks['nbytes'], blocks['fd'] = 4096, fd\n"
-        "ticket = engine.write(blocks, ctypes.addressof(ctypes.c_char.from_buffer(memory)))\n"
+        "ticket = engine.submit(IoOp.WRITE, blocks, ctypes.addressof(ctypes.c_char.from_buffer(memory)))\n"
         "try:\n    engine.wait(ticket) if sys.argv[2] == 'wait' else None\n"
         "except StorageError as error:\n    print(error)\n"
         "engine.close() if sys.argv[2] != 'nothing' else None\n"
@@ -564,7 +572,7 @@ def test_the_process_ends_without_a_drive_that_aiofiles_has_given_up(ending: str
 
 def test_done_and_a_second_wait(engine: FileEngine, file: File) -> None:
     memory = Memory(BLOCK)
-    ticket = engine.write(file.table(1), memory.address)
+    ticket = engine.submit(IoOp.WRITE, file.table(1), memory.address)
     for _ in range(10_000):
         if engine.done(ticket):
             break
@@ -590,7 +598,7 @@ def test_a_wait_that_is_interrupted_can_be_repeated(
 
     engine.inject_fault(fault)
     memory = Memory(BLOCK)
-    ticket = engine.write(file.table(1), memory.address)
+    ticket = engine.submit(IoOp.WRITE, file.table(1), memory.address)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(native_engine, "WAIT_SLICE_S", 60.0)
         patch.setattr(native, "io_wait", interrupted)
@@ -618,15 +626,15 @@ def test_what_is_launched_as_a_signal_strikes_has_ended_when_the_exception_arriv
     engine.inject_fault(Fault.STALL)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(native, "io_submit", interrupted)
-        engine.write(blocks, memory.address)
+        engine.submit(IoOp.WRITE, blocks, memory.address)
     source = memory.bytes.copy()
     memory.fill(4)
-    engine.wait(engine.read(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.READ, blocks, memory.address))
     assert np.array_equal(memory.bytes, source)
 
 
 def test_no_blocks_are_done_at_once(engine: FileEngine, file: File) -> None:
-    ticket = engine.read(file.table(0), 0)
+    ticket = engine.submit(IoOp.READ, file.table(0), 0)
     assert engine.done(ticket)
     engine.wait(ticket)
 
@@ -635,7 +643,9 @@ def test_close_waits_and_keeps_dropped_tables_alive(engine: FileEngine, tmp_path
     memory = Memory(4096).fill(12)
     with open(tmp_path / "file", "w+b") as stream:
         for i in range(200):
-            engine.write(File(tmp_path / "file", stream.fileno()).table(1, 4096, first=4096 * i), memory.address)
+            engine.submit(
+                IoOp.WRITE, File(tmp_path / "file", stream.fileno()).table(1, 4096, first=4096 * i), memory.address
+            )
             gc.collect(0)
         engine.close()
         engine.close()
@@ -645,7 +655,7 @@ def test_close_waits_and_keeps_dropped_tables_alive(engine: FileEngine, tmp_path
 def test_a_closed_engine_says_so(engine: FileEngine, file: File) -> None:
     engine.close()
     with pytest.raises(StorageError, match="closed"):
-        engine.read(file.table(1), Memory(BLOCK).address)
+        engine.submit(IoOp.READ, file.table(1), Memory(BLOCK).address)
 
 
 def test_a_forked_child_is_refused(engine: FileEngine, file: File) -> None:
@@ -653,22 +663,22 @@ def test_a_forked_child_is_refused(engine: FileEngine, file: File) -> None:
     child = os.fork()
     if child == 0:
         try:
-            engine.read(blocks, memory.address)
+            engine.submit(IoOp.READ, blocks, memory.address)
         except StorageError as error:
             engine.close()
             os._exit(0 if "is a fork of" in str(error) else 2)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    engine.wait(engine.write(blocks, memory.address))
+    engine.wait(engine.submit(IoOp.WRITE, blocks, memory.address))
 
 
 def test_refuses_what_is_no_block_table(engine: FileEngine, file: File) -> None:
     with pytest.raises(ConfigError, match="strides"):
-        engine.read(file.table(4)[::2], Memory(2 * BLOCK).address)
+        engine.submit(IoOp.READ, file.table(4)[::2], Memory(2 * BLOCK).address)
     with pytest.raises(ConfigError, match="float64"):
-        engine.read(np.zeros(3), Memory(BLOCK).address)
+        engine.submit(IoOp.READ, np.zeros(3), Memory(BLOCK).address)
     with pytest.raises(ConfigError, match="base is NULL"):
-        engine.read(file.table(1), 0)
+        engine.submit(IoOp.READ, file.table(1), 0)
 
 
 # Drives
@@ -685,11 +695,11 @@ def test_a_slow_drive_does_not_hold_up_another(
         two.name_file(slow.fileno(), "slow", 0)
         two.name_file(fast.fileno(), "fast", 1)
         two.inject_fault(Fault.STALL)
-        held = two.write(File(tmp_path / "slow", slow.fileno()).table(20), memory.address)
+        held = two.submit(IoOp.WRITE, File(tmp_path / "slow", slow.fileno()).table(20), memory.address)
         while native.io_stats(two.handle).jobs_queued == 20:  # the fault is for the first block that any drive takes
             threading.Event().wait(0.001)
         for _ in range(3):
-            two.wait(two.write(File(tmp_path / "fast", fast.fileno()).table(20), memory.address))
+            two.wait(two.submit(IoOp.WRITE, File(tmp_path / "fast", fast.fileno()).table(20), memory.address))
         assert not two.done(held) and _moved_bytes(two) >= 60 * BLOCK
         two.inject_fault(Fault.NONE)
         two.wait(held)
@@ -705,12 +715,12 @@ def test_a_submission_over_several_drives(engine: FileEngine, request: pytest.Fi
         blocks["fd"] = [files[i % 3].fileno() for i in range(9)]
         for i, file in enumerate(files):
             many.name_file(file.fileno(), f"drive{i}", i)
-        many.wait(many.write(blocks, source.address))
-        many.wait(many.read(blocks, target.address))
+        many.wait(many.submit(IoOp.WRITE, blocks, source.address))
+        many.wait(many.submit(IoOp.READ, blocks, target.address))
         assert np.array_equal(source.bytes, target.bytes)
         os.truncate(tmp_path / "1", 0)
         with pytest.raises(IntegrityError, match="offset 65536 of drive1 .block 2 of 9"):
-            many.wait(many.read(blocks, target.address))
+            many.wait(many.submit(IoOp.READ, blocks, target.address))
         many.close()
 
 
@@ -723,7 +733,7 @@ def test_a_descriptor_that_comes_to_stand_for_another_file(kind: str, tmp_path: 
         with open(tmp_path / name, "w+b", buffering=0) as stream:
             numbers.append(stream.fileno())
             engine.name_file(stream.fileno(), name)
-            engine.wait(engine.write(File(tmp_path / name, stream.fileno()).table(1), memory.address))
+            engine.wait(engine.submit(IoOp.WRITE, File(tmp_path / name, stream.fileno()).table(1), memory.address))
         assert (tmp_path / name).read_bytes() == memory.bytes.tobytes()
         memory.fill(2)
     assert numbers[0] == numbers[1]
@@ -773,7 +783,7 @@ def test_a_wait_outlives_close(engine: FileEngine, file: File) -> None:
     settings = engine.settings  # type: ignore[attr-defined]
     for _ in range(40):
         other = open_engine(settings)
-        ticket = other.write(file.table(8), memory.address)
+        ticket = other.submit(IoOp.WRITE, file.table(8), memory.address)
         thread = threading.Thread(target=wait, args=(other, ticket))
         thread.start()
         other.close()
@@ -796,7 +806,7 @@ def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
         "blocks['nbytes'], blocks['fd'] = 4096, fd\n"
         "def late():\n"
         "    memory[:] = b'x' * 4096\n"
-        "    engine.wait(engine.write(blocks, address))\n"
+        "    engine.wait(engine.submit(IoOp.WRITE, blocks, address))\n"
         "atexit.register(late)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "file")], check=True, timeout=60)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from zero_offload.storage.files.stall import STALL_LIMIT_S, StallWatch
+from zero_offload.storage.files.engine import STALL_LIMIT_S, StallWatch
 
 
 @pytest.fixture
