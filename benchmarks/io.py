@@ -303,8 +303,8 @@ def _swap_seconds(
     extent = swap.allocate("all", [_STRIPE_BLOCK] * (nbytes // _STRIPE_BLOCK))
     swap.create_scratch()
     calls: list[Callable[[], None]] = [
-        lambda: swap.write(extent, slice(None), region.address).wait(),
-        lambda: swap.read(extent, slice(None), region.address).wait(),
+        lambda: swap.launch_write(extent, slice(None), region.address).wait(),
+        lambda: swap.launch_read(extent, slice(None), region.address).wait(),
     ]
     calls[0]()
     seconds = []

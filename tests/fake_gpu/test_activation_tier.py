@@ -24,7 +24,6 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.disk import DiskArrays
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -149,7 +148,7 @@ def test_a_way_back_from_a_drive_that_breaks_off_leaves_no_upload(
         contextlib.closing(SwapFile([directory], "activations", engine, 1)) as file,
     ):
         file.create_scratch()
-        tier = tiers.DiskTier(gpu, arena, DiskArrays(file, Counters()))
+        tier = tiers.DiskTier(gpu, arena, file)
         (source,) = sources(5 * MIB + 1)
         arrival = tier.arrival(tier.put(source))
         upload = gpu.upload

@@ -127,7 +127,7 @@ class Run:
             files.create(self.store, setup.durability)
             self.keeper.adopt(self.store, files.swap)
             for shard in self.store.shards:
-                self.store.places.place_memory(shard, {})
+                self.store.place_memory(shard, {})
             if self.keeper.found is not None:
                 self.step = self.keeper.found.step
                 self.keeper.restore(self.keeper.rank_payload(), self.store.shards)

@@ -35,12 +35,12 @@ class LateWrite:
 
 
 def make_writes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    write = SwapFile.write
+    write = SwapFile.launch_write
 
     def late(*args: Any) -> Any:
         return LateWrite(lambda: write(*args))
 
-    monkeypatch.setattr(SwapFile, "write", late)
+    monkeypatch.setattr(SwapFile, "launch_write", late)
 
 
 class Gate:

@@ -47,10 +47,10 @@ def open_store(
         swap = SwapFile([directory], "test.swap", engine, 1)
         stack.callback(swap.close)
         store = ShardStore(layout, [placement] * len(layout.units), Arena(num_frames), swap, num_slots)
-        store.places.lay_out(store.shards)
+        store.lay_out(store.shards)
         swap.create_scratch()
         for shard in store.shards:
-            store.places.place_memory(shard, {})
+            store.place_memory(shard, {})
             store.add_states(shard, ADAM_STATES)
         yield store
 

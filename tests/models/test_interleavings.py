@@ -23,6 +23,7 @@ from tests.helpers.disk import drain
 from tests.helpers.models import WIDE, TinyLM, build, tokens_of
 from tests.helpers.reference import placed, read_masters
 from zero_offload.base.types import MIB, EngineKind
+from zero_offload.hardware.abi import IoOp
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.runtime.units.param_loader import HostParamLoader
@@ -255,7 +256,7 @@ def test_a_transfer_that_a_ctrl_c_kept_from_beginning_is_not_waited_for(monkeypa
     engine = aiofiles_engine.AiofilesEngine(EngineSettings(EngineKind.AIOFILES, 2, 1, MIB))
     monkeypatch.setattr(aiofiles_engine, "itertools", SimpleNamespace(accumulate=strike, count=itertools.count))
     with pytest.raises(KeyboardInterrupt):
-        engine.read(np.zeros(1, BLOCK_DTYPE), 4096)
+        engine.submit(IoOp.READ, np.zeros(1, BLOCK_DTYPE), 4096)
     thread = threading.Thread(target=engine.close, daemon=True)
     thread.start()
     thread.join(30)

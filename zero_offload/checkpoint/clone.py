@@ -17,7 +17,7 @@ from zero_offload.base.errors import StorageError
 from zero_offload.base.types import SECTOR
 from zero_offload.hardware.kernels.checksums import reseeded
 from zero_offload.storage.files.directory import RunDirectory
-from zero_offload.storage.files.extents import Extent
+from zero_offload.storage.files.swap_file import Extent
 
 FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target

@@ -40,9 +40,8 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.history import History
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.storage.files.directory import RunDirectory
-from zero_offload.storage.files.extents import Extent, extent_record
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
-from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
 from zero_offload.storage.shards.shard import Component, Shard
 from zero_offload.storage.shards.snapshot import Snapshot
 from zero_offload.storage.shards.store import ShardStore
@@ -311,9 +310,9 @@ class GenerationKeeper:
                 self._store.restore(shard, entry["slot"], entry["components"], entry.get("spare"))
             # Before anything is allocated: it goes where no extent is known to be.
             for section, entry in zip(known, sections, strict=True):
-                if section.index >= len(self._store.shards) and not self._store.places.has_reserved(section.index):
+                if section.index >= len(self._store.shards) and not self._store.has_reserved(section.index):
                     layout = replace(section, shard_numel=entry["shard_numel"], num_shards=self.found.num_shards)
-                    self._store.places.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
+                    self._store.reserve(layout, entry["slot"], entry["components"], entry.get("spare"))
         for shard in shards:
             self._store.load_memory(shard, shard.current)
         self._flush_found(self._swap)

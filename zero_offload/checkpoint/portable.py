@@ -40,8 +40,14 @@ from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.codec import encode
-from zero_offload.storage.shards.shard import Component, Shard, component_dtype, is_state, master_components
+from zero_offload.storage.shards.shard import (
+    Component,
+    Shard,
+    component_dtype,
+    encode_array,
+    is_state,
+    master_components,
+)
 from zero_offload.storage.shards.store import ChunkSource, ShardStore
 
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
@@ -70,7 +76,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
             copy = ShardStore(layout, [_ON_DISK] * len(layout.units), Arena(0), swap, num_slots=1)
-            copy.places.lay_out(copy.shards)
+            copy.lay_out(copy.shards)
             for source, target in zip(store.shards, copy.shards, strict=True):
                 copy.add_states(target, source.states)
             shares = _create(swap, directory, store)
@@ -197,7 +203,7 @@ class SavedCheckpoint:
 
         def source(component: Component, begin: int, end: int) -> torch.Tensor:
             if is_state(component):
-                return encode(layout, component, read(component, begin, end))
+                return encode_array(layout, component, read(component, begin, end))
             if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
                 return read(component, begin, end)
             half, residual = read(Component.VALUE, begin, end), read(Component.RESIDUAL, begin, end)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CheckpointError, ConfigError
+from zero_offload.base.events import Counters
 from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
@@ -94,11 +95,11 @@ class RunFiles:
             _log.info("%s: %s", directories[0].path, settings)
         weights = _shares(settings, directories, moved_bytes, ranks)
         keeper.weights = keeper.weights or weights
-        seed = zlib.crc32(keeper.run_id.encode())
+        seed, counters = zlib.crc32(keeper.run_id.encode()), Counters()
         if Tier.NVME in config.activation_fractions:
-            files.scratch = SwapFile(directories, "activations", engine, seed, weights)
+            files.scratch = SwapFile(directories, "activations", engine, seed, weights, counters)
         name = swap_file_name(ranks.rank, keeper.edition)
-        files.swap = SwapFile(directories, name, engine, seed, keeper.weights)
+        files.swap = SwapFile(directories, name, engine, seed, keeper.weights, counters)
         files.swap.on_error = keeper.explain
         return files
 
@@ -143,7 +144,7 @@ class RunFiles:
     def lay_out(self, store: ShardStore, shards: Sequence[Shard], *, awaited: bool = True) -> None:
         """Plan where these shards are in the files, unless the generation found says it; it has those `awaited`."""
         if self.swap is not None and not (awaited and self.found is not None and self._earlier is None):
-            store.places.lay_out(shards)
+            store.lay_out(shards)
 
     def create(self, store: ShardStore, durability: Durability) -> None:
         """Make the files as the store plans them, or open those of the generation found."""

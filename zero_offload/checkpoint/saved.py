@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError
-from zero_offload.base.events import Counters
 from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
 from zero_offload.checkpoint.format import RUN_NAME, Generation, reading, sections_of, swap_file_name
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
@@ -25,14 +24,18 @@ from zero_offload.checkpoint.history import History
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
 from zero_offload.storage.files.directory import RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
-from zero_offload.storage.files.extents import Extent
 from zero_offload.storage.files.lock import LOCK_NAME
 from zero_offload.storage.files.manifest import read_manifest
-from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.files.swap_file import Extent, SwapFile
 from zero_offload.storage.memory.arena import Arena, Region
-from zero_offload.storage.shards.codec import decode
-from zero_offload.storage.shards.disk import DiskArrays
-from zero_offload.storage.shards.shard import Component, block_sizes, component_dtype, is_state, master_components
+from zero_offload.storage.shards.shard import (
+    Component,
+    block_sizes,
+    component_dtype,
+    decode_array,
+    is_state,
+    master_components,
+)
 
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 
@@ -113,7 +116,6 @@ class RankFiles:
     """One rank's shards in a generation."""
 
     swap: SwapFile
-    disk: DiskArrays
     sections: tuple[SectionLayout, ...]
     """As this rank holds them."""
     extents: dict[tuple[int, Component], Extent]
@@ -164,7 +166,7 @@ class SavedGeneration:
             except BaseException:
                 swap.close()
                 raise
-            self._ranks[rank] = RankFiles(swap, DiskArrays(swap, Counters()), sections, extents)
+            self._ranks[rank] = RankFiles(swap, sections, extents)
         return self._ranks[rank]
 
     def _shard_of(self, section: SectionLayout, rank: int) -> SectionLayout:
@@ -220,8 +222,8 @@ class SavedGeneration:
         section = files.sections[index]
         begin, end = section.chunks()[row]
         dtype, extent = component_dtype(section, component), files.extents[index, component]
-        array = files.disk.read_block(extent, row, dtype, self._block())
-        return decode(section, component, array, end - begin) if is_state(component) else array
+        array = files.swap.read_block(extent, row, dtype, self._block())
+        return decode_array(section, component, array, end - begin) if is_state(component) else array
 
     def _block(self) -> Region:
         if self._staging is None:

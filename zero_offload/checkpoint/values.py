@@ -12,8 +12,15 @@ import torch
 from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.hardware.kernels.formats import convert, join_master, split_master
 from zero_offload.plan.layout import CHUNK_NUMEL, ParamSlice, SectionLayout
-from zero_offload.storage.shards.codec import decode, encode
-from zero_offload.storage.shards.shard import Component, Shard, array_numel, component_dtype, master_components
+from zero_offload.storage.shards.shard import (
+    Component,
+    Shard,
+    array_numel,
+    component_dtype,
+    decode_array,
+    encode_array,
+    master_components,
+)
 from zero_offload.storage.shards.store import ShardStore
 
 FillMaster = Callable[[int, int, torch.Tensor], None]
@@ -94,7 +101,7 @@ def read_state(
     layout = shard.layout
 
     def read(row: int, begin: int, end: int) -> torch.Tensor:
-        return decode(layout, component, store.read_chunk(shard, component, row), end - begin)
+        return decode_array(layout, component, store.read_chunk(shard, component, row), end - begin)
 
     return _gather(layout, span, torch.float32, read)
 
@@ -138,7 +145,7 @@ class ComponentSource:
         layout, numel = self._shard.layout, end - begin
         if component in self._shard.states:
             if (states := self._states.get(component)) is not None:
-                return encode(layout, component, states[begin:end])
+                return encode_array(layout, component, states[begin:end])
             zero = host_zeros(1, component_dtype(layout, component))
             return zero.expand(array_numel(layout, component, numel))
         if not layout.has_master_apart:
@@ -216,9 +223,9 @@ class Edited:
             if first < last:
                 new = values if values.numel() == 1 else values[first - low : last - low]
                 if component in self._shard.states:
-                    whole = decode(layout, component, array, end - begin)
+                    whole = decode_array(layout, component, array, end - begin)
                     whole[first - begin : last - begin] = new
-                    array = encode(layout, component, whole)
+                    array = encode_array(layout, component, whole)
                 else:
                     array[first - begin : last - begin] = new
         return array

@@ -15,8 +15,7 @@ from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.storage.files.extents import Extent
-from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.files.swap_file import Extent, Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Component
 
@@ -128,7 +127,7 @@ def _verify_rank(saved: SavedGeneration, rank: int, files: RankFiles, verdict: V
                 _finish(saved, *pending.popleft(), verdict)
             address = region.address + number % READS_IN_FLIGHT * largest
             rows = slice(block.row, block.row + 1)
-            pending.append((block, files.disk.launch_read(block.extent, rows, address)))
+            pending.append((block, files.swap.launch_read(block.extent, rows, address)))
     finally:
         # The memory must not go before the reads are done.
         while pending:

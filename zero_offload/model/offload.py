@@ -638,15 +638,15 @@ def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget)
         own = slice(index_of_shard * section.shard_numel, (index_of_shard + 1) * section.shard_numel)
         if home is Home.IN_PLACE:
             # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
-            flat = store.places.memory_of(shard, section.dtype, section.numel)
+            flat = store.memory_of(shard, section.dtype, section.numel)
             # A storage of its own, so that views of updates and commits do not count as views that the program holds.
-            store.places.place_memory(shard, {Component.VALUE: build.device.alias(flat)[own]})
+            store.place_memory(shard, {Component.VALUE: build.device.alias(flat)[own]})
             sections.append(Section(shard, flat, None))
             continue
         if home is Home.AWAY and build.collectives.partition.replicates_params:
-            store.places.place_replica(shard)
+            store.place_replica(shard)
         replica = shard.replica.memory if shard.replica is not None and not shard.on_device else None
-        store.places.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
+        store.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
         if build.device.is_host:
             pages = MovableBuffer(store.arena, section.nbytes)
             sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))

@@ -180,8 +180,9 @@ class UpdatePipeline:
             return
         self._staging_bytes = state_bytes + grad_bytes
         self._free = [self._store.arena.allocate(self._staging_bytes) for _ in range(CHUNKS_IN_FLIGHT)]
-        for region in self._free:
-            self._store.disk.add_memory(region)
+        if self._store.swap is not None:
+            for region in self._free:
+                self._store.swap.add_memory(region)
 
     def _reap(self, *, all_of_them: bool) -> None:
         while self._writing and (all_of_them or all(w.done() for w in self._writing[0].writes)):

@@ -56,16 +56,16 @@ class Ioctl:
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Bytes that whole-shard reads took from disk."""
-    from zero_offload.storage.shards.disk import DiskArrays
+    from zero_offload.storage.files.swap_file import SwapFile
 
     found: list[int] = []
-    original = DiskArrays.read_block
+    original = SwapFile.read_block
 
-    def counting(self: DiskArrays, extent: Any, row: int, *rest: Any) -> torch.Tensor:
+    def counting(self: SwapFile, extent: Any, row: int, *rest: Any) -> torch.Tensor:
         found.append(int(extent.blocks[row]["nbytes"]))
         return original(self, extent, row, *rest)
 
-    monkeypatch.setattr(DiskArrays, "read_block", counting)
+    monkeypatch.setattr(SwapFile, "read_block", counting)
     yield found
 
 

@@ -40,7 +40,7 @@ def _store(layout: ShardLayout) -> ShardStore:
     """Everything in memory."""
     store = ShardStore(layout, [dict.fromkeys(StateKind, Tier.CPU)] * len(layout.units), Arena(0), None, num_slots=1)
     for shard in store.shards:
-        store.places.place_memory(shard, {})
+        store.place_memory(shard, {})
         store.add_states(shard, ADAM_STATES)
     return store
 

@@ -30,7 +30,6 @@ from zero_offload.runtime.saved.tensors import VersionCheck
 from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, Pieces
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
-from zero_offload.storage.shards.disk import DiskArrays
 from zero_offload.storage.shards.store import ShardStore
 
 SMALLEST_BYTES = 1 * MIB
@@ -312,7 +311,8 @@ def open_activations(
     if Tier.CPU in fractions and not device.is_host:
         tiers[Tier.CPU] = HostTier(device, store.arena, counters)
     if Tier.NVME in fractions:
-        tiers[Tier.NVME] = DiskTier(device, store.arena, DiskArrays(scratch, counters))
+        assert scratch is not None
+        tiers[Tier.NVME] = DiskTier(device, store.arena, scratch)
     if not tiers:
         return None
     trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None

@@ -25,10 +25,8 @@ from zero_offload.hardware.device import Device, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK, ACTIVATION_BLOCKS_OUT
 from zero_offload.runtime.saved.landing import Landing, Lease
 from zero_offload.storage.files.engine import Urgency
-from zero_offload.storage.files.extents import Extent
-from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.disk import ALL_ROWS, DiskArrays
 
 Pieces = Sequence[Any]
 
@@ -119,7 +117,7 @@ class _DiskPiece:
 class _Leaving:
     """A block of staging on its way to the file."""
 
-    disk: DiskArrays
+    disk: SwapFile
     block: Tensor
     piece: _DiskPiece
     download: Handoff | None
@@ -150,7 +148,7 @@ class _Leaving:
 class DiskTier:
     """Blocks of a file of this rank's own, without a name: nothing of it outlives the process."""
 
-    def __init__(self, device: Device, arena: Arena, disk: DiskArrays) -> None:
+    def __init__(self, device: Device, arena: Arena, disk: SwapFile) -> None:
         self._device = device
         self._disk = disk
         self._staging = _Blocks(arena)
@@ -240,7 +238,7 @@ class DiskTier:
 class _ToPlace:
     """Reads to where a CPU computes."""
 
-    def __init__(self, landing: Landing, disk: DiskArrays, pieces: Sequence[_DiskPiece]) -> None:
+    def __init__(self, landing: Landing, disk: SwapFile, pieces: Sequence[_DiskPiece]) -> None:
         self._landing = landing
         self._disk = disk
         self._pieces = pieces
@@ -278,7 +276,7 @@ class _ToPlace:
 class _FromDisk:
     """Reads into landing blocks, as many as are free; from there to a GPU."""
 
-    def __init__(self, tier: DiskTier, device: Device, disk: DiskArrays, pieces: Sequence[_DiskPiece]) -> None:
+    def __init__(self, tier: DiskTier, device: Device, disk: SwapFile, pieces: Sequence[_DiskPiece]) -> None:
         self._tier = tier
         self._device = device
         self._disk = disk

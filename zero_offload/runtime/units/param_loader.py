@@ -25,7 +25,7 @@ from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Region
 from zero_offload.storage.memory.pool import SpanPool
-from zero_offload.storage.shards.replica import Replica
+from zero_offload.storage.shards.shard import Replica
 from zero_offload.storage.shards.store import ShardStore
 
 

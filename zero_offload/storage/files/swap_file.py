@@ -1,8 +1,11 @@
-"""One rank's bytes on disk: extents in preallocated files, one file per directory.
+"""One rank's bytes on disk: where every array lies in preallocated files, one file per directory, and what goes to and
+from them.
 
-Owns the files and what goes to and from them; never knows what the bytes mean, and leaves to `extents` where they lie.
-The calls: `allocate` every extent, `create` (or `open_existing`), `read` / `write` and `Transfer.wait`, `sync`,
-`close`; to go on from a manifest, `restore_copies` of all that it names before anything else is allocated.
+Owns the files and the map of extents; never knows what the bytes mean. An extent's table is what the file engine reads:
+a write stores a block's checksum in it, a read is verified against it, and a manifest is a copy of it. Blocks are dealt
+to the directories by their weights, so several drives work at once and end at the same time.
+The calls: `allocate` every extent, `create` (or `open_existing`), `launch_read` / `launch_write` and `Transfer.wait`,
+`sync`, `close`; to go on from a manifest, `restore_copies` of all that it names before anything else is allocated.
 """
 
 from __future__ import annotations
@@ -10,20 +13,193 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError, ZeroOffloadError
-from zero_offload.base.types import SECTOR
+from zero_offload.base.events import Counters
+from zero_offload.base.spans import Lane
+from zero_offload.base.types import SECTOR, Tier
 from zero_offload.hardware.abi import IoOp
+from zero_offload.plan.dealer import Dealer
 from zero_offload.storage.files.directory import DataFile, RunDirectory
-from zero_offload.storage.files.engine import FileEngine, Lasting, Ticket, Urgency
-from zero_offload.storage.files.extents import Extent, ExtentMap
+from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Lasting, Ticket, Urgency
+from zero_offload.storage.memory.arena import Region
 
+ALL_ROWS = slice(None)
 _STUCK: list[DataFile] = []
 """Files that a drive may still write."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Blocks that hold one array; `blocks` has a row of `BLOCK_DTYPE` each, checksums included."""
+
+    name: str
+    blocks: BlockTable
+    directories: npt.NDArray[np.int32]
+    """Which directory each block is in."""
+    written: npt.NDArray[np.bool_]
+    """Which blocks have ever been written; the others read as zeros."""
+
+    def nbytes_in(self, place: int) -> int:
+        """Bytes of it in one directory."""
+        return int(self.blocks["nbytes"][self.directories == place].sum())
+
+
+ExtentRecord = dict[str, Any]
+"""What a manifest keeps of an extent."""
+
+
+class ExtentMap:
+    """The extents of one rank in several directories."""
+
+    def __init__(self, seed: int, weights: Sequence[float]) -> None:
+        self._seed = seed
+        self._dealer = Dealer(dict(enumerate(weights)))
+        self.sizes = [0] * len(weights)
+        """Bytes of the file in each directory."""
+        self._restored: list[Extent] = []
+        """Between them there may be room."""
+        self._gaps: list[list[tuple[int, int]]] = [[] for _ in weights]
+        """Of each directory, where nothing lies that a manifest names: (begin, end)."""
+
+    def allocate(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """Extents of blocks of these sizes (bytes, whole sectors), one after the other: where one lies says where all.
+
+        The blocks of the first are dealt to the directories; in each, the other extents lie behind it. They go where an
+        earlier run had what no manifest names, if they fit there, else to the end.
+        """
+        self._find_gaps()
+        extents = self._describe(names, block_sizes)
+        first = extents[0]
+        first.directories[:] = [self._dealer.deal(nbytes) for nbytes in block_sizes]
+        for place in range(len(self.sizes)):
+            here = first.directories == place
+            begins = _begins(first.blocks["nbytes"][here])
+            first.blocks["offset"][here] = begins + self._take(place, len(names) * first.nbytes_in(place))
+        _place_copies(extents, 0)
+        return extents
+
+    def _take(self, place: int, nbytes: int) -> int:
+        """Where so many bytes in a row are free in a directory; they are taken."""
+        for number, (begin, end) in enumerate(self._gaps[place]):
+            if end - begin >= nbytes:
+                self._gaps[place][number] = (begin + nbytes, end)
+                return begin
+        self.sizes[place] += nbytes
+        return self.sizes[place] - nbytes
+
+    def _find_gaps(self) -> None:
+        """After the last of `restore_copies`."""
+        if not self._restored:
+            return
+        for place in range(len(self.sizes)):
+            spans: list[tuple[int, int]] = []
+            for extent in self._restored:
+                here = extent.directories == place
+                begins = extent.blocks["offset"][here]
+                spans += zip(begins.tolist(), (begins + extent.blocks["nbytes"][here]).tolist(), strict=True)
+            free_from = 0
+            for begin, end in sorted(spans):
+                if begin > free_from:
+                    self._gaps[place].append((free_from, begin))
+                free_from = max(free_from, end)
+        self._restored = []
+
+    def restore_copies(
+        self, names: Sequence[str], block_sizes: Sequence[int], index: int, record: Any
+    ) -> tuple[Extent, ...]:
+        """What `allocate` has made, of which a manifest records number `index`; the others are blank.
+
+        Raises IntegrityError when the record does not fit.
+        """
+        extents = self._describe(names, block_sizes)
+        extent = extents[index]
+        limits = {"offset": 2**62, "crc": 2**32, "directory": len(self.sizes)}
+        values = {key: _numbers(record, key, limit, extent) for key, limit in limits.items()}
+        extent.blocks["offset"], extent.blocks["crc"] = values["offset"], values["crc"]
+        extent.directories[:] = values["directory"]
+        extent.written[:] = not record.get("blank")
+        _place_copies(extents, index)
+        for each in extents:
+            ends = each.blocks["offset"] + each.blocks["nbytes"]
+            for place, size in enumerate(self.sizes):
+                self.sizes[place] = max(size, int(ends[each.directories == place].max(initial=0)))
+        self._restored += extents
+        return extents
+
+    def _describe(self, names: Sequence[str], block_sizes: Sequence[int]) -> tuple[Extent, ...]:
+        """Extents that lie nowhere yet."""
+        assert all(nbytes % SECTOR == 0 for nbytes in block_sizes)
+        extents = []
+        for name in names:
+            table = np.zeros(len(block_sizes), dtype=BLOCK_DTYPE)
+            table["nbytes"] = block_sizes
+            # A block of another run, extent or position fails its checksum even where its bytes are valid.
+            table["seed"] = [_mix(self._seed, zlib.crc32(name.encode()), i) for i in range(len(table))]
+            places, written = np.zeros(len(table), dtype=np.int32), np.zeros(len(table), dtype=np.bool_)
+            extents.append(Extent(name, table, places, written))
+        return tuple(extents)
+
+
+def extent_record(extent: Extent) -> ExtentRecord:
+    """What a manifest keeps of an extent: where each block is and its checksum; or that it was never written."""
+    columns = {"offset": extent.blocks["offset"], "crc": extent.blocks["crc"], "directory": extent.directories}
+    record = {key: values.tolist() for key, values in columns.items()}
+    return record if extent.written.any() else {**record, "blank": True}
+
+
+def _begins(sizes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
+    """Where each of these begins, one after the other from 0."""
+    ends = np.cumsum(sizes, dtype=np.uint64)
+    return ends - sizes
+
+
+def _place_copies(extents: Sequence[Extent], known: int) -> None:
+    """Copies of one shape lie behind each other in every directory: from where one is follows where all are."""
+    origin = extents[known]
+    for number, extent in enumerate(extents):
+        extent.directories[:] = origin.directories
+        for place in np.unique(origin.directories):
+            here = origin.directories == place
+            apart = (number - known) * origin.nbytes_in(place)
+            offsets = origin.blocks["offset"][here].astype(np.int64) + apart
+            if offsets.min() < 0:
+                raise IntegrityError(
+                    f"the manifest puts {origin.name} where {extent.name} would begin before its file; "
+                    "load a checkpoint, or start over with existing='discard'"
+                )
+            extent.blocks["offset"][here] = offsets
+
+
+def _numbers(record: Any, key: str, limit: int, extent: Extent) -> list[int]:
+    """A list of a manifest's record, checked."""
+    values = record.get(key) if isinstance(record, dict) else None
+    valid = isinstance(values, list) and len(values) == len(extent.blocks)
+    if not valid or not all(type(value) is int and 0 <= value < limit for value in values or ()):
+        raise IntegrityError(
+            f"the manifest's {key} list of {extent.name} is not {len(extent.blocks)} valid numbers; "
+            "load a checkpoint, or start over with existing='discard'"
+        )
+    assert isinstance(values, list)
+    return values
+
+
+def _mix(*words: int) -> int:
+    """Spread a few integers over 32 bits (FNV-1a over their 64-bit forms)."""
+    value = 0x811C9DC5
+    for word in words:
+        for byte in word.to_bytes(8, "little"):
+            value = ((value ^ byte) * 0x01000193) & 0xFFFFFFFF
+    return value
 
 
 class Transfer:
@@ -77,8 +253,11 @@ class SwapFile:
         engine: FileEngine,
         seed: int,
         weights: Sequence[float] | None = None,
+        counters: Counters | None = None,
     ) -> None:
         """`weights` are the directories' shares of all bytes, by default equal. The same ones give the same places."""
+        self.counters = counters or Counters()
+        """Of bytes that are read and written."""
         self._directories = tuple(directories)
         self._map = ExtentMap(seed, weights or [1 / len(directories)] * len(directories))
         self._name = name
@@ -179,19 +358,44 @@ class SwapFile:
                     "load a checkpoint, or start over with existing='discard'"
                 )
 
-    def read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
+    def launch_read(self, extent: Extent, rows: slice, address: int, urgency: Urgency = Urgency.NORMAL) -> Transfer:
         """Launch the read of blocks to consecutive memory, verified; of blocks that were all never written, zeros."""
-        if not extent.written[rows].any():
-            ctypes.memset(address, 0, int(extent.blocks[rows]["nbytes"].sum()))
-            return Transfer(self._engine, None, self.on_error)
-        return Transfer(
-            self._engine, self._engine.submit(IoOp.READ, extent.blocks[rows], address, urgency), self.on_error
-        )
+        blocks = extent.blocks[rows]
+        nbytes = int(blocks["nbytes"].sum())
+        self.counters.read(Tier.NVME, nbytes)
+        ticket = None
+        if extent.written[rows].any():
+            ticket = self._engine.submit(IoOp.READ, blocks, address, urgency)
+        else:
+            ctypes.memset(address, 0, nbytes)
+        transfer = Transfer(self._engine, ticket, self.on_error)
+        if self.counters.spans.on:
+            transfer.tell(partial(self.counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))
+        return transfer
 
-    def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
+    def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
+        blocks = extent.blocks[rows]
+        nbytes = int(blocks["nbytes"].sum())
+        self.counters.written(Tier.NVME, nbytes)
         extent.written[rows] = True
-        return Transfer(self._engine, self._engine.submit(IoOp.WRITE, extent.blocks[rows], address), self.on_error)
+        transfer = Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self.on_error)
+        if self.counters.spans.on:
+            transfer.tell(partial(self.counters.spans.put, Lane.WRITE, extent.name, nbytes=nbytes))
+        return transfer
+
+    def read_array(self, extent: Extent, out: torch.Tensor) -> None:
+        """Fill `out`, sector-aligned host memory, and wait."""
+        self.launch_read(extent, ALL_ROWS, out.data_ptr(), Urgency.URGENT).wait()
+
+    def write_array(self, extent: Extent, values: torch.Tensor) -> None:
+        """Write `values`, sector-aligned host memory, and wait."""
+        self.launch_write(extent, ALL_ROWS, values.data_ptr()).wait()
+
+    def read_block(self, extent: Extent, row: int, dtype: torch.dtype, staging: Region) -> torch.Tensor:
+        """One block, host, verified: a view of `staging`, valid until that is used again."""
+        self.launch_read(extent, slice(row, row + 1), staging.address).wait()
+        return staging.tensor(dtype, int(extent.blocks[row]["nbytes"]) // dtype.itemsize)
 
     def add_memory(self, region: Lasting) -> None:
         """Tell the engine of memory that lasts as long as this file is open."""

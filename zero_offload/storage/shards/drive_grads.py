@@ -16,11 +16,9 @@ from zero_offload.base.types import Tier
 from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.storage.files.extents import Extent
-from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, Transfer
 from zero_offload.storage.memory.arena import MovableBuffer
 from zero_offload.storage.shards import host_grads
-from zero_offload.storage.shards.disk import ALL_ROWS
 from zero_offload.storage.shards.grad_memory import GradMemory
 from zero_offload.storage.shards.grad_store import Arrival, Gathered, GradSource
 from zero_offload.storage.shards.host_grads import HostGrads

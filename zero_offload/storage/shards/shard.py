@@ -21,19 +21,21 @@ update and belongs to no generation.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 
+from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.base.types import StateFormat, StateKind, Tier, whole_sectors
 from zero_offload.hardware.device import Device, Event
-from zero_offload.hardware.kernels.arguments import num_scales
+from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
+from zero_offload.hardware.kernels.formats import decode_states, encode_states
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
-from zero_offload.storage.files.extents import Extent
-from zero_offload.storage.files.swap_file import Transfer
-from zero_offload.storage.shards.replica import Replica
+from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 
 
 class Component(StrEnum):
@@ -133,6 +135,38 @@ def block_sizes(layout: SectionLayout, component: Component) -> list[int]:
     return [array_bytes(layout, [component], end - begin) for begin, end in layout.chunks()]
 
 
+def encode_array(layout: SectionLayout, component: Component, values: torch.Tensor) -> torch.Tensor:
+    """A chunk's array of what is nearest to `values`, (numel,) fp32, host; of fp32 states `values` itself."""
+    if layout.state_format is StateFormat.FP32:
+        return values
+    numel = array_numel(layout, component, values.numel())
+    array = host_zeros(numel, component_dtype(layout, component))
+    codes, scales = _parts(layout, component, array, values.numel())
+    encode_states(layout.state_format, values.contiguous(), codes, scales, signed=component.value in SIGNED)
+    return array
+
+
+def decode_array(layout: SectionLayout, component: Component, array: torch.Tensor, numel: int) -> torch.Tensor:
+    """(numel,) fp32, host, that a chunk's array stands for; of fp32 states the array itself."""
+    if layout.state_format is StateFormat.FP32:
+        return array
+    values = host_empty(numel, torch.float32)
+    codes, scales = _parts(layout, component, array, numel)
+    decode_states(layout.state_format, codes, scales, values, signed=component.value in SIGNED)
+    return values
+
+
+def _parts(
+    layout: SectionLayout, component: Component, array: torch.Tensor, numel: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Views of the states' elements, and of their scales if they have any."""
+    count = num_scales(layout.state_format, numel)
+    if not count:
+        return array, None
+    codes = array[:numel].view(state_dtype(layout.state_format, signed=component.value in SIGNED))
+    return codes, array[numel : numel + 4 * count].view(torch.float32)
+
+
 @dataclass(frozen=True)
 class ShardPlacement:
     """The tier of each state kind of one shard."""
@@ -157,6 +191,37 @@ class ShardPlacement:
 def is_on_device(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> bool:
     """Whether the components of a section's shard are in the compute device's own memory, where it is updated."""
     return layout.trainable and tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not device.is_host
+
+
+class Replica:
+    """Whole values of a section that ranks have cut, on this rank and away from the compute device: stages 1 and 2.
+
+    The first use after an update gathers the shards and is kept here; every other use is served from here, without
+    communication. It belongs to no generation, since it can be made again.
+    """
+
+    def __init__(self, layout: SectionLayout, disk: SwapFile | None, memory: torch.Tensor | None) -> None:
+        """In host memory where `memory`, (numel,), is given; else on disk."""
+        self._layout = layout.whole()
+        self._disk = disk
+        self._extent: Extent | None = None
+        self.memory = memory
+        self.fresh = False
+        """True if it has the newest values."""
+
+    def launch_fetch(self, address: int, urgency: Urgency) -> Transfer:
+        """Bring the values, `layout.nbytes`, from disk to host memory at `address`."""
+        assert self._disk is not None and self._extent is not None and self.fresh
+        return self._disk.launch_read(self._extent, ALL_ROWS, address, urgency)
+
+    def launch_save(self, address: int) -> Transfer:
+        """Write the values from host memory to disk."""
+        assert self._disk is not None
+        if self._extent is None:
+            # Now, not at the start: extents of generations must lie alike for every placement.
+            sizes = self._layout.block_sizes(self._layout.dtype)
+            self._extent = self._disk.allocate(f"section {self._layout.index} replica", sizes)
+        return self._disk.launch_write(self._extent, ALL_ROWS, address)
 
 
 @dataclass
@@ -218,6 +283,9 @@ class Shard:
         """Return when what was written can be read. Raises StorageError when a write failed."""
         for transfer in list(self.writes):
             transfer.wait()
+            # An update on another thread may have added further ones, and a commit may have waited as well.
+            with contextlib.suppress(ValueError):
+                self.writes.remove(transfer)
 
     def wait_for_copies(self) -> None:
         """Return when values in host memory may change.

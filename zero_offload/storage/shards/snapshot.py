@@ -22,10 +22,9 @@ from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.base.threads import Monitor
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
-from zero_offload.storage.files.swap_file import Transfer
+from zero_offload.storage.files.swap_file import SwapFile, Transfer
 from zero_offload.storage.memory.arena import Region
 from zero_offload.storage.shards.device_staging import DeviceStaging
-from zero_offload.storage.shards.disk import DiskArrays
 from zero_offload.storage.shards.shard import Shard
 
 
@@ -43,11 +42,11 @@ class ChunkCopy:
     def arrays(self) -> list[torch.Tensor]:
         return [self.shard.array(component, self.row) for component in self.shard.components]
 
-    def launch(self, disk: DiskArrays, addresses: Sequence[int]) -> None:
+    def launch(self, swap: SwapFile, addresses: Sequence[int]) -> None:
         """Write what stands there, component by component."""
         rows, slot = slice(self.row, self.row + 1), self.shard.slots[self.slot]
         extents = [slot[component] for component in self.shard.components]
-        self.writes = [disk.launch_write(each, rows, at) for each, at in zip(extents, addresses, strict=True)]
+        self.writes = [swap.launch_write(each, rows, at) for each, at in zip(extents, addresses, strict=True)]
 
     def wait(self) -> None:
         for write in self.writes or ():
@@ -69,9 +68,11 @@ class Snapshot:
 class Snapshots:
     """One snapshot at a time, of all shards of a store."""
 
-    def __init__(self, shards: Sequence[Shard], disk: DiskArrays, counters: Counters, staging: DeviceStaging) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], swap: SwapFile | None, counters: Counters, staging: DeviceStaging
+    ) -> None:
         self._shards = shards
-        self._disk = disk
+        self._swap = swap
         self._counters = counters
         self.staging = staging
         self._copies: dict[tuple[int, int], ChunkCopy] = {}
@@ -153,16 +154,18 @@ class Snapshots:
         self._wait_until(lambda: not self._active)
 
     def _launch(self, copy: ChunkCopy) -> None:
+        assert self._swap is not None
         with self._changed.lock:
             if copy.writes is None:
-                copy.launch(self._disk, [array.data_ptr() for array in copy.arrays()])
+                copy.launch(self._swap, [array.data_ptr() for array in copy.arrays()])
 
     def _bring(self, copy: ChunkCopy) -> None:
         """Of what is in a device's memory; on the commit's thread alone."""
+        assert self._swap is not None
         region, addresses = self.staging.bring(copy.arrays())
         copy.staging = region
         self._changed.notify()
-        copy.launch(self._disk, addresses)
+        copy.launch(self._swap, addresses)
 
     def _wait_for_staging(self, copy: ChunkCopy) -> None:
         self._wait_until(lambda: copy.staging is not None)

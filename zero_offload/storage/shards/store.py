@@ -2,7 +2,7 @@
 
 Owns memory regions and extents of all shards of a model on this rank. It moves bytes when told and decides
 nothing. The calls, and who makes them:
-    `places.lay_out`, or `restore` each section of a generation; `places.place_memory`, `write_components`   (offload);
+    `lay_out`, or `restore` each section of a generation; `place_memory`, `write_components`   (offload);
     `grow`                                     when further parameters are offloaded (offload);
     `add_states`                               when an optimizer says what it keeps;
     `launch_fetch`                             parameters for forward and backward (runtime);
@@ -23,29 +23,30 @@ from typing import Any
 
 import torch
 
-from zero_offload.base.errors import ZeroOffloadError
+from zero_offload.base.errors import CapacityError, IntegrityError, ZeroOffloadError
 from zero_offload.base.events import Counters
 from zero_offload.base.host import host_empty
-from zero_offload.base.types import StateKind, Tier
+from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.storage.files.engine import Urgency
-from zero_offload.storage.files.swap_file import SwapFile, Transfer
+from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.device_staging import DeviceStaging
-from zero_offload.storage.shards.disk import ALL_ROWS, DiskArrays
 from zero_offload.storage.shards.grad_ring import GradRing
-from zero_offload.storage.shards.places import Places
 from zero_offload.storage.shards.shard import (
     Component,
+    Replica,
     Shard,
     ShardPlacement,
     array_bytes,
     array_numel,
     array_range,
+    block_sizes,
     component_dtype,
     is_on_device,
+    master_components,
     shard_bytes,
 )
 from zero_offload.storage.shards.snapshot import Snapshots
@@ -126,16 +127,23 @@ class ShardStore:
         self.arena = arena
         self.swap = swap
         self._lazy: weakref.WeakSet[LazyRead] = weakref.WeakSet()
-        self.counters = Counters()
-        self.disk = DiskArrays(swap, self.counters)
+        self.counters = Counters() if swap is None else swap.counters
         self._device = device
+        self._num_slots = num_slots
         self.shards = [_new_shard(section, placements[section.unit], device) for section in layout.sections]
         """Of all sections, by index; `grow` adds to it."""
-        self.snapshots = Snapshots(self.shards, self.disk, self.counters, DeviceStaging(device, arena))
-        self.places = Places(arena, device, self.disk, num_slots)
+        self.snapshots = Snapshots(self.shards, swap, self.counters, DeviceStaging(device, arena))
+        self._reserved: dict[int, tuple[dict[Component, Extent], ...]] = {}
+        """The slots of sections that a generation has and no shard yet; by index."""
         self.grad_ring: GradRing | None = None
         """Where gradients pass through, if the update runs inside of backward."""
         self._size_staging()
+
+    @property
+    def disk(self) -> SwapFile:
+        """The swap file, where something rests on disk."""
+        assert self.swap is not None
+        return self.swap
 
     def _size_staging(self) -> None:
         self.state_staging_bytes = max(array_bytes(s.layout, s.components, CHUNK_NUMEL) for s in self.shards)
@@ -155,21 +163,144 @@ class ShardStore:
         del self.shards[num_shards:]
         self._size_staging()
 
+    # What a shard has, and where: memory and extents, taken when there is something to put there
+
+    def lay_out(self, shards: Iterable[Shard]) -> None:
+        """Plan the extents of shards, anew."""
+        for shard in shards:
+            self._lay_out(shard, shard.components)
+
+    def _lay_out(self, shard: Shard, components: Sequence[Component]) -> None:
+        count = self._slots_on_disk(shard)
+        if count == 0:
+            return
+        planned = {each: self.disk.allocate_copies(*_named(shard.layout, each, range(count))) for each in components}
+        slots = shard.slots or tuple({} for _ in range(count))
+        for number, slot in enumerate(slots):
+            slot.update({component: extents[number] for component, extents in planned.items()})
+        shard.slots = slots
+
+    def _slots_on_disk(self, shard: Shard) -> int:
+        kept = self._num_slots > 1  # in generations
+        if shard.layout.trainable:
+            return self._num_slots if kept or shard.placement.optimizer is Tier.NVME else 0
+        return int(kept or shard.placement.params is Tier.NVME)
+
+    def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
+        """Have what a generation's manifest records, in its slot; the other slot lies beside it.
+
+        `records` are those of extents, by component; `spare` is that of the other slot of a frozen shard, which was
+        made later and somewhere else, or None. Raises IntegrityError for a slot that cannot be.
+        """
+        layout = shard.layout
+        shard.slots = self._reserved.pop(layout.index, ()) or self._find(
+            layout, slot, records, spare, self._slots_on_disk(shard)
+        )
+        shard.current = slot
+        states = [each for each in map(Component, records) if each not in master_components(layout)]
+        self._take_memory(shard, states)
+        self._keep(shard, states)
+        self._size_staging()
+
+    def has_reserved(self, section: int) -> bool:
+        return section in self._reserved
+
+    def reserve(self, layout: SectionLayout, slot: int, records: Mapping[str, Any], spare: Any) -> None:
+        """Leave alone what a manifest records of a section that has no shard yet; see `restore`, which takes it."""
+        count = self._num_slots if layout.trainable else 1
+        self._reserved[layout.index] = self._find(layout, slot, records, spare, count)
+
+    def _find(
+        self, layout: SectionLayout, slot: int, records: Mapping[str, Any], spare: Any, count: int
+    ) -> tuple[dict[Component, Extent], ...]:
+        """The extents of each of `count` slots, or of as many as are recorded."""
+        components = [Component(name) for name in records]
+        lacking = sorted(set(master_components(layout)) - set(components))
+        if lacking or not 0 <= slot < 2:
+            problem = f"has no {lacking[0].value} of" if lacking else f"names slot {slot}, which does not exist, for"
+            raise IntegrityError(
+                f"a manifest {problem} section {layout.index}; load a checkpoint, or start over with existing='discard'"
+            )
+        known = {slot: records}
+        if not layout.trainable and spare is not None:
+            known[1 - slot] = spare
+        slots: tuple[dict[Component, Extent], ...] = tuple({} for _ in range(max(count, 1 + max(known))))
+        for origin, found in known.items():
+            together = range(count) if layout.trainable else [origin]
+            for component in components:
+                where = together.index(origin), found[component.value]
+                extents = self.disk.restore_copies(*_named(layout, component, together), *where)
+                for number, extent in zip(together, extents, strict=True):
+                    slots[number][component] = extent
+        return slots
+
+    def place_memory(self, shard: Shard, existing: Mapping[Component, torch.Tensor]) -> None:
+        """Take memory for the components that rest in memory; `existing` brings those that have it already."""
+        shard.memory.update(existing)
+        self._take_memory(shard, shard.components)
+
+    def _take_memory(self, shard: Shard, components: Iterable[Component]) -> None:
+        place, layout = shard.placement, shard.layout
+        optimizer_rests = place.optimizer is not Tier.NVME and layout.trainable
+        missing = [
+            component
+            for component in components
+            if (optimizer_rests or (component is Component.VALUE and place.value_in_memory))
+            and component not in shard.memory
+        ]
+        if not missing:
+            return
+        sizes = {component: shard_bytes(layout, [component]) for component in missing}
+        if shard.on_device:
+            memory = self.memory_of(shard, torch.uint8, sum(sizes.values()))
+            for component, part in zip(sizes, memory.split(list(sizes.values())), strict=True):
+                shard.memory[component] = part.view(component_dtype(layout, component))
+            return
+        # One region for all: rounded up to huge pages once. A shard's arrays are whole sectors long.
+        region = self.arena.allocate(sum(sizes.values()))
+        offset = 0
+        for component, nbytes in sizes.items():
+            dtype = component_dtype(layout, component)
+            shard.memory[component] = region.tensor(dtype, nbytes // dtype.itemsize, offset)
+            offset += nbytes
+
+    def memory_of(self, shard: Shard, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        """(numel,) zeros where the shard's components in memory are: on the host, or on the device."""
+        if not shard.on_device:
+            return self.arena.array(dtype, numel)
+        try:
+            return torch.zeros(numel, dtype=dtype, device=self._device.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"section {shard.layout.index}: {format_bytes(numel * dtype.itemsize)} are not free on "
+                f"{self._device.torch_device}; place fewer optimizer states there, for example optimizer='cpu' or "
+                "optimizer={'device': 0.5, 'cpu': 0.5}"
+            ) from error
+
     def add_states(self, shard: Shard, states: Iterable[Component]) -> None:
         """Have these states too, all zero, where the optimizer's states rest; after updates and commits under way.
 
         Raises CapacityError, and has none of them, where there is no room.
         """
         missing = [each for each in dict.fromkeys(states) if each not in shard.states]
-        if missing and shard.layout.trainable:
-            self.snapshots.wait_for_slots()
-            rested_in_memory = not shard.on_disk
-            self.places.add_states(shard, missing)
-            if rested_in_memory and shard.on_disk:
-                self._fill_slot(shard)
-            if shard.on_device:
-                self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
-            self._size_staging()
+        if not missing or not shard.layout.trainable:
+            return
+        self.snapshots.wait_for_slots()
+        rested_in_memory = not shard.on_disk
+        try:
+            # Memory first: a manifest names every extent that a slot has, and a resume takes memory for each.
+            self._take_memory(shard, missing)
+            self._lay_out(shard, missing)
+        except BaseException:
+            for component in missing:
+                shard.memory.pop(component, None)
+            raise
+        self._keep(shard, missing)
+        if rested_in_memory and shard.on_disk:
+            self._fill_slot(shard)
+        if shard.on_device:
+            self.snapshots.staging.updated()  # their zeros are launched, and may be committed before any update
+        self._size_staging()
 
     def _fill_slot(self, shard: Shard) -> None:
         """From now on a generation is what the slots hold; an update writes them, but the first one may come late."""
@@ -178,10 +309,35 @@ class ShardStore:
             self.disk.write_array(shard.slots[slot][component], array)
         shard.current = slot
 
-    def restore(self, shard: Shard, slot: int, records: Mapping[str, Any], spare: Any) -> None:
-        """Have what a generation's manifest records, in its slot; see `Places.restore`."""
-        self.places.restore(shard, slot, records, spare)
-        self._size_staging()
+    def _keep(self, shard: Shard, states: Iterable[Component]) -> None:
+        """There is room for them."""
+        shard.states = tuple(each for each in Component if each in {*shard.states, *states})
+        shard.dirty = True
+
+    def place_replica(self, shard: Shard) -> None:
+        """Keep the section whole on this rank too, on the tier of its parameters; before `place_memory`."""
+        layout, in_memory = shard.layout, shard.placement.value_in_memory
+        memory = self.arena.array(layout.dtype, layout.numel) if in_memory else None
+        shard.replica = Replica(layout, self.swap, memory)
+
+    def ensure_cache(self, shard: Shard) -> None:
+        """A cache belongs to no generation: it comes after what a manifest names."""
+        on_disk = shard.placement.params is Tier.NVME and shard.replica is None and not shard.on_device
+        if shard.cache is None and on_disk and Component.VALUE in shard.memory:
+            shard.cache = self.disk.allocate(
+                f"section {shard.layout.index} cache", shard.layout.block_sizes(shard.layout.dtype)
+            )
+
+    def make_writable(self, shard: Shard) -> None:
+        """A frozen shard has one slot; once that is committed, a change needs a second."""
+        if shard.layout.trainable or shard.committed is None:
+            return
+        slots = [*shard.slots, {}][:2]
+        other = 1 - shard.committed
+        if not slots[other]:
+            (extent,) = self.disk.allocate_copies(*_named(shard.layout, Component.VALUE, [other]))
+            slots[other][Component.VALUE] = extent
+        shard.slots = tuple(slots)
 
     # Parameters for forward and backward
 
@@ -194,8 +350,9 @@ class ShardStore:
                 ctypes.memmove(address, value.data_ptr(), value.nbytes)
             return []
         shard.settle()
+        assert self.swap is not None
         extent = shard.cache or shard.slots[shard.current][Component.VALUE]
-        return [self.disk.launch_read(extent, ALL_ROWS, address, urgency)]
+        return [self.swap.launch_read(extent, ALL_ROWS, address, urgency)]
 
     def value_in_memory(self, shard: Shard) -> torch.Tensor | None:
         """(shard_numel,) of the values where they rest in memory, the device's if the shard is `on_device`; None where
@@ -238,8 +395,9 @@ class ShardStore:
                 opened.addresses[component] = array.data_ptr()
                 opened.memory_bytes += array.nbytes
             else:
+                assert self.swap is not None
                 extent = shard.slots[shard.current][component]
-                opened.reads.append(self.disk.launch_read(extent, _slice(rows), staging))
+                opened.reads.append(self.swap.launch_read(extent, _slice(rows), staging))
                 opened.addresses[component] = staging
                 staging += array_bytes(shard.layout, [component], opened.end - opened.begin)
         self.counters.read(Tier.CPU, opened.memory_bytes)
@@ -330,8 +488,8 @@ class ShardStore:
         """
         self.read_lazy()
         self.snapshots.wait_for_slots()
-        self.places.make_writable(shard)
-        self.places.ensure_cache(shard)
+        self.make_writable(shard)
+        self.ensure_cache(shard)
         shard.wait_for_copies()
         staging = self.staging.region
         everything = range(len(shard.layout.chunks())), shard.components
@@ -361,7 +519,7 @@ class ShardStore:
 
     def load_memory(self, shard: Shard, slot: int) -> None:
         """Fill what rests in memory, and a cache, from a slot; every shard's slots are known by now."""
-        self.places.ensure_cache(shard)
+        self.ensure_cache(shard)
         shard.wait_for_copies()
         for component, array in shard.memory.items():
             extent = shard.slots[slot][component]
@@ -382,6 +540,12 @@ class ShardStore:
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:
     return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, device))
+
+
+def _named(layout: SectionLayout, component: Component, slots: Sequence[int]) -> tuple[list[str], list[int]]:
+    """The names of a component's extents, and the bytes of the blocks of each."""
+    names = [f"section {layout.index} {component.value}.{slot}" for slot in slots]
+    return names, block_sizes(layout, component)
 
 
 def _check_array(shard: Shard, component: Component, values: torch.Tensor, numel: int) -> None:

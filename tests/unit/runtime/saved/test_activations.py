@@ -26,18 +26,16 @@ from zero_offload.runtime.saved.landing import SLAB_BYTES
 from zero_offload.runtime.saved.tiers import DiskTier
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
-from zero_offload.storage.files.extents import Extent
 from zero_offload.storage.files.native_engine import NativeEngine
-from zero_offload.storage.files.swap_file import SwapFile, Transfer
+from zero_offload.storage.files.swap_file import Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.disk import DiskArrays
 
 
 class NotedFile(SwapFile):
     """Knows the writes to it."""
 
-    def write(self, extent: Extent, rows: slice, address: int) -> Transfer:
-        made = super().write(extent, rows, address)
+    def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
+        made = super().launch_write(extent, rows, address)
         self.writes = [*getattr(self, "writes", []), made]
         self.fd = int(extent.blocks["fd"][0])
         return made
@@ -51,10 +49,10 @@ class Bench:
         engine = open_engine()
         assert isinstance(engine, NativeEngine)
         self.engine = engine
-        self.file = NotedFile([self.directory], "activations", engine, 1)
-        self.file.create_scratch()
         self.arena, self.counters = Arena(0), Counters()
-        self.tier = DiskTier(HostDevice(), self.arena, DiskArrays(self.file, self.counters))
+        self.file = NotedFile([self.directory], "activations", engine, 1, counters=self.counters)
+        self.file.create_scratch()
+        self.tier = DiskTier(HostDevice(), self.arena, self.file)
         self.buffer = torch.zeros(MIB)
         staying = frozenset([self.buffer.untyped_storage()._cdata])
         self.store = Activations(fractions, {Tier.NVME: self.tier}, self.counters, staying, "cpu")
@@ -274,10 +272,10 @@ def test_after_exceptions_nothing_is_lost(nvme: Path, monkeypatch: pytest.Monkey
     model(tokens_of(0)).backward()
     runtime = runtime_of(model)
     assert runtime is not None
-    before, allocate = zo.stats(model).resident_bytes, DiskArrays.allocate
+    before, allocate = zo.stats(model).resident_bytes, SwapFile.allocate
     allocated: list[str] = []
     monkeypatch.setattr(
-        DiskArrays, "allocate", lambda disk, name, sizes: (allocated.append(name), allocate(disk, name, sizes))[1]
+        SwapFile, "allocate", lambda disk, name, sizes: (allocated.append(name), allocate(disk, name, sizes))[1]
     )
     for where in 4 * ("forward", "backward"):
         model.blocks[1].fails = where

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from zero_offload.hardware.kernels.checksum import crc32c
+from zero_offload.hardware.kernels.checksums import crc32c
 
 from tests.helpers.without_library import without_library
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
@@ -796,6 +796,7 @@ def test_aiofiles_goes_on_while_the_interpreter_ends(tmp_path: Path) -> None:
     """Thread pools take nothing any more then."""
     code = (
         "import atexit, ctypes, mmap, os, sys, numpy as np\n"
+        "from zero_offload.hardware.abi import IoOp\n"
         "from zero_offload.storage.files.engine import BLOCK_DTYPE\n"
         "from zero_offload.storage.files.engines import AIOFILES, open_engine\n"
         "engine = open_engine(AIOFILES)\n"

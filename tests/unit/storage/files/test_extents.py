@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from zero_offload.base.errors import IntegrityError
-from zero_offload.storage.files.extents import Extent, ExtentMap, extent_record
+from zero_offload.storage.files.swap_file import Extent, ExtentMap, extent_record
 
 BLOCK = 4096
 SIZES = [BLOCK, 3 * BLOCK, BLOCK, 2 * BLOCK]

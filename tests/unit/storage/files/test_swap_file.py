@@ -12,8 +12,7 @@ from zero_offload.base.errors import CapacityError, IntegrityError, StorageError
 from zero_offload.base.types import MIB
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
-from zero_offload.storage.files.extents import Extent, extent_record
-from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
 from zero_offload.storage.memory.arena import Arena
 
 BLOCK = 4096
@@ -76,18 +75,18 @@ def test_a_stripe_is_read_back_from_its_record(tmp_path: Path) -> None:
     before = values.copy()
     with open_swap(paths, [0.5, 0.3, 0.2]) as (swap, (extent,)):
         swap.create()
-        swap.write(extent, slice(None), region.address).wait()
+        swap.launch_write(extent, slice(None), region.address).wait()
         record = extent_record(extent)
     values[:] = 0
     with open_swap(paths, [0.5, 0.3, 0.2], extents=0) as (swap, _):
         swap.open_existing()
         (extent,) = swap.restore_copies(["extent 0"], [BLOCK] * 40, 0, record)
-        swap.read(extent, slice(None), region.address).wait()
+        swap.launch_read(extent, slice(None), region.address).wait()
         assert np.array_equal(values, before)
         file = tmp_path / "b" / "rank0.swap"
         file.write_bytes(b"\0" * file.stat().st_size)
         with pytest.raises(IntegrityError, match=f"{tmp_path}/b/rank0.swap"):
-            swap.read(extent, slice(None), region.address).wait()
+            swap.launch_read(extent, slice(None), region.address).wait()
 
 
 def test_the_drive_that_is_full_is_named(tmp_path: Path) -> None:
@@ -107,4 +106,4 @@ def test_a_drive_that_fails_is_named(tmp_path: Path) -> None:
         swap.create()
         extent.blocks["offset"][extent.directories == 1] += 1  # what O_DIRECT refuses
         with pytest.raises(StorageError, match=rf"offset 1 of {tmp_path}/b/rank0.swap .*EINVAL"):
-            swap.write(extent, slice(None), region.address).wait()
+            swap.launch_write(extent, slice(None), region.address).wait()

@@ -17,7 +17,7 @@ from tests.helpers.stores import fill, open_store
 from zero_offload.base.errors import StorageError
 from zero_offload.base.threads import Monitor
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
-from zero_offload.storage.shards.disk import DiskArrays
+from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.shards.shard import Component
 from zero_offload.storage.shards.snapshot import ChunkCopy, Snapshot
 from zero_offload.storage.shards.store import OpenChunks, ShardStore
@@ -150,7 +150,7 @@ def test_chunks_are_written_in_the_order_of_the_next_update_a_few_at_a_time(
         in_flight: list[int] = []
         launch = ChunkCopy.launch
 
-        def record(copy: ChunkCopy, disk: DiskArrays, addresses: Sequence[int]) -> None:
+        def record(copy: ChunkCopy, disk: SwapFile, addresses: Sequence[int]) -> None:
             launch(copy, disk, addresses)
             launched.append(copy.shard.layout.unit)
             in_flight.append(sum(each.writes is not None and not each.done() for each in snapshot.copies))
@@ -172,14 +172,14 @@ def test_no_slot_is_written_before_the_commit_is_complete(nvme: Path, monkeypatc
         snapshot = store.snapshots.begin()
         store.snapshots.write(snapshot)
         written: list[tuple[int, int]] = []
-        launch_write = DiskArrays.launch_write
+        launch_write = SwapFile.launch_write
 
-        def record(disk: DiskArrays, extent: Any, *args: Any) -> Any:
+        def record(disk: SwapFile, extent: Any, *args: Any) -> Any:
             slot = next(i for i, extents in enumerate(shard.slots) if extent in extents.values())
             written.append((slot, store.snapshots.num_ended))
             return launch_write(disk, extent, *args)
 
-        monkeypatch.setattr(DiskArrays, "launch_write", record)
+        monkeypatch.setattr(SwapFile, "launch_write", record)
         with waiting(store, lambda: change(store, 2)) as outcome:
             assert not written
             store.mark_committed(snapshot.slots)
