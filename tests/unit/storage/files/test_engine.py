@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from zero_offload.hardware.kernels.checksums import crc32c
 
 from tests.helpers.without_library import without_library
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.base.types import EngineKind
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Fault, IoOp
+from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.storage.files import engine as engine_words
 from zero_offload.storage.files import native_engine
 from zero_offload.storage.files.aiofiles_engine import AiofilesEngine
