@@ -64,7 +64,8 @@ class DeviceGroup(dist.ProcessGroup):
             kind = dist.ProcessGroup.BackendType.GLOO
             self._register_backend(torch.device(device_type), kind, self._on_host)
         self._between_devices = dist.ProcessGroupGloo(dist.PrefixStore("between", store), rank, size, timeout)
-        self._stream: torch.Stream | None = None
+        self._streams: dict[int, torch.Stream] = {}
+        """By device: a rank may use both."""
         self._launched: queue.SimpleQueue[_Exchange | None] = queue.SimpleQueue()
         self._num_launched = 0
         self._error: BaseException | None = None
@@ -130,19 +131,19 @@ class DeviceGroup(dist.ProcessGroup):
         assert source.is_contiguous() and target.is_contiguous()
         device = source.device
         with torch.accelerator.device_index(device.index):
-            if self._stream is None:
-                self._stream = torch.Stream(device=device)
-            here = torch.accelerator.current_stream()
-            self._stream.wait_stream(here)
+            if device.index not in self._streams:
+                self._streams[device.index] = torch.Stream(device=device)
+            stream = self._streams[device.index]
+            stream.wait_stream(torch.accelerator.current_stream())
             for tensor in (source, target):
-                tensor.record_stream(self._stream)
-            number = device.index * STREAMS_PER_DEVICE + self._stream.stream_id
+                tensor.record_stream(stream)
+            number = device.index * STREAMS_PER_DEVICE + stream.stream_id
             memory = (source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes)
             handle = call("launch_exchange", number, *memory)
             sent = _over(call("exchange_sent", handle), source)
             received = _over(call("exchange_received", handle), target)
             over = torch.Event(device=device)
-            over.record(self._stream)
+            over.record(stream)
         self._num_launched += 1
         self._launched.put(_Exchange(self._num_launched, handle, sent, received, combine))
         return DeviceWork(over, self)

@@ -106,14 +106,17 @@ def policy(name: Policy, seed: int = 0) -> None:
     call("set_policy", int(name), seed)
 
 
-def reset() -> None:
-    """Run what is queued, forget races, errors and counts, and allow everything again."""
+def reset(current: int = 0) -> None:
+    """Run what is queued, forget races, errors and counts, and allow everything again.
+
+    The device `current` is this thread's current one then: a rank has one of its own.
+    """
     policy(Policy.EAGER)
     call("reset")
     call("refuse_registration", 0)
     for index in range(torch.accelerator.device_count()):
         call("set_memory_limit", index, 0)
-    call("set_current_device", 0)
+    call("set_current_device", current)
     torch.fakegpu.manual_seed_all(0)
 
 

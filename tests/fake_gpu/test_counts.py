@@ -126,8 +126,7 @@ def last_step(
     rank: int, world_size: int, backwards: int, settings: dict[str, Any]
 ) -> tuple[int, dict[str, Counter[str]]]:
     """The launches of a backward of plain tensors, and the counts of a rank's last step."""
-    device.reset()
-    torch.accelerator.set_device_index(rank)
+    device.reset(rank)
     device.policy(device.Policy.SIDE_LATE, 0)
     plain = launches_of_plain_backward()
     *_, found = train(backwards, deferring=True, **settings)

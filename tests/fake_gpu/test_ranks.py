@@ -26,8 +26,7 @@ def pool(pools: RankPools) -> RankPool:
 
 def late(rank: int, world_size: int, policy: Policy, seed: int, job: Any, *args: Any) -> Any:
     """A job under a policy, which must leave no race."""
-    device.reset()
-    torch.accelerator.set_device_index(rank)
+    device.reset(rank)
     device.policy(policy, seed)
     result = job(rank, world_size, *args)
     races = device.take_races()
@@ -69,7 +68,7 @@ def test_collectives_on_the_device(pool: RankPool, schedule: tuple[Policy, int])
 
 
 def without_wait(rank: int, world_size: int) -> list[str]:
-    device.reset()
+    device.reset(rank)
     device.policy(Policy.LATE)
     mine = torch.ones(4, device=TYPE)
     work = dist.all_reduce(mine, async_op=True)
@@ -81,6 +80,22 @@ def without_wait(rank: int, world_size: int) -> list[str]:
 def test_a_collective_that_nothing_waits_for_is_a_race(pool: RankPool) -> None:
     for races in pool.succeed(without_wait):
         assert any("nothing orders it after collective writes" in race for race in races), races
+
+
+def on_both_devices(rank: int, world_size: int) -> list[float]:
+    """A program may have used another device before it chooses its own."""
+    found = []
+    for index in range(2):
+        with device.current(index):
+            total = torch.full((4,), float(rank + 1), device=TYPE) * 2
+            dist.all_reduce(total)
+            found.append((total * 1).sum().item())
+    return found
+
+
+def test_a_group_has_a_stream_on_each_device(pool: RankPool) -> None:
+    pool.renew()
+    assert pool.succeed(late, Policy.LATE, 0, on_both_devices) == 2 * [[24.0, 24.0]]
 
 
 # Training

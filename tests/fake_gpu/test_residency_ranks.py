@@ -36,8 +36,7 @@ class Seen(NamedTuple):
 
 def train(rank: int, world_size: int, seed: int, memory: dict[int, int], settings: dict[str, Any]) -> Seen:
     """Rank 1 has only so many bytes of memory from a step on. Before the third step both evaluate."""
-    device.reset()
-    torch.accelerator.set_device_index(rank)
+    device.reset(rank)
     device.policy(Policy.RANDOM, seed)
     model = zo.offload(make(), zo.OffloadConfig(precision="fp32", **settings))
     optimizer, seen = zo.AdamW(model.parameters(), lr=1e-2), Seen([], [], [], "")
