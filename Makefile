@@ -41,7 +41,9 @@ check: $(READY)
 native: $(READY) $(NATIVE)
 
 bench: $(READY) $(NATIVE)
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python $$script --quick $(ARGS) || [ $$? -eq 3 ] || exit; done
+	for script in train_step memory limits; do for name in $$($(BIN)/python benchmarks/$$script.py --list); do \
+	  $(BIN)/python benchmarks/$$script.py $$name --quick $(ARGS) || [ $$? -eq 3 ] || exit; done || exit; done
+	$(BIN)/python benchmarks/gpu.py --quick $(ARGS) || [ $$? -eq 3 ]
 
 # The library and a driver without Python, under the address and undefined-behaviour sanitizers.
 asan:

@@ -42,12 +42,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _gpu_machine import commit, gpu_name, races, this_machine
-from _gpu_record import Record, Skip
-from _gpu_rows import rows_of
-from _gpu_sections import SECTIONS
-from _gpu_training import Bench
-from _rows import Row, show
+from harness.gpu.machine import commit, gpu_name, races, this_machine
+from harness.gpu.record import Record, Skip
+from harness.gpu.rows import rows_of
+from harness.gpu.sections import SECTIONS
+from harness.gpu.training import Bench
+from harness.rows import Row, show
 
 from zero_offload.hardware import native
 

@@ -38,13 +38,17 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_page_has_every_script_and_every_section_of_a_gpu(benchmark: Any) -> None:
+def test_the_page_has_every_comparison_and_every_section_of_a_gpu(benchmark: Any) -> None:
     page = (BENCHMARKS.parent / "docs" / "BENCHMARKS.md").read_text()
     scripts, _, half_an_hour = page.partition("## Half an hour")
-    listed = re.findall(r"^\| `(\w+\.py)`", scripts, re.M)
-    assert sorted(listed) == sorted(path.name for path in BENCHMARKS.glob("[a-z]*.py"))
+    comparisons = [
+        f"{path.name} {name}".strip()
+        for path in sorted(BENCHMARKS.glob("*.py"))
+        for name in getattr(benchmark(path.stem), "COMPARISONS", [""])
+    ]
+    assert sorted(re.findall(r"^\| `(\w+\.py.*?)`", scripts, re.M)) == sorted(comparisons)
     named = re.findall(r"`([\w-]+)`", "".join(re.findall(r"^\| (`.*?) \|", half_an_hour, re.M)))
-    sections = benchmark("_gpu_sections").SECTIONS
+    sections = benchmark("harness.gpu.sections").SECTIONS
     assert sorted(named) == sorted(sections)
     commands = [
         line.partition("# ")[2]
@@ -55,6 +59,22 @@ def test_the_page_has_every_script_and_every_section_of_a_gpu(benchmark: Any) ->
     assert in_turn == [*sections]
     for command in commands[:-1]:
         assert sum(sections[name].limit_s for name in re.findall(r"[\w-]+", command)) <= 9 * 60
+
+
+def test_every_module_finds_what_it_imports(benchmark: Any) -> None:
+    for path in sorted((BENCHMARKS / "harness").rglob("*.py")):
+        benchmark(".".join(path.relative_to(BENCHMARKS).with_suffix("").parts))
+
+
+@pytest.mark.parametrize("script", ["train_step.py", "memory.py", "limits.py"])
+def test_a_script_lists_its_comparisons_and_knows_no_other(script: str, benchmark: Any) -> None:
+    listed = run(script, "--help")
+    comparisons = benchmark(Path(script).stem).COMPARISONS
+    assert listed.returncode == 0 and re.findall(r"^  (\w+)  ", listed.stdout, re.M) == [*comparisons]
+    wrong = run(script, "speed")
+    assert wrong.returncode == 2 and "no comparison speed; there are " + ", ".join(comparisons) in wrong.stderr
+    first = run(script, "--quick", "--no-such-flag")
+    assert first.returncode == 2 and "usage:" in first.stderr, "flags without a comparison are those of the first"
 
 
 # gpu.py
@@ -93,7 +113,7 @@ def work(bench: Any) -> None:
 @pytest.fixture
 def gpu(benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The script with three sections of ours, and `gpu.command(...)`: exit code and JSON of a rehearsal."""
-    script, sections = benchmark("gpu"), benchmark("_gpu_sections")
+    script, sections = benchmark("gpu"), benchmark("harness.gpu.sections")
     monkeypatch.setattr(script, "this_machine", lambda rehearses: Bare())
     monkeypatch.setattr(script, "races", lambda machine: [])
     monkeypatch.setattr(script, "REHEARSAL_LIMIT_S", 2)
@@ -179,7 +199,7 @@ def test_without_a_gpu_or_the_native_library_it_says_what_to_do(
 
 
 def test_the_list_has_every_section_and_its_seconds(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu, sections = benchmark("gpu"), benchmark("_gpu_sections")
+    gpu, sections = benchmark("gpu"), benchmark("harness.gpu.sections")
     gpu.show_list([*sections.SECTIONS])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == [*sections.SECTIONS]
@@ -210,7 +230,7 @@ RATES = section_of(
 
 
 def rows_by_name(benchmark: Any, sections: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(row["name"], row["against"]): row for row in benchmark("_gpu_rows").rows_of(sections)}
+    return {(row["name"], row["against"]): row for row in benchmark("harness.gpu.rows").rows_of(sections)}
 
 
 def test_a_step_is_judged_by_the_largest_of_what_bounds_it(benchmark: Any) -> None:
@@ -285,7 +305,7 @@ def test_mistakes_are_counted(benchmark: Any) -> None:
 
 
 def test_what_the_device_did_in_a_step(benchmark: Any) -> None:
-    training = benchmark("_gpu_training")
+    training = benchmark("harness.gpu.training")
     kernels = [training.Interval(*each) for each in [(30.0, 60.0, "b"), (10.0, 40.0, "a"), (90.0, 100.0, "c")]]
     assert training.busy_us(kernels) == 60.0
     found = training.gaps(kernels, 0.0, 100.0)
@@ -296,7 +316,7 @@ def test_what_the_device_did_in_a_step(benchmark: Any) -> None:
 
 
 def test_a_part_without_memory_or_time_says_so(benchmark: Any, tmp_path: Path) -> None:
-    recording = benchmark("_gpu_record")
+    recording = benchmark("harness.gpu.record")
     record = recording.Record(tmp_path / "figures.json", time.perf_counter() + 100)
 
     def too_large() -> dict[str, Any]:
@@ -315,12 +335,12 @@ def test_a_model_that_the_host_has_no_room_for_is_skipped(
     free_gib: int, fits: bool, benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """100 GiB by plan, and the process."""
-    training, recording = benchmark("_gpu_training"), benchmark("_gpu_record")
+    training, recording = benchmark("harness.gpu.training"), benchmark("harness.gpu.record")
     plan = argparse.Namespace(fits=True, reasons=(), used_bytes=lambda tier: (100 << 30) * (tier is Tier.CPU))
     monkeypatch.setattr(training.zo, "plan", lambda model, config: plan)
     machine = argparse.Namespace(size=lambda real, toy: real, free_host_bytes=lambda: free_gib << 30)
     record = recording.Record(tmp_path / "figures.json", time.perf_counter() + 100)
-    model, bench = benchmark("_gpu_model"), training.Bench(machine, record, tmp_path)
+    model, bench = benchmark("harness.gpu.model"), training.Bench(machine, record, tmp_path)
     build, config = partial(model.Llama, model.SHAPES["toy"], 32), training.zo.OffloadConfig()
     if fits:
         training.ours(bench, build, config).close()
@@ -332,7 +352,7 @@ def test_a_model_that_the_host_has_no_room_for_is_skipped(
 def test_tests_of_the_gpu_are_counted_and_share_its_kernels(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections, recording = benchmark("_gpu_sections"), benchmark("_gpu_record")
+    sections, recording = benchmark("harness.gpu.sections"), benchmark("harness.gpu.record")
     record = recording.Record(tmp_path / "figures.json", time.perf_counter() + 100)
     commands = []
 
@@ -347,7 +367,7 @@ def test_tests_of_the_gpu_are_counted_and_share_its_kernels(
 
 
 def test_fewer_layers_where_the_disk_is_small_or_slow(benchmark: Any) -> None:
-    sections, shape = benchmark("_gpu_sections"), benchmark("_gpu_model").SHAPES["2b"]
+    sections, shape = benchmark("harness.gpu.sections"), benchmark("harness.gpu.model").SHAPES["2b"]
     fast, slow = (sections.Rates(rate, rate) for rate in (100e9, 1e9))
     room = int(24 * shape.numel * 0.7)
     fitting = sections.that_fits(shape, 12.0, 2, room, fast, 150.0)
@@ -358,12 +378,12 @@ def test_fewer_layers_where_the_disk_is_small_or_slow(benchmark: Any) -> None:
     assert sections.that_fits(replace(shape, num_layers=2), 12.0, 2, room, fast, 150.0).num_layers == 2
 
 
-# train_step.py
+# train_step.py systems
 
 
 def answers(benchmark: Any, *, disk_bytes: int, peers: bool) -> Any:
     """As workers give them; a step of plain torch takes 1 s, the disk moves 1 GB/s."""
-    systems, script = benchmark("_train_systems"), benchmark("train_step")
+    systems, script = benchmark("harness.step.builders"), benchmark("harness.step.systems")
     names = ["plain", *systems.OURS, *(systems.PEERS if peers else ["fsdp2_cpu"])]
     step = {"step_s": 1.0, "forward_s": 0.3, "backward_s": 0.5, "loss": 2.0, "exposed_s": 0.01}
     step |= {"read_bytes": 0, "written_bytes": 0, "cores_s": 1.5}
@@ -374,7 +394,7 @@ def answers(benchmark: Any, *, disk_bytes: int, peers: bool) -> Any:
         return {"steps": [step | moved | slow], "peak_rss_bytes": 10**9, "arena_growth": 0, "mappings_growth": 0}
 
     case = systems.Case("tiny", 64, "bf16", Path("nowhere"), 1)
-    rates = benchmark("_disk_rates").Rates(1e9, 1e9)
+    rates = benchmark("harness.disks").Rates(1e9, 1e9)
     beside = [({"steps": [step | {"step_s": 1.25}]}, rates)]
     return script.Found(case, {name: [answer(name)] for name in names}, rates, 1e10, 10**9, beside)
 
@@ -383,7 +403,10 @@ def answers(benchmark: Any, *, disk_bytes: int, peers: bool) -> Any:
 @pytest.mark.parametrize("disk_bytes", [10**8, 2 * 10**9])
 def test_bars_of_a_training_step(disk_bytes: int, peers: bool, benchmark: Any) -> None:
     found = answers(benchmark, disk_bytes=disk_bytes, peers=peers)
-    rows = {(row["name"].partition(": ")[2], row["against"]): row for row in benchmark("train_step").compare(found)}
+    rows = {
+        (row["name"].partition(": ")[2], row["against"]): row
+        for row in benchmark("harness.step.systems").compare(found)
+    }
     on_disk = rows["on disk", "max(plain torch, bytes / disk rates)"]
     assert on_disk["theirs"] == max(1.0, disk_bytes / 1e9) and on_disk["ok"]
     assert rows["on disk with gradients", "max(plain torch, bytes / disk rates)"]["ok"]
@@ -406,19 +429,19 @@ def test_bars_of_a_training_step(disk_bytes: int, peers: bool, benchmark: Any) -
     else:
         exact = next(row for row in deepspeed if row["name"].endswith("ours, optimizer on disk"))
         assert exact["theirs"] == 3.0 and exact["ok"] is (None if bound else True)
-    benchmark("train_step").show_systems(found)
-    benchmark("_rows").show(list(rows.values()))
+    benchmark("harness.step.systems").show_systems(found)
+    benchmark("harness.rows").show(list(rows.values()))
 
 
 def test_what_is_held_is_the_byte_table(benchmark: Any) -> None:
-    ours = benchmark("_train_systems").OURS
+    ours = benchmark("harness.step.builders").OURS
     assert ours["cpu"].held_bytes("bf16") == 14 and ours["cpu"].held_bytes("fp32") == 16
     assert ours["disk_grads"].held_bytes("bf16") == 0
     assert ours["disk"].held_bytes("bf16") == 2 and ours["optimizer_on_disk"].held_bytes("bf16") == 4
     assert ours["cpu_compact"].held_bytes("bf16") == pytest.approx(5.03 + 2, abs=0.01)
 
 
-# small_memory.py
+# memory.py small_memory
 
 
 @pytest.fixture
@@ -438,40 +461,41 @@ def version2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_group_of_version_2(benchmark: Any, version2: Path) -> None:
-    cgroup = benchmark("_cgroup")
-    directory = cgroup._make(1 << 30, version2)
-    assert (version2 / "cgroup.subtree_control").read_text() == "+memory"
-    assert (directory / "memory.max").read_text() == str(1 << 30)
-    assert (directory / "memory.swap.max").read_text() == "0"
-    (directory / "memory.peak").write_text("123\n")
-    (directory / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
-    group = cgroup.MemoryGroup(directory)
-    assert (group.peak_bytes, group.num_killed) == (123, 1)
-    done = subprocess.run(group.command(["echo", "inside"]), capture_output=True, text=True, check=True)
-    assert done.stdout == "inside\n" and int((directory / "cgroup.procs").read_text()) > 1
+    with benchmark("harness.processes").memory_group(1 << 30, version2) as group:
+        directory = group.directory
+        assert (version2 / "cgroup.subtree_control").read_text() == "+memory"
+        assert (directory / "memory.max").read_text() == str(1 << 30)
+        assert (directory / "memory.swap.max").read_text() == "0"
+        (directory / "memory.peak").write_text("123\n")
+        (directory / "memory.events").write_text("low 0\noom 2\noom_kill 1\n")
+        assert (group.peak_bytes, group.num_killed) == (123, 1)
+        done = subprocess.run(group.command(["echo", "inside"]), capture_output=True, text=True, check=True)
+        assert done.stdout == "inside\n" and int((directory / "cgroup.procs").read_text()) > 1
+        for file in directory.iterdir():  # a real group's files go with it
+            file.unlink()
+    assert not directory.exists()
 
 
 def test_where_no_group_can_be_made_rows_are_empty(
     benchmark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script, cgroup = benchmark("small_memory"), benchmark("_cgroup")
-    monkeypatch.setattr(script, "memory_group", lambda nbytes: cgroup.memory_group(nbytes, tmp_path / "none"))
-    monkeypatch.setattr(script, "disk_rates", lambda directory: benchmark("_disk_rates").Rates(1.0, 1.0))
+    script, memory_group = benchmark("harness.memory.small_memory"), benchmark("harness.processes").memory_group
+    monkeypatch.setattr(script, "memory_group", lambda nbytes: memory_group(nbytes, tmp_path / "none"))
+    monkeypatch.setattr(script, "disk_rates", lambda directory: benchmark("harness.disks").Rates(1.0, 1.0))
     result = tmp_path / "rows.json"
-    monkeypatch.setattr(sys, "argv", ["small_memory.py", "--quick", "--nvme", str(tmp_path), "--json", str(result)])
-    assert script.main() == 3
+    assert script.main(["--quick", "--nvme", str(tmp_path), "--json", str(result)]) == 3
     assert "no memory cgroup can be made" in capsys.readouterr().out
     rows = json.loads(result.read_text())
     assert len(rows) == 2 and all(row["ok"] is None and row["theirs"] is None for row in rows)
 
 
-# adam.py
+# limits.py kernels
 
 
 @pytest.mark.parametrize("isa", native.supported_isas(), ids=str)
 def test_the_loops_beside_the_kernels_still_compile(isa: Isa, benchmark: Any) -> None:
     """They include the kernels' own files."""
     native.set_isa(isa)
-    checked = [*benchmark("_adam_loops").compiler_call(), "-fsyntax-only", "-Werror"]
+    checked = [*benchmark("harness.limits.loops").compiler_call(), "-fsyntax-only", "-Werror"]
     done = subprocess.run(checked, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

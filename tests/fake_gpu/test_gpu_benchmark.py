@@ -20,7 +20,7 @@ MAY_BE_SKIPPED = {"deepspeed", "transformers"}
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_every_section_runs(part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    from _gpu_sections import SECTIONS
+    from harness.gpu.sections import SECTIONS
 
     names, file = [*SECTIONS][part::NUM_PARTS], tmp_path / "gpu.json"
     arguments = ["--rehearse", "--sections", ",".join(names), "--nvme", tmp_path, "--json", file]

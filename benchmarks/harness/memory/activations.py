@@ -4,8 +4,6 @@ A GPT of 8 layers of width 256, bf16, 4096 tokens. Every system is a process of 
 others; parameters, gradients and optimizer states are in memory in all of them. A system's memory is its peak RSS
 during the steps less what it had once it was built.
 
-    python benchmarks/activations.py [--quick] [--nvme DIR] [--json FILE] [--threads N]
-
 The bars. Memory, against activations kept in memory: recomputed <= 0.5x; on disk <= 0.4x; both <= 0.5x (what is left
 then is one block's activations, the logits, and 48 MiB of buffers). Time: recomputed <= 1.35x (four thirds of the
 arithmetic); with boundaries on disk <= 1.1x of recomputed; on disk without recompute, what the drive takes for the
@@ -14,21 +12,19 @@ bytes counted at the rates of the same run, or the step in memory if that is mor
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from _rows import row, show, write
-from _turns import Worker, forget_peak, peak_rss_bytes, rss_bytes
+from harness import command
+from harness.processes import forget_peak, peak_rss_bytes, rss_bytes, take_turns
+from harness.rows import Row, row, show, write
 from torch import Tensor
 
 import zero_offload as zo
@@ -93,12 +89,6 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
     zo.close(model)
 
 
-def start(system: str, directory: Path, num_threads: int) -> Worker:
-    """The other end of `serve`."""
-    command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
-    return Worker([*command, "--threads", str(num_threads)])
-
-
 class Drive:
     """Writes and reads a file as the store does, with nothing beside it."""
 
@@ -127,34 +117,26 @@ class Drive:
 
 def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[str, Figures], tuple[float, float]]:
     """Each system's median step and last peak; seconds per byte to read and to write."""
-    drive = Drive(directory)
-    workers = {system: start(system, directory, num_threads) for system in SYSTEMS}
+    options = ("--nvme", directory, "--threads", num_threads)
+    commands = {system: command.worker_command("memory.py", "activations", system, *options) for system in SYSTEMS}
     samples: dict[str, list[Figures]] = {system: [] for system in SYSTEMS}
     rates = []
+    drive = Drive(directory)
     try:
-        for round_index in range(1 + num_rounds):
-            for system, worker in workers.items():
-                sample = Figures(**worker.step(1))
-                if round_index:  # the first step takes buffers and extents
-                    samples[system].append(sample)
+        for answers in take_turns(commands, num_rounds):
+            for system, answer in answers.items():
+                samples[system].append(Figures(**answer))
             rates.append(drive.seconds_per_byte())
     finally:
-        for worker in workers.values():
-            worker.close()
         drive.close()
     found = {
-        system: Figures(
-            statistics.median(each.step_s for each in taken),
-            taken[-1].peak_mib,
-            taken[-1].read_bytes,
-            taken[-1].written_bytes,
-        )
+        system: replace(taken[-1], step_s=statistics.median(each.step_s for each in taken))
         for system, taken in samples.items()
     }
     return found, (statistics.median(read for read, _ in rates), statistics.median(write for _, write in rates))
 
 
-def compare(found: dict[str, Figures], seconds_per_byte: tuple[float, float]) -> list[dict[str, Any]]:
+def compare(found: dict[str, Figures], seconds_per_byte: tuple[float, float]) -> list[Row]:
     kept, recomputed, boundaries, stored = (found[system] for system in SYSTEMS)
     memory, base = REACH_MEMORY, "activations in memory"
     drive_s = stored.read_bytes * seconds_per_byte[0] + stored.written_bytes * seconds_per_byte[1]
@@ -170,19 +152,15 @@ def compare(found: dict[str, Figures], seconds_per_byte: tuple[float, float]) ->
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within three minutes")
-    parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "fewer rounds")
+    command.add_workers(parser)
+    args = parser.parse_args(arguments)
     if args.worker:
         serve(args.worker, args.nvme, args.threads)
         return 0
-    with tempfile.TemporaryDirectory(prefix="activations_", dir=args.nvme or Path.cwd()) as directory:
-        found, seconds_per_byte = measure(Path(directory), 3 if args.quick else 10, args.threads)
+    with command.scratch_directory(args.nvme) as directory:
+        found, seconds_per_byte = measure(directory, 3 if args.quick else 10, args.threads)
     rows = compare(found, seconds_per_byte)
     for system, each in found.items():
         moved = f"{each.written_bytes / MIB:.0f} MiB to disk and {each.read_bytes / MIB:.0f} MiB back"
@@ -190,7 +168,3 @@ def main() -> int:
     show(rows)
     write(rows, args.json)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,7 +1,5 @@
 """Training with compact and bf16 states against fp32 states: the main job's model, its text, several seeds.
 
-    python benchmarks/states.py [--quick] [--steps N] [--seeds N] [--batch N] [--jobs N] [--out DIR] [--json FILE]
-
 Each run is `zero-offload train` with its states in memory, and goes on where it was stopped. The seed decides weights
 and batches, so runs of one seed differ by the format alone. `--jobs` runs train at once and share the cores: two runs
 of one thread each do more steps than one run of two threads, for a model this small. Reach: the mean of the final
@@ -11,18 +9,19 @@ deviation); with one seed the spread is not known, and nothing is claimed. `--qu
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import multiprocessing
 import os
 import statistics
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from _rows import missing, row, show, write
+from harness import command
+from harness.rows import missing, row, show, write
 
 from zero_offload.base.config import OffloadConfig, Precision
 from zero_offload.cli.recipes.settings import TrainConfig
@@ -67,16 +66,14 @@ def train_all(runs: list[tuple[str, int]], steps: int, batch: int, jobs: int, ou
     return losses
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true")
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "one seed of 150 steps")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16, help="sequences per step (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/states"))
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     steps, seeds = (150, 1) if args.quick else (args.steps, args.seeds)
     runs = [(states, seed) for seed in range(seeds) for states in FORMATS]
     losses = train_all(runs, steps, args.batch, args.jobs, args.out)
@@ -91,7 +88,4 @@ def main() -> None:
             rows.append(missing(name, abs(apart), "nat", against, 1.0))
     show(rows)
     write(rows, args.json)
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -1,4 +1,4 @@
-"""What a disk and the memory of this machine do, taken between the turns of what is measured.
+"""What a disk and the memory of this machine do, taken between the turns of what is measured; and a disk that is busy.
 
 The disk: the better of fio, where it is installed, and O_DIRECT transfers on huge pages, which fio has only where some
 are reserved and which read up to twice as fast. Training overwrites its files, so the first write, which takes fresh
@@ -7,22 +7,25 @@ blocks, does not count. The memory: a copy of a tensor by torch, counted both wa
 
 from __future__ import annotations
 
-import json
+import contextlib
 import mmap
 import os
-import shutil
+import signal
 import statistics
-import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from harness import fio
 
 from zero_offload.base.types import GIB, MIB
 
+LOAD_BLOCK_BYTES, LOAD_DEPTH, LONG_S = 2 * MIB, 4, 3600
+START_S = 1
+"""Until fio is at work, and can be told to end."""
 PROBE_BYTES, PROBE_BLOCK_BYTES, PROBE_THREADS = GIB, 4 * MIB, 4
 
 
@@ -44,7 +47,7 @@ def median_rates(taken: Sequence[Rates]) -> Rates:
 
 def disk_rates(directory: Path, nbytes: int = PROBE_BYTES) -> Rates:
     file = directory / "probe"
-    probes = [_direct_rate, _fio_rate] if shutil.which("fio") else [_direct_rate]
+    probes = [_direct_rate, _fio_rate] if fio.is_installed() else [_direct_rate]
     try:
         _direct_rate(file, "write", nbytes)
         write_rate = max(probe(file, "write", nbytes) for probe in probes)
@@ -65,15 +68,43 @@ def memory_rate(nbytes: int = PROBE_BYTES) -> float:
     return 2 * source.nbytes / min(times)
 
 
+@contextlib.contextmanager
+def busy_disk(directory: Path, wanted: Rates) -> Iterator[list[Rates]]:
+    """fio reads and writes at these rates inside; afterwards the list has the rates that it kept.
+
+    In files of its own, written once before: training overwrites its files, so fresh blocks do not count.
+    """
+    reads, writes = directory / "load-read", directory / "load-write"
+    kept: list[Rates] = []
+
+    def job(file: Path, direction: str, **more: object) -> list[str]:
+        return fio.job(file, direction, LOAD_BLOCK_BYTES, "io_uring", LOAD_DEPTH, size=PROBE_BYTES, **more)
+
+    try:
+        fio.run(job(reads, "write"), job(writes, "write"))
+        load = fio.start(
+            job(reads, "read", time_based=1, runtime=LONG_S, rate=round(wanted.read_bytes_per_s)),
+            job(writes, "write", time_based=1, runtime=LONG_S, rate=round(wanted.write_bytes_per_s)),
+        )
+        try:
+            time.sleep(START_S)
+            yield kept
+        finally:
+            load.send_signal(signal.SIGINT)
+            reading, writing = fio.finish(load)
+        kept.append(Rates(reading["read"]["bw_bytes"], writing["write"]["bw_bytes"]))
+    finally:
+        reads.unlink(missing_ok=True)
+        writes.unlink(missing_ok=True)
+
+
 def _fio_rate(file: Path, direction: str, nbytes: int) -> float:
-    options = f"--name=probe --filename={file} --rw={direction} --size={nbytes} --bs={PROBE_BLOCK_BYTES} "
-    options += "--direct=1 --ioengine=libaio --iodepth=16 --iomem=mmaphuge --output-format=json"
-    plain = options.replace(" --iomem=mmaphuge", "")  # without reserved huge pages fio refuses to start
-    for arguments in (options, plain):
-        done = subprocess.run(["fio", *arguments.split()], capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            return float(json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"])
-    raise SystemExit(f"fio failed in {file.parent}: {done.stderr.strip()}")
+    job = fio.job(file, direction, PROBE_BLOCK_BYTES, "libaio", 16, size=nbytes)
+    try:
+        (found,) = fio.run([*job, "--iomem=mmaphuge"])
+    except SystemExit:  # without reserved huge pages fio refuses to start
+        (found,) = fio.run(job)
+    return float(found[direction]["bw_bytes"])
 
 
 def _direct_rate(file: Path, direction: str, nbytes: int) -> float:

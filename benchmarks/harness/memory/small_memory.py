@@ -6,9 +6,6 @@ and losses of steps that both made must be equal. By default 1.5B parameters wit
 compact ones, each in 4 GiB. Needs root, for the cgroup, and 40 GB of disk. A processor without AVX-512 multiplies bf16
 matrices by a plain loop: there use --dtype fp32, or few tokens.
 
-    python benchmarks/small_memory.py [--quick] [--model 1b5:fp32,3b:compact] [--limit 4GiB] [--seq N] [--steps N]
-                                      [--dtype bf16|fp32] [--activations TIER] [--nvme DIR] [--json FILE] [--threads N]
-
 The bars: the kernel ends nothing and the peak is within the limit; the kill loses two steps at most (the one that runs,
 and the one whose commit runs beside it); losses go on bit for bit.
 """
@@ -17,22 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from _cgroup import MemoryGroup, NoGroupError, memory_group
-from _disk_rates import Rates, disk_rates
-from _rows import Row, missing, row, show, ungraded, write
-from _turns import peak_rss_bytes
+from harness import command
+from harness.disks import Rates, disk_rates
+from harness.processes import MemoryGroup, NoGroupError, memory_group, peak_rss_bytes
+from harness.rows import Row, missing, row, show, ungraded, write
 
 import zero_offload as zo
 from zero_offload.base.types import MIB, format_bytes, parse_bytes
@@ -146,8 +139,8 @@ class EndedEarlyError(Exception):
 
 def live(group: MemoryGroup, job: Job, kill_in: int | None) -> Life:
     """One process in the group; killed in the backward of step `kill_in`, when its loss is known."""
-    command = [sys.executable, __file__, "--worker", json.dumps(asdict(job))]
-    child = subprocess.Popen(group.command(command), stdout=subprocess.PIPE, text=True)
+    worker = command.worker_command("memory.py", "small_memory", json.dumps(asdict(job)))
+    child = subprocess.Popen(group.command(worker), stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     life = Life(0, {}, [])
     for line in child.stdout:
@@ -195,19 +188,15 @@ def measure(job: Job, limit_bytes: int, rates: Rates) -> list[Row]:
     ]
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_MODELS} in {QUICK_LIMIT}; within three minutes")
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = command.parser(__name__, __doc__, f"{QUICK_MODELS} in {QUICK_LIMIT}")
+    command.add_workers(parser)
     parser.add_argument("--model", help=f"SIZE:STATES of {', '.join(SIZES)} and {', '.join(STATES)}, with commas")
     parser.add_argument("--limit", help=f"of the group (default: {LIMIT})")
     parser.add_argument("--seq", type=int, help="tokens (default: 128; quick: 16)")
     parser.add_argument("--steps", type=int, help=f"in all (default: {STEPS}; quick: {QUICK_STEPS})")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
     parser.add_argument("--activations", choices=["device", "cpu", "nvme"], default="device")
-    parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     args.jobs = [each.partition(":") for each in (args.model or (QUICK_MODELS if args.quick else MODELS)).split(",")]
     for size, _, states in args.jobs:
@@ -221,29 +210,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse()
+def main(arguments: Sequence[str]) -> int:
+    args = parse(arguments)
     if args.worker:
         train(Job(**json.loads(args.worker)))
         return 0
     rows: list[Row] = []
     status = 0
     for size, _, states in args.jobs:
-        with tempfile.TemporaryDirectory(prefix="small_memory_", dir=args.nvme or Path.cwd()) as directory:
-            job = Job(size, states, args.seq, args.steps, args.dtype, args.activations, args.threads, directory)
+        with command.scratch_directory(args.nvme) as directory:
+            settings = (args.seq, args.steps, args.dtype, args.activations, args.threads)
+            job = Job(size, states, *settings, str(directory))
             try:
-                rows += measure(job, args.limit_bytes, disk_rates(Path(directory)))
+                rows += measure(job, args.limit_bytes, disk_rates(directory))
             except NoGroupError as error:
                 print(error)
                 rows.append(missing(f"{job.name}: peak in the group", 0.0, "MiB", format_bytes(args.limit_bytes), 1.0))
-                status = 3
+                status = command.PEER_MISSING_EXIT_CODE
             except EndedEarlyError as error:
                 print(error)
                 rows.append(row(f"{job.name}: ended early", 1, "", "one; none is wanted", 1, 0.0))
         write(rows, args.json)
     show(rows)
     return status
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

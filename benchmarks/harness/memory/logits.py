@@ -4,8 +4,6 @@ Vocabulary 50257, width 768, bf16, forward and backward. Every system is a proce
 the others. Its memory is its peak RSS during the steps less what it had before it built anything: weights, gradients
 and logits. The systems on disk have parameters, gradients and optimizer states there and make their update, too.
 
-    python benchmarks/logits.py [--quick] [--nvme DIR] [--json FILE] [--threads N]
-
 The bars: the chunked loss takes <= 0.5x the memory and, as it makes the logits twice (four products for three),
 <= 4/3x the time of plain torch. A head of 8 tiles on disk takes <= 0.75x the memory of one that is there in one piece
 if there are few tokens; what is the same for both (logits, chunks of the update) is in these figures. With many tokens
@@ -14,22 +12,20 @@ it saves nothing, since whole logits outweigh the weight and are put together by
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _rows import row, show, write
-from _turns import Worker, forget_peak, peak_rss_bytes, rss_bytes
+from harness import command
+from harness.processes import forget_peak, peak_rss_bytes, rss_bytes, take_turns
+from harness.rows import Row, row, show, write
 from torch import Tensor, nn
 
 import zero_offload as zo
@@ -82,7 +78,7 @@ def build(system: str, directory: Path) -> tuple[nn.Module, Callable[[], None]]:
 def serve(system: str, directory: Path, num_threads: int) -> None:
     """A worker's life: a step per line of input, answered with its seconds and the peak so far."""
     torch.set_num_threads(num_threads)
-    # The first call of a kernel loads its library, which is no one's memory in particular.
+    # The first call of a kernel loads its library, which counts for no system.
     small = nn.Linear(64, 64, dtype=torch.bfloat16)
     F.cross_entropy(small(torch.zeros(64, 64).bfloat16()).float(), torch.zeros(64, dtype=torch.int64)).backward()
     at_start = rss_bytes()
@@ -102,30 +98,19 @@ def serve(system: str, directory: Path, num_threads: int) -> None:
         print(json.dumps({"step_s": step_s, "peak_bytes": peak_bytes}), flush=True)
 
 
-def start(system: str, directory: Path, num_threads: int) -> Worker:
-    """The other end of `serve`."""
-    command = [sys.executable, __file__, "--worker", system, "--nvme", str(directory)]
-    return Worker([*command, "--threads", str(num_threads)])
-
-
 def measure(directory: Path, num_rounds: int, num_threads: int) -> tuple[dict[str, float], dict[str, float]]:
     """Median seconds of a step and peak MiB, per system."""
-    workers = {system: start(system, directory, num_threads) for system in SYSTEMS}
+    options = ("--nvme", directory, "--threads", num_threads)
+    commands = {system: command.worker_command("memory.py", "logits", system, *options) for system in SYSTEMS}
     samples: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
-    try:
-        for round_index in range(1 + num_rounds):
-            for system, worker in workers.items():
-                sample = worker.step(1)
-                if round_index:  # the first step fills pools and pages in the libraries
-                    samples[system].append(sample)
-    finally:
-        for worker in workers.values():
-            worker.close()
+    for answers in take_turns(commands, num_rounds):
+        for system, answer in answers.items():
+            samples[system].append(answer)
     seconds = {system: statistics.median(each["step_s"] for each in taken) for system, taken in samples.items()}
     return seconds, {system: taken[-1]["peak_bytes"] / MIB for system, taken in samples.items()}
 
 
-def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[dict[str, Any]]:
+def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[Row]:
     plain = "plain torch: nn.Linear, F.cross_entropy"
     return [
         row("peak, chunked loss", peak["chunked"], "MiB", plain, peak["plain"], REACH_MEMORY),
@@ -142,23 +127,15 @@ def compare(seconds: dict[str, float], peak: dict[str, float]) -> list[dict[str,
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds; ends within three minutes")
-    parser.add_argument("--nvme", type=Path, help="directory on the disk to use (default: a new one here)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "fewer rounds")
+    command.add_workers(parser)
+    args = parser.parse_args(arguments)
     if args.worker:
         serve(args.worker, args.nvme, args.threads)
         return 0
-    with tempfile.TemporaryDirectory(prefix="logits_", dir=args.nvme or Path.cwd()) as directory:
-        rows = compare(*measure(Path(directory), 3 if args.quick else 10, args.threads))
+    with command.scratch_directory(args.nvme) as directory:
+        rows = compare(*measure(directory, 3 if args.quick else 10, args.threads))
     show(rows)
     write(rows, args.json)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

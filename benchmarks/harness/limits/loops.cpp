@@ -1,6 +1,6 @@
 // The two limits of an update: a loop that only streams its bytes, and one that only does its arithmetic.
 //
-// Compiled by benchmarks/_adam_loops.py for one instruction set, with the flags of that kernel file.
+// Compiled by loops.py for one instruction set, with the flags of that kernel file.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

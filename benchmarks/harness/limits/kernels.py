@@ -3,30 +3,24 @@
 All things compared take turns in one process, on the same arrays on huge pages, in another order each round; a figure
 is the median of its rounds, a ratio the median of the rounds' ratios. `torch` and `DeepSpeed` update fp32 parameters,
 and copy them to bf16 for the model. The limit of a kernel is the larger of a loop that only streams the same bytes, and
-a loop of the same arithmetic in the first-level cache (_adam_loops.cpp). `--errors` prints how far every format of the
-states is from double precision (_adam_errors.py). The peer runs where it is installed:
+a loop of the same arithmetic in the first-level cache (loops.cpp). The peer runs where it is installed:
 
-    PYTHONPATH=. DS_ACCELERATOR=cpu PEER_ENVIRONMENT/bin/python benchmarks/adam.py --quick
-
-    python benchmarks/adam.py [--quick] [--errors] [--threads N] [--json FILE]
+    PYTHONPATH=. DS_ACCELERATOR=cpu PEER_ENVIRONMENT/bin/python benchmarks/limits.py kernels --quick
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
-from _adam_errors import show_errors
-from _adam_loops import arithmetic, stream
-from _rows import Row, missing, row, show, write
+from harness import command
+from harness.limits.loops import arithmetic, stream
+from harness.rows import Row, missing, row, show, write
 
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
@@ -290,13 +284,10 @@ def rows_of_passes(arrays: Arrays, threads: int, rounds: int) -> list[Row]:
     return made
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1M and 100M only, fewer rounds")
-    parser.add_argument("--errors", action="store_true", help="how far each format is from double, too")
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "1M and 100M only, fewer rounds")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     rounds = 9 if args.quick else 25
     print(f"{native.isa().name}, {args.threads} threads, ns per parameter")
@@ -308,13 +299,8 @@ def main() -> None:
             rows += rows_of_limits(arrays, args.threads, rounds) + rows_of_passes(arrays, args.threads, rounds)
             rows += rows_of_small_states(arrays, args.threads, rounds)
     show(rows)
-    if args.errors:
-        show_errors(args.threads)
     write(rows, args.json)
     if any(each["ok"] is None for each in rows):
         print(f"a peer is missing: {INSTALL}")
-        sys.exit(3)
-
-
-if __name__ == "__main__":
-    main()
+        return command.PEER_MISSING_EXIT_CODE
+    return 0

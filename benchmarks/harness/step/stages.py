@@ -4,28 +4,25 @@ Trains a GPT of 30M parameters for three steps of two micro-batches on 1, 2 and 
 in CPU memory, bf16 with fp32 sums of gradients. Memory is what the arena has given out, frames included; the plan's
 figure includes its buffers in flight. Traffic is bytes of whole buffers per parameter: parameters are bf16, and so are
 the gradients of one backward; sums of several (stage 1) are fp32.
-
-    python benchmarks/stages.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from _rows import row, write
+from harness import command
+from harness.rows import Row, row, write
 
 import zero_offload as zo
-from zero_offload.base.types import MIB
+from zero_offload.base.types import MIB, STAGES
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, Recompute, next_token_loss, num_parameters
-from zero_offload.plan.partition import STAGES
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=8192, seq_max=64, recompute=Recompute.BLOCK)
 NUM_STEPS, MICRO_BATCHES = 3, 2
@@ -33,7 +30,7 @@ REACH = 1.15
 
 
 def run(rank: int, world_size: int, stage: int, folder: str) -> None:
-    """One rank's life; rank 0 writes what it measured."""
+    """What one rank does; rank 0 writes what it measured."""
     torch.set_num_threads(1)
     if world_size > 1:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
@@ -77,7 +74,7 @@ def paper_traffic(stage: int, world_size: int) -> tuple[float, float]:
     return 2 * gathers[stage], reductions.get(stage, 2 * MICRO_BATCHES)
 
 
-def compare(world_size: int, stage: int, found: dict[str, int]) -> list[dict[str, Any]]:
+def compare(world_size: int, stage: int, found: dict[str, int]) -> list[Row]:
     numel = num_parameters(MODEL)
     gathered, reduced = found["gathered"] / numel, found["reduced"] / numel
     expected = paper_traffic(stage, world_size)
@@ -94,11 +91,8 @@ def compare(world_size: int, stage: int, found: dict[str, int]) -> list[dict[str
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="1 and 2 ranks only")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> int:
+    args = command.parser(__name__, __doc__, "1 and 2 ranks only").parse_args(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     print("| stage | ranks | planned MiB, rest + flight | held MiB | gathered, paper | ours | reduced, paper | ours |")
     print("|---|---|---|---|---|---|---|---|")
@@ -112,7 +106,3 @@ def main() -> int:
     print(f"within {REACH}x of plan and paper: {len(rows) - len(missed)} of {len(rows)}", *missed, sep="\n  ")
     write(rows, args.json)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

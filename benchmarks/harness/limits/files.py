@@ -2,10 +2,8 @@
 
 All on the same file system, in turns, huge pages in both, medians of the rounds. Ours computes and verifies checksums
 all the time; fio does not, so it is also run beside a thread that sums as many bytes: where processors and drive share
-a cache, as on a virtual machine, that costs the drive something, whoever moves the bytes. Seconds per 10^9 bytes are
-compared, so less is better.
-
-    python benchmarks/io.py [--quick] [--dir DIR] [--json FILE]
+a cache, as on a virtual machine, that slows the drive down, for ours and for fio. Seconds per 10^9 bytes are compared,
+so less is better.
 
 The bars: reads, writes and a 50/50 mix of requests of 4 to 64 MiB at 97 % of fio's best engine and depth or better,
 and no slower than DeepSpeed's aio at its best setting; processor time per byte at most fio's and that of a checksum;
@@ -15,31 +13,32 @@ different speed at 95 % of their sum or better.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
-import shutil
 import statistics
-import tempfile
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from types import TracebackType
+from typing import Any, NamedTuple
 
-import _fio
-import _loop_disks
 import numpy as np
-from _beside import ChecksumsBeside
-from _deepspeed_aio import DeepSpeedAio
-from _rows import Row, missing, row, show, write
-from _update_pass import BYTES_PER_PARAM, NUM_PARAMS, UpdatePass
+import torch
+from harness import command, fio
+from harness.limits import loop_disks
+from harness.rows import Row, missing, row, show, write
+from torch import nn
 
+import zero_offload as zo
 from zero_offload.base.types import MIB
 from zero_offload.hardware.abi import IoOp
+from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket
 from zero_offload.storage.files.engines import PROBE_BYTES, THREADS, WORTH_BYTES, Scratch, open_engine, pick, shares
@@ -55,6 +54,22 @@ BUFFERS = (2, 3, 4)
 """That are tried, beside as many as fio's best has: the drive has one, the checksum another, and so on."""
 SLOW, FAST = 200_000_000, 600_000_000
 _STRIPE_BLOCK = 4 * MIB
+SUMMED_BYTES = MIB
+"""By one call of the thread beside fio."""
+WAKE_S = 6e-5
+"""What a short sleep takes longer than asked for."""
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+FIO_ENGINES = (("io_uring", 4), ("io_uring", 8), ("libaio", 4), ("libaio", 8), ("psync", 1))
+"""With their depths."""
+DEEPSPEED_GRID = ((MIB, 8 * MIB), (16, 32), (1, 2))
+"""Block sizes, queue depths, threads."""
+DEEPSPEED_ROUNDS = 3
+DEEPSPEED_INSTALL = "apt-get install libaio-dev; DS_BUILD_OPS=0 pip install deepspeed ninja"
+WIDTH, LAYERS = 3584, 8
+NUM_PARAMS = LAYERS * WIDTH * WIDTH
+"""Of the update pass: 100M."""
+BYTES_PER_PARAM = 12
+"""Read, and as many written: bf16 value, 16-bit residual, two fp32 moments."""
 
 
 class Ours:
@@ -106,6 +121,117 @@ class Ours:
         return count
 
 
+@contextlib.contextmanager
+def huge_pages(nbytes: int) -> Iterator[bool]:
+    """Reserve huge pages for fio's buffers, if this user may; True if they are there."""
+    before = HUGE_PAGES.read_text()
+    try:
+        HUGE_PAGES.write_text(str(int(before) + -(-nbytes // (2 * MIB))))
+    except OSError:
+        yield False
+        return
+    try:
+        yield int(HUGE_PAGES.read_text()) * 2 * MIB >= nbytes
+    finally:
+        HUGE_PAGES.write_text(before)
+
+
+class FioResult(NamedTuple):
+    bytes_per_s: float
+    cpu_s_per_gb: float
+
+
+@dataclass(frozen=True)
+class FioJob:
+    """What fio does: "read", "write" or "rw" (half of each)."""
+
+    rw: str
+    block_bytes: int
+    engine: str
+    depth: int
+
+    def run(self, file: Path, seconds: float, *, huge: bool) -> FioResult:
+        """On all of the file, for so long."""
+        settings: dict[str, object] = {"size": file.stat().st_size, "time_based": 1, "runtime": seconds}
+        settings |= {"iomem": "mmaphuge"} if huge else {}
+        (found,) = fio.run(fio.job(file, self.rw, self.block_bytes, self.engine, self.depth, **settings))
+        directions = [found["read"], found["write"]]
+        nbytes = sum(each["io_bytes"] for each in directions)
+        taken_s = max(each["runtime"] for each in directions) / 1e3
+        cpu_s = (found["usr_cpu"] + found["sys_cpu"]) / 100 * found["job_runtime"] / 1e3
+        return FioResult(nbytes / taken_s, cpu_s / nbytes * 1e9)
+
+
+def best_job(file: Path, rw: str, block_bytes: int, seconds: float, *, huge: bool) -> FioJob:
+    """The fastest of `FIO_ENGINES`, by the better of two short trials each, in turns."""
+    jobs = [FioJob(rw, block_bytes, engine, depth) for engine, depth in FIO_ENGINES]
+    trials = [(job.run(file, seconds / 2, huge=huge).bytes_per_s, job) for job in jobs * 2]
+    return max(trials, key=lambda trial: trial[0])[1]
+
+
+class ChecksumsBeside:
+    """While entered: a thread sums `nbytes` of memory at `address`, over and over, so many bytes per second."""
+
+    def __init__(self, address: int, nbytes: int, bytes_per_s: float) -> None:
+        self._address = address
+        self._nbytes = nbytes
+        self._bytes_per_s = bytes_per_s
+        self._cpu_s, self._summed = 0.0, 0
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checksums beside")
+
+    def __enter__(self) -> ChecksumsBeside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        """Processor time of the sums alone, per 10^9 bytes; after the end."""
+        return self._cpu_s / self._summed * 1e9
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        while not self._ends.is_set():
+            cpu = time.thread_time()
+            crc32c(self._address + self._summed % self._nbytes, SUMMED_BYTES)
+            self._cpu_s += time.thread_time() - cpu
+            self._summed += SUMMED_BYTES
+            ahead_s = self._summed / self._bytes_per_s - (time.perf_counter() - began)
+            if ahead_s > WAKE_S:
+                time.sleep(ahead_s - WAKE_S)
+
+
+def deepspeed_rates(file: Path, nbytes: int) -> dict[str, float] | None:
+    """Bytes per second of DeepSpeed's asynchronous I/O, "write" and "read": whole files from its locked buffers, the
+    median of the rounds at the fastest setting of a grid. None if it is not installed."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+    except ImportError:
+        return None
+    module: Any = AsyncIOBuilder().load(verbose=False)
+    best = {"write": 0.0, "read": 0.0}
+    for block, depth, threads in itertools.product(*DEEPSPEED_GRID):
+        handle = module.aio_handle(block, depth, False, True, threads)
+        buffer = handle.new_cpu_locked_tensor(nbytes, torch.empty(0, dtype=torch.uint8))
+        seconds: dict[str, list[float]] = {"write": [], "read": []}
+        for _ in range(DEEPSPEED_ROUNDS):
+            for op, call in (("write", handle.async_pwrite), ("read", handle.async_pread)):
+                began = time.perf_counter()
+                call(buffer, str(file), 0)
+                handle.wait()
+                seconds[op].append(time.perf_counter() - began)
+        handle.free_cpu_locked_tensor(buffer)
+        for op, taken in seconds.items():
+            best[op] = max(best[op], nbytes / statistics.median(taken))
+    file.unlink()
+    return best
+
+
 Rates = dict[str, float]
 """Bytes per second, by `OPS`."""
 
@@ -118,14 +244,14 @@ def engine_rows(directory: Path, rounds: int, seconds: float) -> tuple[list[Row]
     fd = os.open(directory / "engine.bin", os.O_RDWR | os.O_DIRECT)
     region = Arena(0).allocate(FILE_BYTES)
     ctypes.memset(region.address, 1, FILE_BYTES)
-    with _fio.huge_pages(9 * 64 * MIB) as huge:
+    with huge_pages(9 * 64 * MIB) as huge:
         settings = pick("auto")
         print(f"our engine: {settings}")
         engine = open_engine(settings)
         ours = Ours(engine, fd, region)
         print(f"huge pages for fio: {'yes' if huge else 'no: not allowed here'}")
         pairs = [(op, size) for op in OPS for size in SIZES]
-        jobs = {pair: _fio.best_job(file, FIO_NAMES[pair[0]], pair[1], seconds, huge=huge) for pair in pairs}
+        jobs = {pair: best_job(file, FIO_NAMES[pair[0]], pair[1], seconds, huge=huge) for pair in pairs}
         buffers = {pair: ours.best_buffers(*pair, seconds, {*BUFFERS, job.depth}) for pair, job in jobs.items()}
         for (op, size), job in jobs.items():
             ours_has = f"{buffers[op, size]} buffers"
@@ -175,7 +301,7 @@ class _Peer:
     """fio on its own file, alone and beside checksums."""
 
     file: Path
-    jobs: dict[tuple[str, int], _fio.Job]
+    jobs: dict[tuple[str, int], FioJob]
     seconds: float
     address: int
     """Of memory to sum: a request's worth, so that what is in the cache for one is for the other."""
@@ -187,10 +313,10 @@ class _Peer:
     def run(self, op: str, block_bytes: int) -> tuple[float, float, float]:
         """Bytes per second alone and beside; processor seconds per 10^9 bytes of both."""
         job = self.jobs[op, block_bytes]
-        alone = _fio.run(self.file, job, self.seconds, huge=self.huge)
+        alone = job.run(self.file, self.seconds, huge=self.huge)
         pace = self.paces.get((op, block_bytes), alone.bytes_per_s)
         with ChecksumsBeside(self.address, block_bytes, pace) as sums:
-            beside = _fio.run(self.file, job, self.seconds, huge=self.huge)
+            beside = job.run(self.file, self.seconds, huge=self.huge)
         self.paces[op, block_bytes] = beside.bytes_per_s
         return alone.bytes_per_s, beside.bytes_per_s, beside.cpu_s_per_gb + sums.cpu_s_per_gb
 
@@ -239,15 +365,43 @@ def _cpu_row(op: str, samples: list[Sample]) -> Row:
 
 
 def _deepspeed_rows(directory: Path, ours: dict[str, float]) -> list[Row]:
-    peer = DeepSpeedAio.load(directory / "deepspeed.bin", FILE_BYTES)
+    theirs = deepspeed_rates(directory / "deepspeed.bin", FILE_BYTES)
     rows = []
     for op, speed in ours.items():
         name, against = f"{op}, best request size", "DeepSpeed aio's best setting"
-        if peer is None:
+        if theirs is None:
             rows.append(missing(name, 1e9 / speed, "s/GB", against, REACH_DEEPSPEED))
         else:
-            rows.append(row(name, 1e9 / speed, "s/GB", against, 1e9 / peer.best(op), REACH_DEEPSPEED))
+            rows.append(row(name, 1e9 / speed, "s/GB", against, 1e9 / theirs[op], REACH_DEEPSPEED))
     return rows
+
+
+class UpdatePass:
+    """A model whose step does nothing but update: no work is done beside it, none is overlapped."""
+
+    def __init__(self, nvme: Path | None) -> None:
+        tier = "cpu" if nvme is None else "nvme"
+        self._model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+        settings: dict[str, Any] = {"nvme": nvme, "existing": "discard"} if nvme else {}
+        zo.offload(
+            self._model,
+            zo.OffloadConfig(params=tier, optimizer=tier, grads="cpu", overlap="none", **settings),
+        )
+        self._optimizer = zo.AdamW(self._model.parameters(), lr=1e-4)
+        self._seconds: list[float] = []
+
+    def step(self) -> None:
+        self._model(torch.ones(1, WIDTH)).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._seconds.append(zo.stats(self._model).update_s)
+
+    def median_s(self) -> float:
+        """Without the first two, which fill pools."""
+        return statistics.median(self._seconds[2:])
+
+    def close(self) -> None:
+        zo.close(self._model)
 
 
 def update_rows(directory: Path, limits: dict[str, Rates], steps: int) -> list[Row]:
@@ -274,10 +428,10 @@ def _transfers_s(nbytes: int, rates: Rates) -> float:
 
 def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
     """Two drives of different speed, as a run stripes them, against the sum of what each does alone."""
-    with _loop_disks.paced_disks(directory, 2 * WORTH_BYTES, (SLOW, FAST)) as disks, contextlib.ExitStack() as stack:
+    with loop_disks.paced_disks(directory, 2 * WORTH_BYTES, (SLOW, FAST)) as disks, contextlib.ExitStack() as stack:
         names = [f"{op}, two directories of 1:3" for op in ("write", "read")]
         if disks is None:
-            return [missing(name, 0.0, "s", _loop_disks.NEEDS, REACH_STRIPE) for name in names]
+            return [missing(name, 0.0, "s", loop_disks.NEEDS, REACH_STRIPE) for name in names]
         homes = [stack.enter_context(RunDirectory.open(disk / "run")) for disk in disks]
         region = Arena(0).allocate(nbytes)
         ctypes.memset(region.address, 1, nbytes)
@@ -317,30 +471,21 @@ def _swap_seconds(
     return seconds[0], seconds[1]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: under three minutes")
-    parser.add_argument("--dir", type=Path, default=None, help="directory on the drive to measure")
-    parser.add_argument("--json", type=Path, default=None)
-    args = parser.parse_args()
-    if not _fio.available():
-        print(f"fio is not installed; type: {_fio.INSTALL}")
-        return 3
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "fewer rounds")
+    command.add_nvme(parser)
+    args = parser.parse_args(arguments)
+    if not fio.is_installed():
+        print(f"fio is not installed; type: {fio.INSTALL}")
+        return command.PEER_MISSING_EXIT_CODE
     rounds, seconds, steps = (3, 0.6, 8) if args.quick else (7, 1.5, 15)
-    directory = Path(tempfile.mkdtemp(prefix="zero-offload-io-", dir=args.dir))
-    try:
+    with command.scratch_directory(args.nvme) as directory:
         rows, rates = engine_rows(directory, rounds, seconds)
         rows += update_rows(directory, rates, steps)
         rows += stripe_rows(directory, 512 * MIB)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
     show(rows)
     write(rows, args.json)
     if any(each["ok"] is None for each in rows):
-        print(f"what was not measured: {DeepSpeedAio.INSTALL}; stripes: {_loop_disks.NEEDS}")
-        return 3
+        print(f"what was not measured: {DEEPSPEED_INSTALL}; stripes: {loop_disks.NEEDS}")
+        return command.PEER_MISSING_EXIT_CODE
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

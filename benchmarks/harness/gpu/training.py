@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from _gpu_machine import Machine
-from _gpu_model import Batch, Shape, batch_of
-from _gpu_record import Figures, Record, Skip
-from _train_systems import Case, deepspeed_config, join_alone
-from _turns import peak_rss_bytes
+from harness.gpu.machine import Machine
+from harness.gpu.model import Batch, Shape, batch_of
+from harness.gpu.record import Figures, Record, Skip
+from harness.processes import peak_rss_bytes
+from harness.step.builders import Case, deepspeed_config, join_alone
 from torch import Tensor, nn
 
 import zero_offload as zo

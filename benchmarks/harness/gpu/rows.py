@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from _gpu_record import Figures
-from _gpu_sections import CAP_BYTES, CAPPED_HOST_BYTES, CAPPED_WEIGHTS_BYTES, CONTEXT_BYTES, MICRO_BATCHES
-from _rows import Row, missing, row, ungraded
+from harness.gpu.record import Figures
+from harness.gpu.sections import CAP_BYTES, CAPPED_HOST_BYTES, CAPPED_WEIGHTS_BYTES, CONTEXT_BYTES, MICRO_BATCHES
+from harness.rows import Row, missing, row, ungraded
 
 from zero_offload.base.types import GIB
 

@@ -5,13 +5,10 @@
   offload. bf16 compute, gradients reduced in fp32, recomputed activations, clipping. FSDP2 has fp32 parameters, cast
   for compute, and torch's fused AdamW. The three step in turns in the same two processes.
 * Import: `import zero_offload` after `import torch`, in fresh processes.
-
-    python benchmarks/runtime.py [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from _rows import row, show, write
+from harness import command
+from harness.rows import row, show, write
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -133,11 +131,8 @@ def import_s(num_rounds: int) -> float:
     return statistics.median(list(map(float, outputs))[1:])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> int:
+    args = command.parser(__name__, __doc__, "fewer rounds").parse_args(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     step_s = ranks_s(8 if args.quick else 20)
     rows = [
@@ -149,7 +144,3 @@ def main() -> int:
     show(rows)
     write(rows, args.json)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

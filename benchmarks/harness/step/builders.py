@@ -1,4 +1,4 @@
-"""The systems that `train_step.py` compares: how each is built, and a worker's life.
+"""The systems that `systems.py` compares: how each is built, and what a worker does.
 
 All train the same GPT from the same values on the same tokens with AdamW and clipping. Ours and plain torch need
 nothing else; FSDP2 is torch's own; DeepSpeed is imported by its own worker only.
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _turns import disk_bytes, forget_peak, peak_rss_bytes
+from harness.processes import disk_bytes, forget_peak, peak_rss_bytes
 from torch import Tensor
 
 import zero_offload as zo
@@ -293,12 +293,12 @@ def build(name: str, case: Case) -> System:
 
 
 def serve(name: str, case: Case) -> None:
-    """A worker's life: read a number of steps, make them, answer with one line of JSON."""
+    """What a worker does: read a number of steps, make them, answer with one line of JSON."""
     torch.set_num_threads(case.num_threads)
     system = build(name, case)
     tokens = torch.randint(case.gpt.vocab_size, (1, case.seq + 1), generator=torch.Generator().manual_seed(0))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    # From here on the peak counts: building the model in fp32 is the same for everyone and no step.
+    # From here on the peak counts: building the model in fp32 is the same for all systems, and not a step.
     forget_peak()
     settled: dict[str, int] = {}
     num_steps = 0
@@ -329,7 +329,7 @@ def serve(name: str, case: Case) -> None:
 
 
 def _ours(system: System) -> dict[str, float]:
-    """Of the last step: bytes as they are counted, and the update's time that somebody waited for."""
+    """Of the last step: bytes as they are counted, and the time that compute waited for the update."""
     if system.model is None:
         return {}
     stats = zo.stats(system.model)

@@ -1,4 +1,4 @@
-"""The sections of `gpu.py`: what each measures. Bars are in `_gpu_rows.py`."""
+"""The sections of `gpu.py`: what each measures. Bars are in `rows.py`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from _disk_rates import Rates, disk_rates
-from _gpu_machine import Machine, device_update, pin_and_copy, this_machine, update_s_per_parameter
-from _gpu_model import SHAPES, Batch, Llama, Shape, TransformersLlama, batch_of
-from _gpu_record import Figures, Skip
-from _gpu_training import Bench, Trainer, deepspeed, fsdp2, in_turn, measure, ours, plain, profile, time_steps
+from harness.disks import Rates, disk_rates
+from harness.gpu.machine import Machine, device_update, pin_and_copy, this_machine, update_s_per_parameter
+from harness.gpu.model import SHAPES, Batch, Llama, Shape, TransformersLlama, batch_of
+from harness.gpu.record import Figures, Skip
+from harness.gpu.training import Bench, Trainer, deepspeed, fsdp2, in_turn, measure, ours, plain, profile, time_steps
 
 import zero_offload as zo
 from zero_offload.base.types import GIB, MIB
 from zero_offload.cli.measure_device import device_rates
 from zero_offload.hardware.device import collectives_of, compute_device
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[3]
 TESTS, KERNEL_TESTS = Path("tests/gpu"), "test_device_update.py"
 """The tests on a GPU, and the file of them that compiles some hundred kernels."""
 TEST_WORKERS, TESTS_END_S, OUTPUT_MAX = 12, 15, 200_000

@@ -1,4 +1,4 @@
-"""Compiles and calls the loops of _adam_loops.cpp: an update's memory traffic alone, and its arithmetic alone."""
+"""Compiles and calls the loops of loops.cpp: an update's memory traffic alone, and its arithmetic alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero_offload.base.types import StateFormat
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import Isa, Kind, Rule
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def compiler_call() -> list[str]:
@@ -57,7 +57,7 @@ def stream(
     counts = (C.c_uint32 * 7)(*(len(group) for part in kinds for group in part))
     addresses = (C.c_void_p * len(arrays))(*(array.data_ptr() for array in arrays))
     if not _library().stream(counts, addresses, C.c_int64(numel), num_threads):
-        raise ValueError(f"no loop for {list(counts)} arrays: add it to _adam_loops.cpp")
+        raise ValueError(f"no loop for {list(counts)} arrays: add it to loops.cpp")
 
 
 def arithmetic(rule: Rule, value: Kind, grad: Kind, states: StateFormat, numel: int, num_threads: int) -> None:

@@ -7,23 +7,20 @@ in another order. The first step of a block is one that is committed, and a bloc
 that a commit costs is in its own block. Times are the medians of blocks; each row's ratio is that of times, to be at
 most 1.02: 2% of a step.
 Bytes written to NVMe per step are counted, and compared with the plan's arithmetic.
-
-    python benchmarks/commits.py [--quick] [--nvme DIR] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
-import shutil
 import statistics
-import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from _rows import Row, row, show, write
+from harness import command
+from harness.rows import Row, row, show, write
 
 import zero_offload as zo
 from zero_offload.base.types import MIB
@@ -93,19 +90,15 @@ class Run:
         return statistics.median(self.step_s)
 
 
-def measure(states: str, intervals: list[int | str], num_rounds: int, nvme: Path | None) -> list[Row]:
-    folder = Path(tempfile.mkdtemp(prefix="commits-", dir=nvme))
-    try:
-        runs = [Run(states, every, folder) for every in (NEVER, *intervals)]
-        for number in range(num_rounds):
-            for run in runs[number % len(runs) :] + runs[: number % len(runs)]:
-                run.block()
-        rows = [each for run in runs[1:] for each in compare(states, run, runs[0])]
-        for run in runs:
-            zo.close(run.model)
-        return rows
-    finally:
-        shutil.rmtree(folder)
+def measure(states: str, intervals: list[int | str], num_rounds: int, folder: Path) -> list[Row]:
+    runs = [Run(states, every, folder) for every in (NEVER, *intervals)]
+    for number in range(num_rounds):
+        for run in runs[number % len(runs) :] + runs[: number % len(runs)]:
+            run.block()
+    rows = [each for run in runs[1:] for each in compare(states, run, runs[0])]
+    for run in runs:
+        zo.close(run.model)
+    return rows
 
 
 def compare(states: str, run: Run, without: Run) -> list[Row]:
@@ -125,21 +118,18 @@ def compare(states: str, run: Run, without: Run) -> list[Row]:
     return rows
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and without commit_every=100")
-    parser.add_argument("--nvme", type=Path, metavar="DIR", help="where the states rest (default: the temporary one)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "fewer rounds, and without commit_every=100")
+    command.add_nvme(parser)
+    args = parser.parse_args(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     intervals: list[int | str] = [1, 10, "auto"] if args.quick else [1, 10, 100, "auto"]
     print("| states | commit_every | s/step without | with | cost | MiB written per step | planned |")
     print("|---|---|---|---|---|---|---|")
-    rows = [each for states in STATES for each in measure(states, intervals, 3 if args.quick else 7, args.nvme)]
+    rows: list[Row] = []
+    for states in STATES:
+        with command.scratch_directory(args.nvme) as folder:
+            rows += measure(states, intervals, 3 if args.quick else 7, folder)
     show(rows)
     write(rows, args.json)
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

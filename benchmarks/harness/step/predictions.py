@@ -4,26 +4,21 @@ Rates are taken beside each placement, before and after it: the plain model's fo
 in memory on all cores and on those that it has beside forward, the drive under the engine that a run would choose. In
 fp32, since some processors have no instructions for bf16 products. Medians of steps are compared with predictions.
 
-    python benchmarks/predict.py [--quick] [--nvme DIR] [--json FILE]
-
 The bar: predicted / measured between 1 / 1.1 and 1.1, on eight placements or more.
 """
 
 from __future__ import annotations
 
-import argparse
-import shutil
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _rows import Row, show, write
+from harness import command
+from harness.rows import Row, show, write
 
 import zero_offload as zo
 from zero_offload.cli.measure import drive_rates, update_rates
@@ -182,26 +177,15 @@ def machine_of(rates: Sequence[Rates]) -> Machine:
     )
 
 
-@contextmanager
-def private_directory(parent: Path | None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="zero-offload-predict-", dir=parent))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="within three minutes")
-    parser.add_argument("--nvme", type=Path, help="where files go for the time of the run (default: the system's)")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+def main(arguments: Sequence[str]) -> int:
+    parser = command.parser(__name__, __doc__, "fewer steps")
+    command.add_nvme(parser)
+    args = parser.parse_args(arguments)
     num_steps = 5 if args.quick else 25
     rows: list[Row] = []
     plain = Plain()
     plain.measure(3)
-    with private_directory(args.nvme) as directory:
+    with command.scratch_directory(args.nvme) as directory:
         before = take_rates(plain, directory, num_steps)
         for name, settings in PLACEMENTS.items():
             measured_s, away = measure_offloaded(settings, directory / "run", num_steps)
@@ -216,7 +200,3 @@ def main() -> int:
     met = sum(bool(each["ok"]) for each in rows)
     print(f"{met} of {len(rows)} placements within {REACH - 1:.0%}")
     return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
