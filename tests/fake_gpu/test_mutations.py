@@ -14,7 +14,7 @@ from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.training import EVERY, Schedule, plainly, run
 from zero_offload.hardware.device import AcceleratorDevice, Handoff, _DeviceEvent
-from zero_offload.runtime.units.param_loader import DeviceParamLoader
+from zero_offload.runtime.units.param_loader import UnitStreams
 
 Program = Callable[[], list[Tensor]]
 
@@ -112,8 +112,8 @@ MUTATIONS: dict[str, tuple[type, str, Any, str]] = {
     "downloads begin too early": (AcceleratorDevice, "_copy", functools.partial(without_mark, is_upload=False), "cpu"),
     "a copy's event comes before it": (AcceleratorDevice, "_copy", early_end, "cpu"),
     "copies on the stream that computes": (AcceleratorDevice, "_copy", on_one_stream, "cpu"),
-    "a unit in memory is used without a wait": (DeviceParamLoader, "use", nothing, "evaluated beside"),
-    "a unit leaves streams that still use it": (DeviceParamLoader, "leave", nothing, "evaluated beside"),
+    "a unit in memory is used without a wait": (UnitStreams, "use", nothing, "evaluated beside"),
+    "a unit leaves streams that still use it": (UnitStreams, "leave", nothing, "evaluated beside"),
 }
 WRAPPED = (early_end, on_one_stream)
 

@@ -16,7 +16,7 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.units.param_loader import DeviceParamLoader
-from zero_offload.storage.shards.state import UnitState
+from zero_offload.runtime.units.unit import UnitState
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -18,7 +18,7 @@ from tests.helpers.models import WIDE, Block, build
 from zero_offload.base.types import FRAME, MIB
 from zero_offload.model.api import runtime_of
 from zero_offload.plan.memory import ACTIVATIONS_AHEAD_BYTES, MARGIN_SHARE, WORKSPACE_BYTES
-from zero_offload.storage.shards.state import UnitState
+from zero_offload.runtime.units.unit import UnitState
 
 NUM_BLOCKS = 6
 BLOCK_FRAMES = 2

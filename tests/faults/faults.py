@@ -48,7 +48,7 @@ FAULTS = [
     ),
     fault(
         "a unit in use is evicted",
-        "runtime/eviction.py",
+        "runtime/prefetcher.py",
         "            and not (u.forward_uses or u.backward_uses or u.gathered_uses)\n",
         "",
         PLACEMENTS,

@@ -19,7 +19,7 @@ import zero_offload as zo
 from tests.helpers.architectures import ARCHITECTURES, Architecture
 from tests.helpers.reference import placed, read_masters
 from zero_offload.model.api import runtime_of
-from zero_offload.storage.shards.state import UnitState
+from zero_offload.runtime.units.unit import UnitState
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'zero_offload[hf]'")
 

@@ -120,6 +120,11 @@ class Spans:
         """Record no more; what is under way is left out."""
         self.on = False
 
+    @property
+    def records(self) -> bool:
+        """True while spans are recorded, here or by torch.profiler."""
+        return self.on or profiler._is_profiler_enabled
+
     def open(self, lane: Lane, name: str) -> Opened | None:
         """This thread begins something; None while neither records."""
         return Opened(lane, name) if self.on or profiler._is_profiler_enabled else None

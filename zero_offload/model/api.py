@@ -30,7 +30,7 @@ from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
-from zero_offload.runtime.life import in_backward
+from zero_offload.runtime.pass_tracker import in_backward
 from zero_offload.storage.shards.registry import by_owner, check_adopted, owner_of
 
 CLIP_EPS = 1e-6

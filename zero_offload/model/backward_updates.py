@@ -39,10 +39,10 @@ from zero_offload.model.step import StepInput, section_updates
 from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection
-from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.units.unit import Unit, is_viewed
+from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.grad_ring import GradRing
 from zero_offload.storage.shards.registry import Trainer
 
@@ -197,7 +197,7 @@ class BackwardUpdates:
         if not all(each.whole or _expects_none(each) for each in self._sections[unit.index]):
             return False
         # Other ranks do not know of a view that is held on this one; they refuse it, all alike, where it matters.
-        return self._collectives.world_size > 1 or not is_viewed(unit, unit.sections)
+        return self._collectives.world_size > 1 or not unit.is_viewed(unit.sections)
 
     def end(self) -> None:
         if self._runs:

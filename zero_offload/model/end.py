@@ -17,7 +17,7 @@ from zero_offload.base.threads import THREAD_PREFIX, FirstError, UpdateInterrupt
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.model.commits import Commits
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.storage.shards.store import ShardStore
 
 

@@ -35,7 +35,7 @@ from zero_offload.optim.loading import BESIDE, STEP
 from zero_offload.optim.state import Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
-from zero_offload.runtime.life import ModelLife
+from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 from zero_offload.storage.shards.store import ShardStore

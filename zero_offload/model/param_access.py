@@ -24,8 +24,7 @@ from zero_offload.model.optimizer_states import OptimizerStates
 from zero_offload.model.param_places import ParamPlaces, need_whole
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
-from zero_offload.runtime.life import ModelLife
-from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
@@ -74,7 +73,8 @@ class ParamAccess:
                 self._prefetcher.bring(unit)  # a step or a load may have replaced its values meanwhile
             else:
                 unit.wait_for_update()
-                self._prefetcher.use(unit)
+                if self._prefetcher.streams is not None:
+                    self._prefetcher.streams.use(unit)
         return Touched.FOR_READING
 
     def is_gathered(self, param: nn.Parameter) -> bool:

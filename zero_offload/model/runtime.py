@@ -47,8 +47,7 @@ from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
-from zero_offload.runtime.life import ModelLife
-from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.ranks.group import RankGroup

@@ -26,7 +26,7 @@ from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.units.unit import Unit, is_viewed
+from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.store import ShardStore
 from zero_offload.storage.shards.unit_update import UnitUpdate
 
@@ -112,7 +112,7 @@ class Updates:
         if not in_backward:
             self._prefetcher.refresh_kept()
             for unit in (self._units[index] for index in units):
-                if unit.updates_in_place and is_viewed(unit, unit.sections):  # nothing is in a view's way
+                if unit.updates_in_place and unit.is_viewed(unit.sections):  # nothing is in a view's way
                     unit.wait_for_update()
         return updates
 

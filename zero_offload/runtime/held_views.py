@@ -19,8 +19,7 @@ from torch import Tensor
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.saved.tensors import Saved
 from zero_offload.runtime.units.read_only import ReadOnly
-from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.state import UnitState
+from zero_offload.runtime.units.unit import Unit, UnitState
 
 TRANSPORT_S = 5.0
 """What the thread of a process group may take to drop its tensors on a machine that is busy."""

@@ -1,7 +1,7 @@
-"""The only file that registers hooks on modules and parameters. Each body is a call.
+"""The only file that registers hooks on modules and parameters.
 
-Order of a step: `_before` / `_after` around the forwards of hooked modules, `_grad_ready` once per parameter
-when backward has its gradient. Post-forward hooks run after an exception too.
+Order of a step: `PassTracker.enter` and `exit` around the forwards of hooked modules, `grad_ready` once per parameter
+when backward has its gradient. Hooks behind a forward run after an exception too.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch.utils._pytree import tree_map_only
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
-from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.pass_tracker import PassTracker
 from zero_offload.runtime.saved.boundary import Group
 from zero_offload.runtime.saved.frames import untraced
 from zero_offload.runtime.saved.recompute import Recompute
-from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
+from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of
 
@@ -53,8 +52,8 @@ def install_hooks(
     for name, needed in points.items():
         units = tuple(needed)
         module = root.get_submodule(name)
-        before = _Hook(untraced(_before), tracker, units, runtime)
-        after = _Hook(untraced(_after), tracker)
+        before = _Hook(untraced(PassTracker.enter), tracker, units, runtime)
+        after = _Hook(untraced(PassTracker.exit), tracker)
         # Before the user's own: they may read parameters, as those of torch.nn.utils.weight_norm do.
         undo.callback(module.register_forward_pre_hook(before, with_kwargs=True, prepend=True).remove)
         undo.callback(module.register_forward_hook(after, always_call=True).remove)
@@ -209,23 +208,3 @@ def _cast_floats(dtype: torch.dtype, tree: Any) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return tree_map_only(Tensor, cast, tree)
-
-
-def _before(
-    tracker: PassTracker,
-    units: tuple[Unit, ...],
-    runtime: object,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    if type(module).__module__.startswith("torch.distributed.") and (what := wrapper_of(type(module).__module__)):
-        # It wraps without looking at a parameter.
-        raise cannot_wrap(what, f"an offloaded {type(module).__bases__[-1].__name__}")
-    tracker.enter(units, (args, kwargs), runtime)
-    if tracker.looks_for_graphs:
-        refuse_graph_modes(module)
-
-
-def _after(tracker: PassTracker, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return tracker.exit(output)

@@ -18,31 +18,34 @@ ends with the inner backward. Autograd numbers backwards, so an inner one is tol
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.base.spans import Lane
+from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.spans import Lane, Opened
+from zero_offload.base.threads import FirstError
 from zero_offload.base.types import MIB, format_bytes
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.inputs import tensors_in, watch_inputs
-from zero_offload.runtime.life import ModelLife, in_backward
+from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.saved.frames import module_call, runs
+from zero_offload.runtime.saved.frames import runs
 from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, leave_hooks, runs_again, saving_hooks
-from zero_offload.runtime.scope import Round, Scope, changed_in_forward, end_use
-from zero_offload.runtime.units.guard import refuse_copy
+from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.storage.memory.heap import HeapRoom, HeapTrimmer
 
@@ -56,6 +59,172 @@ _NO_BACKWARD = weakref.ref(set[None]())
 
 TOLD_CASTS_BYTES = 64 * MIB
 """From so many bytes on that autocast's cache keeps, a warning says so."""
+
+
+def in_backward() -> bool:
+    """True if autograd runs on this thread now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class ModelLife:
+    """Whether a model can be used: in its own process, until it is closed, with the states of one whole step."""
+
+    def __init__(self, errors: FirstError) -> None:
+        """`errors` has what the model's work has met."""
+        self._errors = errors
+        self._pid = os.getpid()
+        self.is_closed = False
+        """True if nothing but the model's figures can be asked for any more."""
+        self.lacks_weights = False
+        """True if values were left out, and none have been loaded in their place."""
+        self.half_loaded = ""
+        """The checkpoint of which only a part was loaded, if there is one."""
+        self.half_updated = ""
+        """What a backward has updated that has not ended, or was left by an exception (overlap="backward")."""
+
+    @property
+    def is_in_own_process(self) -> bool:
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """A forked child has neither our pages nor our threads: it must not get as far as touching them."""
+        if os.getpid() != self._pid:
+            raise ZeroOffloadError(
+                f"an offloaded model works in the process that offloaded it ({self._pid}), not in its forked child "
+                f"({os.getpid()}). Keep the model out of DataLoader workers, or use the spawn start method"
+            )
+
+    def check_alive(self) -> None:
+        """Raise in a forked child, and for a model that was closed."""
+        self.check_process()
+        if self.is_closed:
+            raise ZeroOffloadError(
+                "this model was closed by zo.close; build and offload it again (existing='resume' goes on from the "
+                "last generation)"
+            )
+
+    def check_usable(self) -> None:
+        """Raise where there is nothing to compute with or to read."""
+        self.check_alive()
+        self._errors.check_whole()
+        if self.half_updated and not in_backward():
+            raise ZeroOffloadError(
+                f"a backward with overlap='backward' was left by an exception when {self.half_updated}, so this "
+                "model's states are a mix of two steps. Load a whole checkpoint by zo.load_checkpoint, or start again "
+                "with zo.offload (existing='resume' goes on from the last generation)"
+            )
+        if self.half_loaded:
+            raise ZeroOffloadError(
+                f"loading {self.half_loaded} failed half-way, so this model's states are a mix of two. Load a whole "
+                "checkpoint by zo.load_checkpoint, or start again with zo.offload (existing='resume' goes on from the "
+                "last generation)"
+            )
+        if self.lacks_weights:
+            raise ConfigError(
+                'this model was built by zo.deferred_init(values="skip") and has no weights yet. Load them by '
+                'zo.load_pretrained(model, "folder/") or zo.load_checkpoint, or build it by zo.deferred_init()'
+            )
+
+
+@dataclass
+class Scope:
+    """One running forward of a hooked module."""
+
+    units: tuple[Unit, ...]
+    caller: FrameType
+    """Runs as long as this forward does."""
+    touched: list[Unit] = field(default_factory=list)
+    saving: saved_tensors_hooks | None = None
+    """Entered because it began under hooks of the user."""
+    opened: Opened | None = None
+    """Since its units are here, where it is recorded."""
+
+    @property
+    def name(self) -> str:
+        """Of its units, for a trace."""
+        return ", ".join(unit.name for unit in self.units)
+
+
+class Round(Protocol):
+    """Forwards that take turns, unit by unit, each on a thread of its own: those of `zo.accumulate`."""
+
+    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any]) -> None:
+        """One of them comes to a module with these units; returns when it is its turn to use them.
+
+        Takes itself back if the round was left by an exception."""
+
+    def hold(self, unit: Unit) -> None:
+        """A unit is here: it stays until all of them have passed it."""
+
+
+def changed_in_forward(names: Sequence[str]) -> ZeroOffloadError:
+    return ZeroOffloadError(
+        f"forward has changed {', '.join(names[:3])}{' and others' * (len(names) > 3)} in place; the change would be "
+        "lost: the parameter leaves memory, or its fp32 master does not follow. Change it between steps, in "
+        "'with zo.gathered(module, mode=\"write\"):', or compute with a changed copy"
+    )
+
+
+@dataclass
+class InputsWatch:
+    """A tensor hook of a forward's inputs: runs `then` in every backward, when that forward's own is over.
+
+    It is over as soon as one input's gradient is complete, since autograd runs nodes in the reverse order of their
+    making: the forward's are younger than all of its inputs. Others may have far to go, such as an encoder's output
+    that every block of a decoder takes.
+
+    torch's register_multi_grad_hook does this too, but its hooks hold the graph they sit in: every forward
+    would stay in memory until Python's garbage collector has found it, one module at a time.
+    """
+
+    then: Callable[[], None]
+    _backward: int = -1
+
+    def __call__(self, grad: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self.then()
+
+
+def watch_inputs(inputs: Iterable[Any], then: Callable[[], None]) -> None:
+    """Run `then` in every backward, when the backward through the forward that gets these inputs is over."""
+    watch = InputsWatch(then)
+    for tensor in tensors_in(inputs):
+        # Inputs of the graph itself are left out: autograd.grad refuses to say when those are complete.
+        if tensor.grad_fn is not None:
+            tensor.register_hook(watch)
+
+
+_PLAIN = (int, float, str, type(None))
+
+
+def tensors_in(inputs: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among the inputs, in containers, and in the attributes of other objects, such as dataclasses."""
+    for value in inputs:
+        # What nearly all inputs are, without torch's walk over trees, which takes longer than a hook may.
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from tensors_in(value)
+        elif isinstance(value, dict):
+            yield from tensors_in(value.values())
+        elif not isinstance(value, _PLAIN):
+            yield from _tensors_of(value)
+
+
+def _tensors_of(thing: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(thing):
+        values = [leaf] if isinstance(leaf, Tensor) else tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+        yield from (value for value in values if isinstance(value, Tensor))
+
+
+def _module_call() -> FrameType:
+    """The frame that calls the hook which calls this; torch.compile's, between the two, end with the hook."""
+    frame = sys._getframe(2)
+    while frame.f_globals.get("__name__", "").startswith("torch._dynamo") and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _lives(ending: Callable[[], object | None]) -> bool:
@@ -84,7 +253,10 @@ class PassTracker:
         self._units = units
         self._life = life
         self._prefetcher = prefetcher
+        self._streams = prefetcher.streams
         self._spans = prefetcher.spans
+        self._records = False
+        """True if spans are recorded of the forward that runs."""
         self._grads = grads
         self.forwards: list[Scope] = []
         """That run now, the outermost first."""
@@ -126,11 +298,6 @@ class PassTracker:
             self._trimmer = HeapTrimmer()
         self._saved.grow(units)
 
-    @property
-    def looks_for_graphs(self) -> bool:
-        """True if a graph of a device's work would be seen only by looking for it, and this forward does."""
-        return self._watches and self._prefetcher.room is not None
-
     __reduce_ex__ = refuse_copy
 
     @property
@@ -140,18 +307,35 @@ class PassTracker:
 
     # Forward
 
-    def enter(self, units: tuple[Unit, ...], inputs: Iterable[Any], runtime: object) -> None:
+    def enter(
+        self,
+        units: tuple[Unit, ...],
+        runtime: object,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         """A hooked module's forward starts. Its graph keeps `runtime`: backward may come after the model is dropped."""
-        if in_backward():
-            self._enter_in_backward(Scope(units, module_call()), inputs, runtime)
-            return
+        kind = type(module)
+        if kind.__module__.startswith("torch.distributed.") and (what := wrapper_of(kind.__module__)):
+            # It wraps without looking at a parameter.
+            raise cannot_wrap(what, f"an offloaded {kind.__bases__[-1].__name__}")
+        scope, inputs = Scope(units, _module_call()), (args, kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            self._enter_in_backward(scope, inputs, runtime)
+        else:
+            self._enter(scope, inputs, runtime)
+        if self._watches and self._prefetcher.room is not None:
+            refuse_graph_modes(module)
+
+    def _enter(self, scope: Scope, inputs: Iterable[Any], runtime: object) -> None:
+        units = scope.units
         if self.round is not None:
             self.round.enter(units, inputs)
         thread = threading.get_ident()
         if any((scope.units is units or thread != self._thread) and not runs(scope.caller) for scope in self.forwards):
             # No module that calls itself: an earlier forward was left without its hooks, as Ctrl-C does.
             self.abandon()
-        scope = Scope(units, module_call())
         with self._pushing:
             is_outermost = not self.forwards
             if is_outermost and torch._C._is_tracing():
@@ -169,38 +353,36 @@ class PassTracker:
             except BaseException:
                 self.forwards.clear()
                 raise
-        self.forwards[-1].saving = self._saved.hooks(
-            partial(self._use_in_backward, runtime=runtime), self._prefetcher.use
-        )
+        scope.saving = self._hooks(runtime)
         whole = len(self.forwards) == 1 and self.round is None
-        if whole:
-            scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=True))  # with its waits
+        if whole and self._records:
+            names = f"{Lane.FORWARD.value}, {scope.name}" if units else Lane.FORWARD.value
+            scope.opened = self._spans.open(Lane.FORWARD, names)  # with its waits
         for unit in units:
             self._use(unit)
-        if units and not whole:
-            scope.opened = self._spans.open(Lane.FORWARD, scope.name(whole=False))
+        if units and not whole and self._records:
+            scope.opened = self._spans.open(Lane.FORWARD, scope.name)
         if units and (self.any_leaves or self._updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
 
-    def exit(self, output: Any = None) -> Any:
+    def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
-        if in_backward():
-            return self._exit_in_backward(module_call(), output)
-        if not self.forwards:
-            return None
-        if threading.get_ident() != self._thread:
+        if torch._C._current_graph_task_id() != -1:
+            return self._exit_in_backward(_module_call(), output)
+        if not self.forwards or threading.get_ident() != self._thread:
             return None
         scope = self.forwards.pop()
         if scope.saving is not None:
             scope.saving.__exit__(None, None, None)
         replaced = self._keep_views(output, self.forwards) if self.any_leaves else None
         changed = self._end_uses(scope, self.forwards)
-        whole = not self.forwards and self.round is None
-        if whole:
+        if not self.forwards and self.round is None:
             self._prefetcher.meet("the end of a forward")
-            self._tell_casts()
-        self._spans.close(scope.opened)
+            if self._saved.cast_bytes >= TOLD_CASTS_BYTES and not self._has_told_casts:
+                self._tell_casts()
+        if scope.opened is not None:
+            self._spans.close(scope.opened)
         if changed:
             raise changed_in_forward(changed)
         return replaced
@@ -208,24 +390,23 @@ class PassTracker:
     def _tell_casts(self) -> None:
         """Autocast's cache cannot be emptied for one unit: gradients of weights that are used twice would add up
         otherwise."""
-        nbytes, kinds = self._saved.cast_bytes, {unit.sections[0].flat.device.type for unit in self._units}
-        cached = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
-        if nbytes >= TOLD_CASTS_BYTES and cached and not self._has_told_casts:
+        kinds = {unit.sections[0].flat.device.type for unit in self._units}
+        if torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds)):
             self._has_told_casts = True
             warnings.warn(
-                f"torch.autocast keeps {format_bytes(nbytes)} of casts of fp32 weights in memory until its block ends, "
-                "though the weights leave. torch.autocast(..., cache_enabled=False) keeps none; or offload with "
-                "precision='bf16'",
-                stacklevel=4,
+                f"torch.autocast keeps {format_bytes(self._saved.cast_bytes)} of casts of fp32 weights in memory until "
+                "its block ends, though the weights leave. torch.autocast(..., cache_enabled=False) keeps none; or "
+                "offload with precision='bf16'",
+                stacklevel=3,
             )
 
     def _end_uses(self, scope: Scope, around: Sequence[Scope]) -> list[str]:
         """Names of parameters that the forward has changed."""
         changed: list[str] = []
         for unit in (*scope.units, *scope.touched):
-            changed += end_use(unit, self._prefetcher.holds_value)
+            changed += unit.end_use(self._prefetcher.holds_value)
             if unit.forward_uses and self.round is None:
-                unit.passing = not any(unit in each.units for each in around)
+                unit.used_by_operations = not any(unit in each.units for each in around)
         return changed
 
     def _keep_views(self, output: Any, around: Sequence[Scope]) -> Any:
@@ -256,33 +437,44 @@ class PassTracker:
 
     def touch(self, units: Sequence[Unit]) -> None:
         """An operation needs parameters of these units outside of their modules; valid while `active`."""
-        passing = [unit for unit in units if unit.passing or not unit.runs]
+        by_operations = [unit for unit in units if unit.used_by_operations or not unit.runs]
         for unit in units:
-            unit.passing = False  # none of them goes while another one comes
-        recomputed = in_backward() and runs_again(saving_hooks())
+            unit.used_by_operations = False  # none of them goes while another one comes
+        is_backward = in_backward()
+        recomputed = is_backward and runs_again(saving_hooks())
         for unit in units:
-            if recomputed or (in_backward() and not self._inner_forwards):
+            if recomputed or (is_backward and not self._inner_forwards):
                 self._use_in_backward(unit)
             elif unit.forward_uses == 0:
-                (self._inner_forwards if in_backward() else self.forwards)[-1].touched.append(unit)
-                self._use(unit)
-        for unit in passing:
+                (self._inner_forwards if is_backward else self.forwards)[-1].touched.append(unit)
+                self._use(unit, in_backward=is_backward)
+        for unit in by_operations:
             # What is recomputed saves without asking us.
-            unit.passing = not recomputed
+            unit.used_by_operations = not recomputed
 
-    def _use(self, unit: Unit) -> None:
+    def _use(self, unit: Unit, *, in_backward: bool = False) -> None:
         unit.forward_uses += 1
-        unit.num_uses += not in_backward()
-        unit.passing = False
+        unit.num_uses += not in_backward
+        unit.used_by_operations = False
         if unit.forward_uses > 1:
-            self._prefetcher.use(unit)
-        else:
-            self._prefetcher.acquire(unit)
-            unit.open()
-            if self._watches or unit.is_set:
-                unit.watch()
-            if self.round is not None and not in_backward():
-                self.round.hold(unit)
+            self._use_again(unit)
+            return
+        self._prefetcher.acquire(unit)
+        unit.open()
+        if self._watches or unit.is_set:
+            unit.watch()
+        if self.round is not None and not in_backward:
+            self.round.hold(unit)
+
+    def _use_again(self, unit: Unit) -> None:
+        """A unit in use is read once more, maybe on another stream."""
+        if self._streams is not None:
+            self._streams.use(unit)
+
+    def _hooks(self, runtime: object) -> saved_tensors_hooks | None:
+        """Entered, for a forward that begins, where it needs them."""
+        reads = None if self._streams is None else self._streams.use
+        return self._saved.hooks(partial(self._use_in_backward, runtime=runtime), reads)
 
     def resume(self, stack: list[Scope]) -> None:
         """In a round: the forwards on `stack` go on, on this thread."""
@@ -300,6 +492,7 @@ class PassTracker:
         # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
         # a unit may be used by several modules in turn.
         self._watches = self._num_cycles[kind].bit_count() == 1
+        self._records = self._spans.records
         self._saved.begin(checks=self._watches)
         self._grads.begin_forward()
         sizes = () if self._prefetcher.room is None else (tensor.numel() for tensor in tensors_in(inputs))
@@ -329,6 +522,7 @@ class PassTracker:
             unit.backward_uses = unit.num_uses = 0
             unit.close()
         dropped = broken and self._grads.abandon()
+        self._prefetcher.pool.end_backward()
         if self._updates is not None:
             self._updates.abandon()
         if dropped:
@@ -360,11 +554,11 @@ class PassTracker:
         if self.ending() is None:
             self.note_backward()
         self._inner_forwards.append(scope)
-        scope.saving = self._saved.hooks(partial(self._use_in_backward, runtime=runtime), self._prefetcher.use)
+        scope.saving = self._hooks(runtime)
         for unit in scope.units:
             if self._updates is not None:
                 self._updates.before_use(unit)
-            self._use(unit)
+            self._use(unit, in_backward=True)
         if scope.units and (self.any_leaves or self._updates is not None):
             watch_inputs(inputs, partial(self._leave_inner, scope.units))
 
@@ -414,11 +608,11 @@ class PassTracker:
         # Counted per forward, so that a region which uses a unit twice keeps it until both are done.
         if unit.backward_uses > 0:
             unit.backward_uses += 1
-            self._prefetcher.use(unit)
+            self._use_again(unit)
         else:
             self._use_in_backward(unit)
         # What is saved in a recomputed forward passes no hook of ours, so no unpack asks for it.
-        unit.passing = False
+        unit.used_by_operations = False
 
     def _use_in_backward(self, unit: Unit, *, runtime: object = None) -> None:
         """Backward is about to read the unit. `runtime` is only held: a graph has this call, and needs the model."""
@@ -429,14 +623,15 @@ class PassTracker:
         if self._spans.on:
             self._spans.backward.uses(unit.name)
         if unit.backward_uses > 0:
-            self._prefetcher.use(unit)
+            if self._streams is not None:
+                self._streams.use(unit)
         else:
             # Counted first: what is in use is not evicted to fetch what comes next.
             unit.backward_uses = 1
             self._note_inner(unit)
             self._prefetcher.acquire(unit)
             unit.open()
-            unit.passing = unit.forward_uses == 0
+            unit.used_by_operations = unit.forward_uses == 0
 
     def note_backward(self) -> None:
         """A sign of a backward that was not known before (`ending`): makes sure that its end is noticed."""
@@ -469,6 +664,7 @@ class PassTracker:
             unit.close()
         self._prefetcher.meet("the end of a backward")
         self._grads.finish_backward()
+        self._prefetcher.pool.end_backward()
         if self._updates is not None:
             self._updates.end()
         if self._spans.on:

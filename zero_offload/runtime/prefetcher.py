@@ -1,37 +1,279 @@
-"""Which units are on the compute device: fetches ahead by the schedule, evicts by next use, within the budget.
+"""Which units are on the compute device: fetched ahead by the schedule, evicted by next use, within a limit of memory.
 
-Owns, with `Evictor`, the moves between `UnitState`s. Runs on the control thread only (hooks, `step`); the transfers it
-launches and the update worker run beside it. The calls: `begin_cycle`; `acquire` before every use; `begin_update` when
-`step` has begun an update. `acquire`, `bring`, `meet` and `refresh_kept` wait; the others only launch.
+`FetchSchedule` predicts which unit is used when. `Evictor` chooses the unit that leaves. `MemoryPool` frees memory for
+a use that cannot wait. `ParamPrefetcher` decides what moves, and moves it. All run on the control thread (hooks,
+`step`); the transfers that they launch and the update worker run beside them.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
 
+from zero_offload.base.errors import CapacityError
 from zero_offload.base.spans import Cause, Lane
-from zero_offload.plan.schedule import FetchSchedule
-from zero_offload.runtime.eviction import Evictor
+from zero_offload.base.types import FRAME, format_bytes
 from zero_offload.runtime.held_views import HeldViews
-from zero_offload.runtime.memory_pool import MemoryPool
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.param_loader import ParamLoader
-from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.resizable import Budget
 from zero_offload.storage.shards.shard import Component
-from zero_offload.storage.shards.state import UnitState
 from zero_offload.storage.shards.store import ShardStore
+
+NEVER = 1 << 62
+"""Position of the next use of a unit that the rest of the cycle does not need."""
+
+
+class FetchSchedule:
+    """Follows a cycle as it happens against the last cycle of its kind.
+
+    While the two agree, the next use of every unit is known: fetch what comes next, evict what comes last (Belady
+    1966). A use that was not predicted moves nothing; the position catches up at the next agreement.
+    """
+
+    def __init__(self) -> None:
+        self.uses: tuple[int, ...] = ()
+        """The prediction: unit indices, one per use, in order."""
+        self.position = 0
+        """In `uses`: the next one."""
+        self.next_use: dict[int, int] = {}
+        """By unit: the first position from here on that uses it, or `NEVER`; units that are not predicted lack."""
+        self.num_departures = 0
+        """Uses in this cycle that were not predicted."""
+        self._following: list[int] = []
+        """By position: the next one that uses the same unit, or `NEVER`."""
+        self._recorded: list[int] = []
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._kind = ""
+
+    @property
+    def has_departed(self) -> bool:
+        """True if this cycle was predicted, and went another way."""
+        return bool(self.uses) and self.num_departures > 0
+
+    def begin_cycle(self, kind: str) -> None:
+        """A cycle of this kind starts; the previous one becomes the prediction for its own kind."""
+        if self._recorded:
+            self._known[self._kind] = tuple(self._recorded)
+        self._kind, self._recorded = kind, []
+        self.uses = self._known.get(kind, ())
+        self.position = self.num_departures = 0
+        self.next_use, self._following = {}, [NEVER] * len(self.uses)
+        for position in reversed(range(len(self.uses))):
+            unit = self.uses[position]
+            self._following[position] = self.next_use.get(unit, NEVER)
+            self.next_use[unit] = position
+
+    def used(self, unit: int) -> None:
+        """Record a use and move on to behind it."""
+        self._recorded.append(unit)
+        found = self.next_use.get(unit, NEVER)
+        if found == NEVER:
+            self.num_departures += 1
+            return
+        for position in range(self.position, found + 1):
+            self.next_use[self.uses[position]] = self._following[position]
+        self.position = found + 1
+
+    def upcoming(self) -> Iterator[int]:
+        """Units of the rest of the cycle, each once, in order of next use."""
+        for position in range(self.position, len(self.uses)):
+            if self.next_use[self.uses[position]] == position:
+                yield self.uses[position]
+
+    def first_uses(self, kind: str, num_units: int) -> tuple[int, ...]:
+        """All units in the order in which a cycle of this kind first needs them; those never used follow."""
+        uses = self._known.get(kind, ())
+        if self._kind == kind and not uses:
+            uses = tuple(self._recorded)
+        return tuple(dict.fromkeys((*uses, *range(num_units))))
+
+
+class Evictor:
+    """Chooses the unit that leaves the compute device when another one needs its memory, and takes it away.
+
+    First units that are not in use leave, the one with the furthest next use before others; then units that have not
+    arrived; then, on one rank, units between two operations. A unit under a view that the program holds stays.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        schedule: FetchSchedule,
+        held_views: HeldViews,
+        loader: ParamLoader,
+        gatherer: Gatherer | None,
+        world_size: int,
+    ) -> None:
+        """`gatherer`: None where this rank has all of every unit."""
+        self._units = units
+        self._schedule = schedule
+        self._held_views = held_views
+        self._loader = loader
+        self._gatherer = gatherer
+        self._world_size = world_size
+        self.num_evictions = 0
+
+    def unused(self) -> list[Unit]:
+        """Units that are here, may leave, and are not in use."""
+        # Looks at all units at most uses: attributes, no properties.
+        return [
+            u
+            for u in self._units
+            if u.state is UnitState.PRESENT
+            and not (u.forward_uses or u.backward_uses or u.gathered_uses)
+            and not (u.resident or u.kept)
+        ]
+
+    def choose(self, later_than: int = -1) -> Unit | None:
+        """The unused unit whose next use is the furthest, if that is later than `later_than`."""
+        next_use = self._schedule.next_use
+        while units := self.unused():
+            unit = max(units, key=lambda each: next_use.get(each.index, NEVER))
+            if next_use.get(unit.index, NEVER) <= later_than:
+                return None
+            if not (unit.lent and self._held_views.keep_if_viewed(unit)):
+                return unit
+        return None
+
+    def evict_one(self) -> bool:
+        """Evict one unit, whatever comes next. False if all that are here are in use or kept."""
+        victim = self.choose() or self._last_resort()
+        if victim is None:
+            return False
+        if victim.state is UnitState.PRESENT:
+            victim.break_off()  # a use that is being fetched for goes on: it attaches the unit anew
+        self.evict(victim)
+        return True
+
+    def evict(self, unit: Unit) -> None:
+        """Give the unit's memory back; an update that was to deliver into it no longer does."""
+        if unit.state is UnitState.AWAITING and unit.update is not None and not unit.update.withdraw():
+            unit.wait_for_update()
+        self.abandon(unit)
+        # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
+        unit.advance(UnitState.AWAY)
+        if self._loader.streams is not None:
+            self._loader.streams.leave(unit)
+        unit.detach()
+        self.num_evictions += 1
+
+    def abandon(self, unit: Unit) -> None:
+        """End what brings the unit's values, so that its buffers may go or be filled anew."""
+        if self._gatherer is not None:
+            self._gatherer.abandon(unit)
+        self._loader.abandon(unit)
+
+    def _last_resort(self) -> Unit | None:
+        """For a use that cannot wait, when all that is here is in use or kept."""
+        arriving = (UnitState.FETCHING, UnitState.AWAITING)
+        units = [u for u in self._units if u.state in arriving and u.may_be_evicted]
+        if not units and self._world_size == 1:
+            # With several ranks a unit must go on all of them, and views are held on some.
+            units = [u for u in self._units if u.state is UnitState.PRESENT and u.may_leave_in_use]
+        return max(units, key=lambda unit: self._schedule.next_use.get(unit.index, NEVER), default=None)
+
+
+class MemoryPool:
+    """Memory that a model's units take in turns; on a CPU gradients on their way to drives take of it too.
+
+    `reserve` asks for it back in a fixed order: units leave; views that only garbage holds go; gradients that leave
+    are written; then the limit rises, up to the budget. For gradients the limit rises second, up to what is kept for
+    them. Only here is there a CapacityError for it.
+
+    [Note: frames for gradients]
+    Where one rank computes on a CPU, gradients have as many of the units' frames as they had at once in the backwards
+    before: in forward units have them all; in backward, which has less need of units fetched far ahead, those are
+    kept. Where they would be more than half, they come on top. Elsewhere `Arena` keeps frames for gradients at all
+    times.
+    """
+
+    def __init__(
+        self, arena: Arena, budget: Budget, units: Sequence[Unit], evictor: Evictor, held_views: HeldViews
+    ) -> None:
+        """`budget` has the frames of `units`: `arena`, which has those of gradients, or a device's."""
+        self._arena = arena
+        self._budget = budget
+        self._units = units
+        self._evictor = evictor
+        self._held_views = held_views
+        self.is_of_host = budget is arena
+        """True if units and gradients share the host's memory."""
+        self.flush_grads: Callable[[], bool] = lambda: False
+        """Gradients on their way to drives give their frames back when they are written; True if any did."""
+        self.measure()
+
+    def measure(self) -> None:
+        """Begin anew: the limits were raised for further units."""
+        self._keeps_in_backward = self.is_of_host and self._arena.kept_frames == 0
+        self._for_units = self._budget.frame_limit
+        self._most_for_grads = 0
+
+    def reserve(self, num_frames: int, name: str, *, for_grads: bool = False) -> None:
+        """Return when so many frames are free, for a use that cannot wait. Gradients may take those kept for them.
+
+        Raises CapacityError, which names `name`.
+        """
+        while (missing := num_frames - self._budget.free_frames - self._arena.kept_frames * for_grads) > 0:
+            if not self._reclaim_some(missing, for_grads) and not self._budget.raise_limit(missing, claimed=for_grads):
+                raise self._no_room(num_frames, name)
+
+    def _reclaim_some(self, missing: int, for_grads: bool) -> bool:
+        """Ask one after the other; True if one has given something back."""
+        return (
+            self._evictor.evict_one()
+            or (for_grads and self._keeps_in_backward and self._arena.raise_limit(missing, claimed=True))
+            or self._held_views.drop_garbage()
+            or self.flush_grads()
+        )
+
+    def attach(self, buffer: MovableBuffer) -> None:
+        """Put pages under a host buffer of gradients. Raises CapacityError."""
+        if self.is_of_host:
+            self.reserve(buffer.num_frames, "a gradient buffer", for_grads=True)
+        if not buffer.attach() and not (self.flush_grads() and buffer.attach()):
+            raise self._no_room(buffer.num_frames, "a gradient buffer")
+        if self._keeps_in_backward:
+            self._most_for_grads = max(self._most_for_grads, self._arena.claimed_frames)
+
+    def begin_backward(self) -> None:
+        """Units that are fetched ahead leave frames for gradients: see [Note: frames for gradients]."""
+        limit = self._arena.frame_limit
+        if 2 * self._most_for_grads > limit:
+            self._arena.raise_limit(max(self._for_units + self._most_for_grads - limit, 0))
+        if self._most_for_grads:
+            self._arena.keep(self._most_for_grads)
+
+    def end_backward(self) -> None:
+        """Units have all frames again."""
+        if self._most_for_grads:
+            self._arena.keep(0)
+
+    def _no_room(self, num_frames: int, name: str) -> CapacityError:
+        used = [unit.name for unit in self._units if unit.in_use and not unit.resident]
+        return CapacityError(
+            f"{name} needs {format_bytes(num_frames * FRAME)} on the compute device; of "
+            f"{format_bytes(self._budget.frame_limit * FRAME)} only "
+            f"{format_bytes(self._budget.free_frames * FRAME)} are free while these units are in use: "
+            f"{', '.join(used) or 'none'}{self._held_views.describe()}. Raise device_memory, or name smaller units "
+            "with units="
+        )
 
 
 class ParamPrefetcher:
-    """Moves units between their tier and the compute device."""
+    """Moves units between their tier and the compute device.
+
+    The calls: `begin_cycle`; `acquire` before every use; `begin_update` when `step` has begun an update. `acquire`,
+    `bring`, `meet` and `refresh_kept` wait; the others only launch.
+    """
 
     def __init__(
         self,
@@ -51,38 +293,41 @@ class ParamPrefetcher:
         self._shard_index = collectives.shard_index
         self.gatherer = Gatherer(collectives, loader)
         self._loader = loader
-        self.use = loader.use
-        """A unit in use is read once more, maybe on another stream."""
+        self.streams = loader.streams
+        """Told of every use; None where a CPU computes."""
         self._budget = budget
         self.room = room
         self._refused_at = -1
         """Evictions so far when the device last had no memory for a unit."""
+        self._complete_at = -1
+        """Evictions so far when all units were last seen to be here, if no update has begun since."""
         self.schedule = FetchSchedule()
         self._held_views = HeldViews(units, collectives.world_size)
-        self._evictor = Evictor(units, self.schedule, self._held_views, self.gatherer, loader, collectives.world_size)
+        gatherer = None if self._is_alone else self.gatherer
+        self._evictor = Evictor(units, self.schedule, self._held_views, loader, gatherer, collectives.world_size)
         self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._held_views)
 
     def grow(self, landing_bytes: int) -> None:
         """The list of units has become longer, and so have the limits of memory."""
-        self._evictor.count()
+        self._complete_at = -1
         self._loader.make_room(landing_bytes)
         if self.room is not None:
             self.room.measure()
-        self.pool.end_backward()
         self.pool.measure()
 
     def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
         """A forward starts, with inputs of so many elements; `kind` tells cycles apart that use units differently."""
-        self.gatherer.agreement.begin()
+        if not self._is_alone:
+            self.gatherer.agreement.begin()
         self._store.read_lazy()  # a forward may change values where they rest
         self._store.counters.add("departures", self.schedule.num_departures)
-        self._held_views.forget()
+        if self._held_views.kept:
+            self._held_views.forget()
         for unit in self._units:
-            if unit.state is UnitState.AWAY:
-                unit.detach()  # what a Ctrl-C has left of it
+            if unit.state is UnitState.AWAY and unit.has_memory:
+                unit.detach()  # a Ctrl-C has broken that off
         has_departed = self.schedule.has_departed
         self.schedule.begin_cycle(kind)
-        self.pool.end_backward()
         self._refused_at = -1
         if self.room is not None and self.room.begin(kind, num_elements, has_departed=has_departed):
             self._shrink()
@@ -102,7 +347,7 @@ class ParamPrefetcher:
     def _gather_ahead(self, in_use: Unit) -> None:
         """Launch the gathers of the unit that comes next: they run beside the compute of the one in use."""
         self.gatherer.waited_for(in_use)
-        following = next(iter(self.schedule.upcoming()), None) if self._evictor.num_absent else None
+        following = next(self.schedule.upcoming(), None)
         if following is not None and self.gatherer.may_run_ahead(self._units[following]):
             unit = self._units[following]
             if unit.state is UnitState.AWAITING:
@@ -115,7 +360,8 @@ class ParamPrefetcher:
         """The same for a use that belongs to no forward or backward."""
         if unit.state is UnitState.PRESENT and (unit.update is None or unit.update.is_done):
             unit.wait_for_update()
-            self._loader.use(unit)
+            if self.streams is not None:
+                self.streams.use(unit)
             return
         with self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
@@ -125,8 +371,9 @@ class ParamPrefetcher:
 
     def meet(self, place: str) -> None:
         """Where ranks use different units: take part in what others gather, until all have come to `place`."""
-        for index in self.gatherer.wanted_units(place):
-            self._fetch(self._units[index])
+        if self.gatherer.is_agreed:
+            for index in self.gatherer.wanted_units(place):
+                self._fetch(self._units[index])
 
     def _fetch(self, unit: Unit) -> None:
         """Bring the unit here now, or, where other ranks want it, send our part of it."""
@@ -146,26 +393,26 @@ class ParamPrefetcher:
         `in_backward`: a backward is done with them, and goes on; it has their memory if it needs any.
         """
         self.gatherer.begin_update(order)
+        self._complete_at = -1
         if self.room is not None:
             self.room.stepped()
         stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
         self._held_views.find(stale)
         if not in_backward:
-            self.pool.end_backward()
             self._hand_frames_on(stale)
         elif any(self._units[i].state is UnitState.AWAY for i in self.schedule.upcoming()):
-            unused = self._evictor.unused()
-            for unit in (unit for unit in stale if unit.index in unused):
+            unused = set(self._evictor.unused())
+            for unit in (unit for unit in stale if unit in unused):
                 self._evictor.evict(unit)
         for unit in stale:
             _outdate(s for s in unit.sections if s.layout.trainable)
             if unit.state is not UnitState.AWAY:
-                self.gatherer.abandon(unit)
+                self._evictor.abandon(unit)
                 # Frozen values that are here stay valid; a fetch that was given up brought none.
                 absent = {UnitState.PRESENT: (), UnitState.AWAITING: unit.to_read}.get(unit.state, unit.sections)
                 unit.to_read = tuple(s for s in unit.sections if s.layout.trainable or s in absent)
                 if unit.state is not UnitState.AWAITING:
-                    self._evictor.advance(unit, UnitState.AWAITING)
+                    unit.advance(UnitState.AWAITING)
                 self._offer(unit)
         # The step counts by now, and must not break off for what is only ahead: its next use asks for memory again.
         try:
@@ -192,7 +439,7 @@ class ParamPrefetcher:
     def _hand_frames_on(self, stale: Sequence[Unit]) -> None:
         """Take frames from the units used last for those used first: what they hold is worth nothing any more."""
         evictable = set(self._evictor.unused())  # those with views are kept, as `begin_update` has found
-        holders = deque(unit for unit in stale if unit.index in evictable)
+        holders = deque(unit for unit in stale if unit in evictable)
         missing = 0
         for unit in stale:
             if holders and holders[0] is unit:
@@ -225,12 +472,18 @@ class ParamPrefetcher:
 
     def _look_ahead(self) -> None:
         """Attach units in the order of the schedule as far as the budget goes; launch what can be read."""
-        if self._evictor.num_absent == 0:
+        if self._complete_at == self._evictor.num_evictions:
             return
         for index in self.schedule.upcoming():
             unit = self._units[index]
             if unit.state is UnitState.AWAY:
-                if not self._evict_for(unit) or self._is_refused:
+                # Only units whose next use comes after its own make room for it.
+                while unit.num_frames > self._budget.free_frames:
+                    victim = self._evictor.choose(self.schedule.next_use[index])
+                    if victim is None:
+                        return
+                    self._evictor.evict(victim)
+                if self._is_refused:
                     return
                 try:
                     self._reserve(unit)
@@ -239,19 +492,18 @@ class ParamPrefetcher:
                         raise  # the others go on to gather it
                     self._note_refusal()
                     return  # its use asks for memory again
-            if unit.state is UnitState.AWAITING and _readable(unit, self._loader):
+            if unit.state is UnitState.AWAITING and self._is_readable(unit):
                 self._resolve(unit, Urgency.NORMAL)
-            if unit.state is UnitState.FETCHING:
+            if unit.state is UnitState.FETCHING and self.streams is not None:
                 self._loader.advance(unit)
+        if all(unit.state is UnitState.PRESENT for unit in self._units):
+            self._complete_at = self._evictor.num_evictions
 
-    def _evict_for(self, unit: Unit) -> bool:
-        """Free frames for a unit, taking only from units whose next use comes after its own."""
-        while unit.num_frames > self._budget.free_frames:
-            victim = self._evictor.choose(self.schedule.next_use(unit.index))
-            if victim is None:
-                return False
-            self._evictor.evict(victim)
-        return True
+    def _is_readable(self, unit: Unit) -> bool:
+        """True if reading the unit would wait neither for its update nor for memory to land in."""
+        if (unit.update is not None and not unit.update.is_done) or not self._loader.ready(unit):
+            return False
+        return all(write.done() for section in unit.sections for write in section.shard.writes)
 
     def _reserve_now(self, unit: Unit) -> None:
         """Reserve for a use that cannot wait: where the device refuses memory, units leave that are not in use."""
@@ -288,9 +540,10 @@ class ParamPrefetcher:
         """Attach pages for an absent unit; a queued update delivers into them, else they are read into."""
         attached = unit.attach()
         assert attached
-        self._loader.attached(unit)
+        if self.streams is not None:
+            self.streams.attached(unit)
         unit.to_read = unit.sections
-        self._evictor.advance(unit, UnitState.AWAITING)
+        unit.advance(UnitState.AWAITING)
         self._offer(unit)
 
     def _offer(self, unit: Unit) -> None:
@@ -303,26 +556,30 @@ class ParamPrefetcher:
     def _resolve(self, unit: Unit, urgency: Urgency) -> None:
         """The unit's update is over: its values are here, or their fetch is launched."""
         if not unit.to_read:
-            self._loader.arrived(unit)
-            self._evictor.advance(unit, UnitState.PRESENT)
+            if self.streams is not None:
+                self.streams.arrived(unit)
+            unit.advance(UnitState.PRESENT)
             return
-        self._evictor.advance(unit, UnitState.FETCHING)
+        unit.advance(UnitState.FETCHING)
         opened = self.spans.open(Lane.FETCH, unit.name)
         try:
             self._loader.launch(unit, unit.to_read, urgency)
         except BaseException:
             # Only a part may be on its way: the next use launches all of it.
             self._loader.abandon(unit)
-            self._evictor.advance(unit, UnitState.AWAITING)
+            unit.advance(UnitState.AWAITING)
             raise
-        self.spans.close(opened)
+        if opened is not None:
+            self.spans.close(opened)
 
     def _finish(self, unit: Unit) -> None:
         self._loader.finish(unit)
-        self.gatherer.finish(unit)
-        self._loader.arrived(unit)
+        if not self._is_alone:
+            self.gatherer.finish(unit)
+        if self.streams is not None:
+            self.streams.arrived(unit)
         unit.to_read = ()
-        self._evictor.advance(unit, UnitState.PRESENT)
+        unit.advance(UnitState.PRESENT)
 
 
 def replaced(prefetcher: ParamPrefetcher, placed: Iterable[tuple[Unit, nn.Parameter]]) -> None:
@@ -338,10 +595,3 @@ def _outdate(sections: Iterable[Section]) -> None:
     for section in sections:
         if section.shard.replica is not None:
             section.shard.replica.fresh = False
-
-
-def _readable(unit: Unit, loader: ParamLoader) -> bool:
-    """Whether reading the unit would not wait for its update."""
-    if unit.is_updating or not loader.ready(unit):
-        return False
-    return all(write.done() for section in unit.sections for write in section.shard.writes)

@@ -11,10 +11,8 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, tokens_of
 from zero_offload.model.api import runtime_of
-from zero_offload.plan.schedule import FetchSchedule
-from zero_offload.runtime.eviction import Evictor
 from zero_offload.runtime.held_views import HeldViews
-from zero_offload.runtime.memory_pool import MemoryPool
+from zero_offload.runtime.prefetcher import Evictor, FetchSchedule, MemoryPool
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.pages import FRAME
 from zero_offload.storage.memory.resizable import Budget, FrameBudget
@@ -23,7 +21,7 @@ from zero_offload.storage.memory.resizable import Budget, FrameBudget
 def pool_of(arena: Arena, budget: Budget) -> MemoryPool:
     """Without units: none moves, so nothing that moves them is asked."""
     held_views, nothing = HeldViews([], 1), cast(Any, None)
-    return MemoryPool(arena, budget, [], Evictor([], FetchSchedule(), held_views, nothing, nothing, 1), held_views)
+    return MemoryPool(arena, budget, [], Evictor([], FetchSchedule(), held_views, nothing, None, 1), held_views)
 
 
 def take(arena: Arena, pool: MemoryPool, *nums_frames: int) -> None:

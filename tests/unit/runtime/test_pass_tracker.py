@@ -16,9 +16,9 @@ from tests.helpers.models import WIDE, Block, TinyLM, build, tokens_of
 from tests.helpers.reference import placed
 from zero_offload.model.api import runtime_of
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.runtime.inputs import InputsWatch
+from zero_offload.runtime.pass_tracker import InputsWatch
 from zero_offload.runtime.units.guard import GuardedParameter
-from zero_offload.storage.shards.state import UnitState
+from zero_offload.runtime.units.unit import UnitState
 
 
 def offloaded(nvme: Path, make: object = partial(TinyLM, WIDE)) -> tuple[nn.Module, ModelRuntime]:
@@ -36,7 +36,7 @@ def uses(owner: ModelRuntime) -> list[str]:
     """Names in the order of the cycle that just ended."""
     schedule = owner.prefetcher.schedule
     schedule.begin_cycle("grad")
-    return [owner.units[i].name for i in schedule.trace.uses]
+    return [owner.units[i].name for i in schedule.uses]
 
 
 def test_a_cycle_goes_there_and_back(nvme: Path) -> None:

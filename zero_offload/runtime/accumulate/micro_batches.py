@@ -28,11 +28,10 @@ from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
 from zero_offload.runtime.accumulate.relay import Relay, Runner
 from zero_offload.runtime.accumulate.surroundings import Surroundings
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.runtime.pass_tracker import PassTracker
+from zero_offload.runtime.pass_tracker import PassTracker, Scope, changed_in_forward
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.tensors import recomputed_later, saving_hooks
-from zero_offload.runtime.scope import Scope, changed_in_forward, end_use
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of
 
@@ -137,7 +136,7 @@ class MicroBatches:
 
     def _release(self) -> None:
         held, self._held = self._held, []
-        changed = [name for unit in held for name in end_use(unit, self._pieces.prefetcher.holds_value)]
+        changed = [name for unit in held for name in unit.end_use(self._pieces.prefetcher.holds_value)]
         if changed:
             raise changed_in_forward(changed)
 

@@ -41,14 +41,6 @@ def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
     return disable(hook)  # type: ignore[no-any-return]
 
 
-def module_call() -> FrameType:
-    """The frame that calls the hook which calls the caller; torch.compile's, between the two, end with the hook."""
-    frame = sys._getframe(3)
-    while frame.f_globals.get("__name__", "").startswith("torch._dynamo") and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
 def _calls(frame: FrameType, callee: FrameType | None) -> bool:
     while callee is not None and callee is not frame:
         callee = callee.f_back

@@ -108,10 +108,6 @@ def _as_it_is(packed: Any) -> Any:
     return packed
 
 
-def _read_already(unit: Unit) -> None:
-    """A node of backward has unpacked what it reads."""
-
-
 KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
 """What saves a tensor where there are no hooks."""
 
@@ -185,10 +181,11 @@ class SavedTensors:
         if self._store is not None:
             self._store.begin()
 
-    def hooks(self, use: Use, reads: Use) -> saved_tensors_hooks | None:
+    def hooks(self, use: Use, reads: Use | None) -> saved_tensors_hooks | None:
         """For a forward that begins: entered hooks, unless ours are in place; it may turn gradients on by itself.
 
-        `reads`: an operation is about to read a unit that is here, on a stream that may be the module's own.
+        `reads`: an operation is about to read a unit that is here, on a stream that may be the module's own; None
+        where there are no streams.
         """
         hooks = saving_hooks()
         if not self._needed or (hooks is not None and (saver_of(hooks) is self or recomputed_later(hooks))):
@@ -200,7 +197,7 @@ class SavedTensors:
         entered.__enter__()
         return entered
 
-    def _hooks(self, users: SavingHooks | None, use: Use, reads: Use) -> SavingHooks:
+    def _hooks(self, users: SavingHooks | None, use: Use, reads: Use | None) -> SavingHooks:
         # C++ calls them from any operation: torch.compile would follow them into the file engine.
         pack, unpack = untraced(SavedTensors._pack), untraced(SavedTensors._unpack)
         return partial(pack, self, users, reads), partial(unpack, self, use)
@@ -215,9 +212,9 @@ class SavedTensors:
         hooks = saving_hooks()
         if hooks is None or (saver_of(hooks) is not self and not recomputed_later(hooks)):
             # Never popped: autograd gives every node the hooks of the thread that called backward.
-            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(hooks, use, _read_already))
+            torch._C._autograd._push_saved_tensors_default_hooks(*self._hooks(hooks, use, None))
 
-    def _pack(self, users: SavingHooks | None, reads: Use, tensor: Tensor) -> Saved | tuple[Any, Unpack]:
+    def _pack(self, users: SavingHooks | None, reads: Use | None, tensor: Tensor) -> Saved | tuple[Any, Unpack]:
         """A tuple has what the user's hooks, or the store, made of the tensor, and what gives it back."""
         try:  # as `unit_of` does, without a call
             units = self._unit_of_storage
@@ -236,7 +233,8 @@ class SavedTensors:
         saved.kept, saved.version, saved.unit, saved.cast = tensor.detach(), tensor._version, unit, cast
         if unit is not None:
             unit.saved_views.add(weakref.ref(saved, unit.saved_views.discard))
-            reads(unit)
+            if reads is not None:
+                reads(unit)
         return saved
 
     def _cast_of(self, tensor: Tensor) -> tuple[Tensor, Unit, _Cast] | None:

@@ -79,14 +79,13 @@ class Gatherer:
             self._loader.keep(unit, section)
 
     def abandon(self, unit: Unit) -> None:
-        """End what brings the unit's values, so that its buffers may go or be filled anew."""
+        """End the unit's gathers."""
         for _, wait in self._flying.pop(unit.index, ()):
             wait()
-        self._loader.abandon(unit)
 
     def wanted_units(self, place: str) -> Iterator[int]:
-        """Units that other ranks want, until all have come to `place`."""
-        while self.is_agreed and (index := self.agreement.next_unit_at(place)) is not None:
+        """Where ranks use different units: those that other ranks want, until all have come to `place`."""
+        while (index := self.agreement.next_unit_at(place)) is not None:
             yield index
 
 

@@ -345,8 +345,8 @@ class GuardedParameter(AtRest, nn.Parameter):  # type: ignore[misc]
 
 
 @functools.cache
-def _class_at_rest(kind: type) -> type:
-    """The same for a DTensor, whose class is imported by those who use it."""
+def class_at_rest(kind: type) -> type:
+    """What a parameter of class `kind` has for a class at rest. DTensor is imported by those who use it."""
     if kind is nn.Parameter:
         return GuardedParameter
 
@@ -570,18 +570,3 @@ def _part_of(param: nn.Parameter) -> Tensor:
     """What this rank holds of it; asks no other rank."""
     kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
     return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
-
-
-def guard(params: Iterable[nn.Parameter]) -> None:
-    """Switch parameters to rest."""
-    for param in params:
-        if not isinstance(param, AtRest):
-            param.__class__ = _class_at_rest(type(param))
-
-
-def unguard(params: Iterable[nn.Parameter]) -> None:
-    """Switch parameters to use: plain, at plain speed."""
-    for param in params:
-        if isinstance(param, AtRest):
-            # Its class is (AtRest, the class in use).
-            param.__class__ = type(param).__bases__[1]

@@ -5,8 +5,6 @@ rest, values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT
 waiting;
 `advance` pushes on what can go on, `finish` makes the values valid for compute, `abandon` ends it so that the
 buffers may be detached. After `finish` copies may be under way for all the host knows: `Shard.last_copy`.
-A program may compute on streams of its own. `attached`, `arrived`, `use` and `leave` follow a unit's memory, so that
-each stream waits for the values, and the memory goes back after the last use.
 """
 
 from __future__ import annotations
@@ -30,6 +28,10 @@ from zero_offload.storage.shards.store import ShardStore
 
 
 class ParamLoader(Protocol):
+    @property
+    def streams(self) -> UnitStreams | None:
+        """None where a CPU computes."""
+
     def ready(self, unit: Unit) -> bool:
         """Whether a launch would find all it needs."""
 
@@ -50,21 +52,11 @@ class ParamLoader(Protocol):
     def make_room(self, nbytes: int) -> None:
         """From now on units on their way may take so many bytes of host memory."""
 
-    def attached(self, unit: Unit) -> None:
-        """The buffers have memory, of this thread's stream."""
-
-    def arrived(self, unit: Unit) -> None:
-        """After `finish` and all else: this thread's stream has waited for the values."""
-
-    def use(self, unit: Unit) -> None:
-        """This thread's stream is about to compute with a unit that is here."""
-
-    def leave(self, unit: Unit) -> None:
-        """The memory of the buffers goes back."""
-
 
 class HostParamLoader:
     """The compute device is the CPU."""
+
+    streams: None = None
 
     def __init__(self, store: ShardStore, shard_index: int) -> None:
         self._store = store
@@ -108,11 +100,6 @@ class HostParamLoader:
     def make_room(self, nbytes: int) -> None:
         pass  # they have frames
 
-    def attached(self, unit: Unit) -> None:
-        pass
-
-    arrived = use = leave = attached
-
 
 @dataclass
 class _Streams:
@@ -124,6 +111,48 @@ class _Streams:
     """Have waited for the values, and may compute with them."""
     arrival: Event | None = None
     """When the values are there; None before `arrived`."""
+
+
+class UnitStreams:
+    """Follows the memory of units: each stream that uses one waits for its values, and its memory goes back after the
+    last use. A program may compute on streams of its own."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._streams: dict[int, _Streams] = {}
+        """By unit: of those whose buffers have memory."""
+
+    def of(self, unit: Unit) -> _Streams:
+        return self._streams[unit.index]
+
+    def attached(self, unit: Unit) -> None:
+        """The buffers have memory, of this thread's stream."""
+        self._streams[unit.index] = _Streams(self._device.stream())
+
+    def arrived(self, unit: Unit) -> None:
+        """All loads are finished: this thread's stream has waited for the values."""
+        streams = self._streams[unit.index]
+        streams.users, streams.arrival = [self._device.stream()], self._device.mark()
+
+    def use(self, unit: Unit) -> None:
+        """This thread's stream is about to compute with a unit that is here."""
+        streams = self._streams.get(unit.index)
+        if streams is None or streams.arrival is None:  # what never leaves has no memory of a stream's
+            return
+        if self._device.stream() not in streams.users:
+            streams.arrival.wait()
+            streams.users.append(self._device.stream())
+
+    def leave(self, unit: Unit) -> None:
+        """The memory of the buffers goes back."""
+        streams = self._streams.pop(unit.index, None)
+        if streams is not None:
+            # Here, too: a gather that was given up is waited for by this stream.
+            self._device.join([*streams.users, self._device.stream()], into=streams.home)
+
+    def catch_up(self, streams: _Streams) -> None:
+        """What is launched here writes to the buffers, after all that others have done with their memory."""
+        self._device.join([streams.home, *streams.users])
 
 
 @dataclass
@@ -174,16 +203,15 @@ class DeviceParamLoader:
         self._landed: list[_Landed] = []
         """Uploads that compute may still be waiting for; their regions are reused once they are done."""
         self._keeping: dict[int, list[_Keeping]] = {}
-        self._streams: dict[int, _Streams] = {}
-        """By unit: of those whose buffers have memory."""
+        self.streams = UnitStreams(device)
 
     def ready(self, unit: Unit) -> bool:
         self._reclaim()
         return self._pool.fits(self._landing_bytes(unit.sections))
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
-        landing = self._flying[unit.index] = _Landing(None, self._streams[unit.index])
-        self._catch_up(landing.streams)
+        landing = self._flying[unit.index] = _Landing(None, self.streams.of(unit))
+        self.streams.catch_up(landing.streams)
         offset, nbytes = 0, self._landing_bytes(sections)
         mark: Event | None = None  # one for all: nothing that uses the targets is launched meanwhile
         for section in sections:
@@ -263,31 +291,6 @@ class DeviceParamLoader:
         self._keeping.setdefault(unit.index, []).append(_Keeping(replica, download, region))
         replica.fresh = True
 
-    def attached(self, unit: Unit) -> None:
-        self._streams[unit.index] = _Streams(self._device.stream())
-
-    def arrived(self, unit: Unit) -> None:
-        streams = self._streams[unit.index]
-        streams.users, streams.arrival = [self._device.stream()], self._device.mark()
-
-    def use(self, unit: Unit) -> None:
-        streams = self._streams.get(unit.index)
-        if streams is None or streams.arrival is None:  # what never leaves has no memory of a stream's
-            return
-        if self._device.stream() not in streams.users:
-            streams.arrival.wait()
-            streams.users.append(self._device.stream())
-
-    def leave(self, unit: Unit) -> None:
-        streams = self._streams.pop(unit.index, None)
-        if streams is not None:
-            # Here, too: a gather that was given up is waited for by this stream.
-            self._device.join([*streams.users, self._device.stream()], into=streams.home)
-
-    def _catch_up(self, streams: _Streams) -> None:
-        """What is launched here writes to the buffers, after all that others have done with their memory."""
-        self._device.join([streams.home, *streams.users])
-
     def abandon(self, unit: Unit) -> None:
         for keeping in self._keeping.pop(unit.index, []):
             self._end_keeping(keeping)
@@ -324,7 +327,7 @@ class DeviceParamLoader:
     def _upload(self, landing: _Landing) -> None:
         if not landing.reads:
             return
-        self._catch_up(landing.streams)
+        self.streams.catch_up(landing.streams)
         mark = self._device.mark()
         while landing.reads:
             target, offset, transfers = landing.reads[0]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -22,12 +22,28 @@ from zero_offload.base.threads import FirstError
 from zero_offload.hardware.kernels.checksums import fingerprints
 from zero_offload.plan.layout import ParamSlice, UnitLayout
 from zero_offload.plan.tensor_parallel import is_dtensor, local_part
-from zero_offload.runtime.units.guard import guard, unguard
+from zero_offload.runtime.units.guard import AtRest, class_at_rest
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.storage.memory.resizable import Buffer
 from zero_offload.storage.shards.shard import Shard
-from zero_offload.storage.shards.state import TRANSITIONS, UnitState
 from zero_offload.storage.shards.unit_update import UnitUpdate
+
+
+class UnitState(Enum):
+    """Where the values of a unit's parameters are, and so what has memory on the compute device."""
+
+    AWAY = "away"  # no memory; the bytes rest on their tier
+    AWAITING = "awaiting"  # memory is attached; an update will deliver new values, or their read has not begun
+    FETCHING = "fetching"  # memory is attached, reads are in flight
+    PRESENT = "present"  # memory is attached and valid
+
+
+TRANSITIONS: dict[UnitState, frozenset[UnitState]] = {
+    UnitState.AWAY: frozenset({UnitState.AWAITING}),
+    UnitState.AWAITING: frozenset({UnitState.FETCHING, UnitState.PRESENT, UnitState.AWAY}),
+    UnitState.FETCHING: frozenset({UnitState.PRESENT, UnitState.AWAITING, UnitState.AWAY}),
+    UnitState.PRESENT: frozenset({UnitState.AWAITING, UnitState.AWAY}),
+}
 
 
 class Section:
@@ -39,32 +55,19 @@ class Section:
         self.layout = shard.layout
         self.flat = flat
         self.buffer = buffer
-        self._storage = flat.untyped_storage()._cdata
-        self._own_tensors = 0
-
-    def seal(self) -> None:
-        """Every tensor that is to stay on the buffer is made, and no other one lives."""
-        self._own_tensors = self._num_tensors()
-
-    def views_made(self) -> int:
-        """Tensors on the buffer that were made since `seal` and live."""
-        return self._num_tensors() - self._own_tensors
+        self.storage = flat.untyped_storage()._cdata
+        """Address of torch's object for the buffer's memory, which views of it share."""
+        self.num_own_tensors = 0
+        """Tensors on the buffer that stay, once the unit is sealed."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor views the buffer."""
         storage = storage_of(tensor)
-        return storage is not None and bool(storage._cdata == self._storage)
-
-    def own_views(self) -> Iterator[torch.Tensor]:
-        """All parameters' parts of the buffer, of their (local) shapes."""
-        return (self.flat[piece.begin : piece.end].view(piece.spec.shape) for piece in self.layout.params)
+        return storage is not None and bool(storage._cdata == self.storage)
 
     def own_view(self, piece: ParamSlice) -> torch.Tensor:
         """A parameter's part of the buffer, of its (local) shape."""
         return self.flat[piece.begin : piece.end].view(piece.spec.shape)
-
-    def _num_tensors(self) -> int:
-        return int(torch._C._storage_Use_Count(self._storage))
 
 
 class Unit:
@@ -88,6 +91,8 @@ class Unit:
         """The buffers are where the whole values rest: an update leaves nothing to fetch."""
         self.num_frames = sum(s.buffer.num_frames for s in sections if s.buffer is not None)
         """Frames its buffers need while they are here."""
+        self.has_memory = False
+        """True from the beginning of an `attach` to the end of a `detach`, which a Ctrl-C may break off."""
         self.state = UnitState.PRESENT if self.updates_in_place else UnitState.AWAY
         self._moves: deque[str] = deque([self.state.value], maxlen=8)
         self.on_host = all(section.flat.device.type == "cpu" for section in sections)
@@ -99,8 +104,8 @@ class Unit:
         """Backwards through those modules that have begun and not ended."""
         self.num_uses = 0
         """Uses by forwards since the last backward ended."""
-        self.passing = False
-        """Used by single operations, outside of its modules or in backward: between two of them it may go."""
+        self.used_by_operations = False
+        """True if single operations use it, outside of its modules or in backward: between two of them it may go."""
         self.saved_views: set[weakref.ref[Any]] = set()
         """Tensors on its buffers that are saved for a backward, which brings the unit before it reads them."""
         self.kept = False
@@ -134,11 +139,11 @@ class Unit:
 
     def wait_for_update(self) -> None:
         """Return when the newest values are computed. Raises the first error of the model's work."""
-        if self.update is None:
-            self._errors.check()
-        else:
+        if self.update is not None and not self.update.is_done:
             self.update.wait()
-            self.update = None
+        if self._errors.error is not None:
+            self._errors.check()
+        self.update = None
 
     @property
     def in_use(self) -> bool:
@@ -162,21 +167,20 @@ class Unit:
 
     def attach(self) -> bool:
         """Put pages under all buffers. None of them has any where there are too few, which is a False or an error."""
-        with ExitStack() as undo:
-            for section in self.sections:
-                if section.buffer is None:
-                    continue
-                if not section.buffer.attach():
-                    return False
-                undo.callback(section.buffer.detach)
-            undo.pop_all()
-        return True
+        self.has_memory, is_complete = True, False
+        try:
+            is_complete = all(section.buffer is None or section.buffer.attach() for section in self.sections)
+        finally:
+            if not is_complete:
+                self.detach()
+        return is_complete
 
     def detach(self) -> None:
         """Take the pages of all buffers away. What a Ctrl-C breaks off is done again before the next `attach`."""
         for section in self.sections:
             if section.buffer is not None and section.buffer.attached:
                 section.buffer.detach()
+        self.has_memory = False
 
     def open(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
@@ -190,12 +194,27 @@ class Unit:
 
         A pass over the parameters, and one more in `changed`, which on a GPU is the first to wait.
         """
-        if any(_loses(self, section) for section in self.sections):
+        if not self.updates_in_place or any(section.layout.has_master_apart for section in self.sections):
             self._fingerprints = self._take_fingerprints()
 
     def _take_fingerprints(self) -> torch.Tensor:
         with torch._C._DisableFuncTorch():  # its tensors have no storage
-            return fingerprints([view for section in self.sections for view in section.own_views()])
+            return fingerprints([s.flat[piece.begin : piece.end] for s in self.sections for piece in s.layout.params])
+
+    def _loses(self, section: Section) -> bool:
+        """True if what forward changes there does not last: the value leaves, or its master is not made from it."""
+        return not self.updates_in_place or section.layout.has_master_apart
+
+    def end_use(self, holds_value: Callable[[Section], bool]) -> list[str]:
+        """One forward has used the unit; names of parameters that forwards have changed."""
+        self.forward_uses = max(self.forward_uses - 1, 0)
+        changed: list[str] = []
+        if self.forward_uses == 0:
+            changed = self.changed(holds_value)
+            if self._is_replaced and not self.writable:  # a program may write those now
+                self.put_back()
+        self.close()
+        return changed
 
     def changed(self, holds_value: Callable[[Section], bool] = lambda section: False) -> list[str]:
         """Names of parameters that were changed since `open`, where what is changed here is lost.
@@ -210,14 +229,14 @@ class Unit:
         names = [piece.spec.name for s, piece, param in misplaced if not _equal(local_part(param), s.own_view(piece))]
         elsewhere = {id(param) for _, _, param in misplaced}
         for (section, piece, param), version in zip(self.placed_params, self._versions, strict=False):
-            if param._version != version and id(param) not in elsewhere and _loses(self, section):
+            if param._version != version and id(param) not in elsewhere and self._loses(section):
                 doubtful.append((section, piece.spec.name))
         if self._fingerprints is not None:
             differ = (self._take_fingerprints() != self._fingerprints).tolist()
             names += [
                 piece.spec.name
                 for (section, piece, _), differs in zip(self.placed_params, differ, strict=True)
-                if differs and _loses(self, section)
+                if differs and self._loses(section)
             ]
         else:
             kept = {id(section): holds_value(section) for section in dict.fromkeys(section for section, _ in doubtful)}
@@ -237,11 +256,6 @@ class Unit:
                 found.append(place)
         return found
 
-    def end_replacing(self) -> None:
-        """After `changed`: put back what a forward has replaced, unless a program may write it now."""
-        if self._is_replaced and not self.writable:
-            self.put_back()
-
     def put_back(self) -> None:
         """Parameters that a program has given other memory, as by `param.data = values`, are views of the buffers
         again, which have the values that were there. To be called while the unit is here."""
@@ -259,34 +273,41 @@ class Unit:
         self.put_back()
 
     def close(self) -> None:
-        """Guard the parameters again, unless someone still computes with them or may change them."""
-        if self.runs:
+        """Guard the parameters again, unless a forward or backward uses them or a program may change them."""
+        if self.forward_uses > 0 or self.backward_uses > 0:
             return
         open_ids = {id(param) for params in self.writable for param in params}
-        guard(param for param in self.params if id(param) not in open_ids)
-        self.passing = False
+        for param in self.params:
+            if not isinstance(param, AtRest) and id(param) not in open_ids:
+                param.__class__ = class_at_rest(type(param))
+        self.used_by_operations = False
         self._versions, self._fingerprints = [], None
 
     # Views that others hold. Who touches one while the unit is away gets a fault, not an exception.
 
     def seal(self) -> None:
-        """All parameters are here, and no view of them is made yet."""
+        """Every tensor that is to stay on the buffers is made, and no other one lives."""
         for section in self.sections:
-            section.seal()
+            section.num_own_tensors = torch._C._storage_Use_Count(section.storage)
 
     @property
     def lent(self) -> bool:
         """True if the program holds a view of buffers that may go. Not a backward's views: it asks for the unit."""
-        return is_viewed(self, (section for section in self.sections if section.buffer is not None))
+        return self.is_viewed(section for section in self.sections if section.buffer is not None)
+
+    def is_viewed(self, sections: Iterable[Section]) -> bool:
+        """True if the program holds a view of these sections: an update changes what such a view shows."""
+        nums = (torch._C._storage_Use_Count(section.storage) - section.num_own_tensors for section in sections)
+        return sum(nums) > len(self.saved_views)
 
     @property
     def may_be_evicted(self) -> bool:
         return not self.resident and not self.kept
 
     @property
-    def may_pass(self) -> bool:
-        """Whether a unit in use can go all the same: no module of its own runs, and no operation reads it."""
-        free = self.passing and self.may_be_evicted and not self.gathered_uses
+    def may_leave_in_use(self) -> bool:
+        """True if a unit in use can go all the same: no module of its own runs, and no operation reads it."""
+        free = self.used_by_operations and self.may_be_evicted and not self.gathered_uses
         return free and not self.lent and not self.changed()
 
     def break_off(self) -> None:
@@ -295,19 +316,17 @@ class Unit:
         self.close()
 
 
-def is_viewed(unit: Unit, sections: Iterable[Section]) -> bool:
-    """True if the program holds a view of these sections of a unit: an update changes what such a view shows."""
-    return sum(section.views_made() for section in sections) > len(unit.saved_views)
+def unguard(params: Iterable[nn.Parameter]) -> None:
+    """Switch parameters to use: plain, at plain speed."""
+    for param in params:
+        if isinstance(param, AtRest):
+            # Its class is (AtRest, the class in use).
+            param.__class__ = type(param).__bases__[1]
 
 
 def _equal(values: torch.Tensor, own: torch.Tensor) -> bool:
     same_kind = (values.shape, values.dtype, values.device) == (own.shape, own.dtype, own.device)
     return same_kind and torch.equal(values.detach(), own)
-
-
-def _loses(unit: Unit, section: Section) -> bool:
-    """Whether what forward changes there does not last: the value leaves, or its master is not made from it."""
-    return not unit.updates_in_place or section.layout.has_master_apart
 
 
 class UpdatesInBackward(Protocol):

@@ -103,12 +103,19 @@ class Arena:
         """
         self._pinner = pinner
         self._num_kept = num_kept
-        self._num_claimed = 0
-        self._frame_limit = frame_limit
+        self.claimed_frames = 0
+        """Frames that are with those who claimed them."""
+        self.frame_limit = frame_limit
+        """Frames that may be taken from the system."""
+        self.free_frames = 0
+        """Frames that `lease_frames` can give now without a claim."""
+        self.kept_frames = 0
+        """Frames that it can give beside those to claims."""
         self._frame_limit_max = frame_limit if frame_limit_max is None else frame_limit_max
         self._blocks: list[Region] = []
         self._free: list[int] = []
         self._num_frames = 0
+        self._count()
         self._allocated = _Viewed()
         self.num_mappings = 0
         """Ranges of addresses asked of the system so far, reserved ones included. Frames that move ask for none."""
@@ -145,29 +152,10 @@ class Arena:
         """Bytes in regions that are still viewed, in whole pages."""
         return self._allocated.nbytes
 
-    @property
-    def free_frames(self) -> int:
-        """Frames that `lease_frames` can give now to anyone."""
-        kept = max(self._num_kept - self._num_claimed, 0)
-        return self._frame_limit - self._num_frames + len(self._free) - kept
-
-    @property
-    def kept_frames(self) -> int:
-        """Frames that it can give beside those to who claims them."""
-        return max(self._num_kept - self._num_claimed, 0)
-
-    @property
-    def claimed_frames(self) -> int:
-        """Frames that are with those who claimed them."""
-        return self._num_claimed
-
     def keep(self, count: int) -> None:
-        """From now on `count` frames of the limit are for those who claim them, claimed ones among them."""
+        """From now on `count` frames of the limit are for claims, claimed ones among them."""
         self._num_kept = count
-
-    @property
-    def frame_limit(self) -> int:
-        return self._frame_limit
+        self._count()
 
     def raise_limit(self, count: int, *, claimed: bool = False) -> bool:
         """Allow `count` frames more; False when that would exceed the budget.
@@ -175,17 +163,19 @@ class Arena:
         First those that are kept, unless they are `claimed`: then they are taken anyway, and come back.
         """
         spared = 0 if claimed else min(count, self.kept_frames)
-        if self._frame_limit + count - spared > self._frame_limit_max:
+        if self.frame_limit + count - spared > self._frame_limit_max:
             return False
         self._num_kept -= spared
-        self._frame_limit += count - spared
+        self.frame_limit += count - spared
+        self._count()
         return True
 
     def widen(self, chosen: int, most: int, kept: int) -> None:
         """Add so many frames to the limit, to how far it may go, and to those that are kept."""
-        self._frame_limit += chosen
+        self.frame_limit += chosen
         self._frame_limit_max += most
         self._num_kept += kept
+        self._count()
 
     @property
     def frame_bytes(self) -> int:
@@ -196,16 +186,22 @@ class Arena:
         """Take `count` frames (their addresses), or None when the budget is used up."""
         if count > self.free_frames + self.kept_frames * claimed:
             return None
-        self._num_claimed += count * claimed
         while len(self._free) < count:
             self._grow(count - len(self._free))
         taken = self._free[-count:] if count else []
         del self._free[len(self._free) - count :]
+        self.claimed_frames += count * claimed
+        self._count()
         return taken
 
     def release_frames(self, frames: list[int], *, claimed: bool = False) -> None:
-        self._num_claimed -= len(frames) * claimed
         self._free.extend(frames)
+        self.claimed_frames -= len(frames) * claimed
+        self._count()
+
+    def _count(self) -> None:
+        self.kept_frames = max(self._num_kept - self.claimed_frames, 0)
+        self.free_frames = self.frame_limit - self._num_frames + len(self._free) - self.kept_frames
 
     def _place(self, address: int, nbytes: int) -> Region:
         self.num_mappings += 1
@@ -235,7 +231,11 @@ class MovableBuffer:
         self._claims = claims
         self.region = arena.reserve(nbytes)
         self.num_frames = num_frames(nbytes)
+        begin = self.region.address
+        self._places = range(begin, begin + self.num_frames * FRAME, FRAME)
+        """The address of each frame while it is here."""
         self._frames: list[int] | None = None
+        """Their own addresses, to which they go back."""
 
     @property
     def attached(self) -> bool:
@@ -256,7 +256,7 @@ class MovableBuffer:
         if frames is None:
             return False
         try:
-            _move_all(frames, self._places())
+            _move_all(frames, self._places)
         except BaseException:
             pages.protect(self.region.address, self.region.nbytes)
             self._arena.release_frames(frames, claimed=self._claims)
@@ -267,15 +267,10 @@ class MovableBuffer:
     def detach(self) -> None:
         """Take the pages back. What they hold is worth nothing, so after a Ctrl-C it may be done twice."""
         assert self._frames is not None
-        _move_all(self._places(), self._frames, undone=CapacityError)
+        _move_all(self._places, self._frames, undone=CapacityError)
         pages.protect(self.region.address, self.region.nbytes)
         self._arena.release_frames(self._frames, claimed=self._claims)
         self._frames = None
-
-    def _places(self) -> range:
-        """The address of each frame while it is here."""
-        begin = self.region.address
-        return range(begin, begin + self.num_frames * FRAME, FRAME)
 
 
 def _move_all(sources: Sequence[int], targets: Sequence[int], undone: type[BaseException] = BaseException) -> None:

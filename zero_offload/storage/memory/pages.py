@@ -155,7 +155,8 @@ def releaser(address: int, nbytes: int) -> Callable[[object], object]:
 
 def protect(address: int, nbytes: int) -> None:
     """Forbid access to a range whose pages have moved away."""
-    _check(_libc.mprotect(address, num_frames(nbytes) * FRAME, _PROT_NONE), "mprotect", nbytes)
+    if _libc.mprotect(address, -(-nbytes // FRAME) * FRAME, _PROT_NONE) != 0:
+        raise _failure("mprotect", nbytes)
 
 
 def move_frame(source: int, target: int) -> None:
@@ -165,7 +166,7 @@ def move_frame(source: int, target: int) -> None:
     ones on first touch: as little memory, and the time to fill it with zeros.
     """
     if moves_pages():
-        if not _moves(source, FRAME, target):
+        if _libc.mremap(source, FRAME, FRAME, MREMAP_MAYMOVE_FIXED_DONTUNMAP, target) == _FAILED:
             raise _failure("mremap", FRAME)
     else:
         _check(_libc.mprotect(target, FRAME, _PROT_READ_WRITE), "mprotect", FRAME)
@@ -180,20 +181,16 @@ def moves_pages() -> bool:
     try:
         target = _map(FRAME, _PROT_NONE)
         try:
-            if _moves(source, mmap.PAGESIZE, target):
+            size = mmap.PAGESIZE
+            if _libc.mremap(source, size, size, MREMAP_MAYMOVE_FIXED_DONTUNMAP, target) != _FAILED:
                 return True
             if ctypes.get_errno() == errno.ENOMEM:  # of now, not of the system
-                raise _failure("mremap", mmap.PAGESIZE)
+                raise _failure("mremap", size)
             return False
         finally:
             release(target, FRAME)
     finally:
         release(source, FRAME)
-
-
-def _moves(source: int, nbytes: int, target: int) -> bool:
-    moved = _libc.mremap(source, nbytes, nbytes, MREMAP_MAYMOVE_FIXED_DONTUNMAP, target)
-    return bool(moved != _FAILED)
 
 
 def _has_transparent_huge_pages() -> bool:

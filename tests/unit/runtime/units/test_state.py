@@ -6,8 +6,7 @@ import pytest
 
 from zero_offload.base.threads import FirstError
 from zero_offload.plan.layout import UnitLayout
-from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.state import TRANSITIONS, UnitState
+from zero_offload.runtime.units.unit import TRANSITIONS, Unit, UnitState
 
 
 def unit_in(state: UnitState) -> Unit:
