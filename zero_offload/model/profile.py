@@ -1,4 +1,4 @@
-"""`zo.profile`: records what a model does, and writes it as a trace that Perfetto and chrome://tracing open.
+"""`zo.profile`: records what a model does, says where each step went, and writes a trace that Perfetto opens.
 
 Owns the file's format. Never records: that is done where things happen, into `Spans`.
 """
@@ -10,23 +10,103 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from zero_offload.base.breakdown import StepTime, step_times
 from zero_offload.base.errors import ConfigError, StorageError
-from zero_offload.base.spans import SPANS_MAX, TRANSFERS, Lane, Sample, Span, Spans, now
+from zero_offload.base.spans import SPANS_MAX, TRANSFERS, Cause, Lane, Sample, Span, Spans, now
 from zero_offload.model.api import need_runtime
 from zero_offload.storage.files.system import refuse_other_kinds, replace_file
 
 _TRACKS_PER_LANE = 1000
 _ORIGINS_NS = 4 * 86400 * 10**9
 """Times are counted from such a multiple: as floats of microseconds they keep their nanoseconds."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, from one `step()` to the next: compute, waits and the rest add up to `step_s`."""
+
+    step: int
+    step_s: float
+    forward_s: float
+    """Without what it waited for; so is backward's. On a GPU: of the host, which launches its work."""
+    backward_s: float
+    exposed_s: dict[str, float]
+    """By what was waited for."""
+    other_s: float
+    """`step()` itself, and what the program does between the calls: batches, schedulers, metrics."""
+    update_s: float
+    update_overlap: float | None
+    """The share of the update's seconds in which forward or backward computed; None without an update."""
+    transfer_s: float
+    """Seconds in which something was on its way from or to a drive, another rank or a GPU."""
+    transfer_overlap: float | None
+
+
+def step_times(spans: Iterable[Span]) -> list[StepTime]:
+    """Of each step that was recorded to its end. Sweeps over the begins and ends of all spans, in order of time."""
+    edges: list[tuple[int, bool, int, Span]] = []
+    for span in spans:
+        if span.begin_ns < span.end_ns:
+            edges += [(span.begin_ns, True, -span.end_ns, span), (span.end_ns, False, 0, span)]
+    edges.sort(key=lambda edge: edge[:3])
+    sums: dict[str, Counter[str]] = {}
+    """Nanoseconds in each step of what `_counted` names."""
+    running: Counter[Lane] = Counter()
+    waits: list[Span] = []
+    """Those under way. Waits lie beside or inside each other, so the last is the innermost."""
+    step, last_ns = "", 0
+    for at_ns, is_begin, _, span in edges:
+        if step:
+            for name in _counted(running, waits):
+                sums[step][name] += at_ns - last_ns
+        last_ns = at_ns
+        running[span.lane] += 1 if is_begin else -1
+        if span.lane is Lane.WAIT:
+            (waits.append if is_begin else waits.remove)(span)
+        elif span.lane is Lane.STEPS:
+            step = span.name if is_begin else ""
+            sums.setdefault(span.name, Counter())
+    return [_step_time(int(step), of_step) for step, of_step in sums.items()]
+
+
+def _counted(running: Counter[Lane], waits: Sequence[Span]) -> list[str]:
+    """What a moment counts as, in which so many spans of each lane are under way."""
+    computes = [lane.value for lane in (Lane.FORWARD, Lane.BACKWARD) if running[lane] and not waits]
+    names = ["step", *computes]
+    if waits:
+        names.append(f"wait for {waits[-1].name.split(':')[0]}")
+    for name, lanes in (("update", (Lane.UPDATE,)), ("transfer", TRANSFERS)):
+        if any(running[lane] for lane in lanes):
+            names += [name, f"{name} beside compute"] if computes else [name]
+    return names
+
+
+def _step_time(step: int, sums: Counter[str]) -> StepTime:
+    def overlap(name: str) -> float | None:
+        return sums[f"{name} beside compute"] / sums[name] if sums[name] else None
+
+    exposed_s = {cause.value: sums[f"wait for {cause.value}"] / 1e9 for cause in Cause}
+    step_s, forward_s, backward_s = (sums[name] / 1e9 for name in ("step", "forward", "backward"))
+    return StepTime(
+        step=step,
+        step_s=step_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        exposed_s=exposed_s,
+        other_s=max(0.0, step_s - forward_s - backward_s - sum(exposed_s.values())),
+        update_s=sums["update"] / 1e9,
+        update_overlap=overlap("update"),
+        transfer_s=sums["transfer"] / 1e9,
+        transfer_overlap=overlap("transfer"),
+    )
 
 
 class Profile:

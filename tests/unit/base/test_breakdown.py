@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 
 import pytest
 
-from zero_offload.base.breakdown import common, seconds, step_times, union, without
-from zero_offload.base.spans import Lane, Span
+from zero_offload.base.spans import TRANSFERS, Lane, Span
+from zero_offload.model.profile import step_times
 
 S = 10**9
 
@@ -57,19 +58,38 @@ def test_without_steps_there_is_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_intervals_are_sets_of_points(seed: int) -> None:
+    """Spans with ends in whole seconds are sets of seconds."""
     draw = random.Random(seed)
-    one, other = ([_interval(draw) for _ in range(draw.randrange(8))] for _ in range(2))
-    a, b = _points(one), _points(other)
-    assert _points(union(one)) == a and sum(end - begin for begin, end in union(one)) == len(a)
-    assert _points(common(union(one), union(other))) == a & b
-    assert _points(without(union(one), union(other))) == a - b
-    assert seconds(union(one)) == len(a) / S
+    lanes = (Lane.FORWARD, Lane.BACKWARD, Lane.UPDATE, Lane.READ, Lane.WRITE)
+    spans = [_span(lane, "", *_interval(draw, 40)) for lane in lanes for _ in range(draw.randrange(8))]
+    outer = [(begin, begin + 10) for begin in range(0, 40, 10) if draw.random() < 0.5]
+    inner = [_interval(draw, 10, begin) for begin, _ in outer]
+    steps = [_span(Lane.STEPS, "1", 0, 20), _span(Lane.STEPS, "2", 20, 50)]
+    waits = [_span(Lane.WAIT, "params: a", *at) for at in outer] + [_span(Lane.WAIT, "update", *at) for at in inner]
+    points = {lane: _points(span for span in spans if span.lane is lane) for lane in lanes}
+    waiting = _points(waits)
+    compute = (points[Lane.FORWARD] | points[Lane.BACKWARD]) - waiting
+    transfers = set().union(*(points[lane] for lane in TRANSFERS if lane in points))
+    for found, step in zip(step_times([*spans, *waits, *steps]), steps, strict=True):
+        whole = _points([step])
+        assert (found.step, found.step_s) == (int(step.name), len(whole))
+        assert found.forward_s == len((points[Lane.FORWARD] - waiting) & whole)
+        assert found.backward_s == len((points[Lane.BACKWARD] - waiting) & whole)
+        assert found.exposed_s["update"] == len(_points(waits[len(outer) :]) & whole)
+        assert sum(found.exposed_s.values()) == len(waiting & whole)
+        for seconds, overlap, moments in (
+            (found.update_s, found.update_overlap, points[Lane.UPDATE] & whole),
+            (found.transfer_s, found.transfer_overlap, transfers & whole),
+        ):
+            assert seconds == len(moments)
+            assert overlap == (len(moments & compute) / len(moments) if moments else None)
 
 
-def _interval(draw: random.Random) -> tuple[int, int]:
-    begin = draw.randrange(40)
-    return begin, begin + draw.randrange(10)
+def _interval(draw: random.Random, length: int, begin: int = 0) -> tuple[int, int]:
+    """Inside of [begin, begin + length]; maybe empty."""
+    first = begin + draw.randrange(length)
+    return first, draw.randrange(first, begin + length + 1)
 
 
-def _points(intervals: list[tuple[int, int]]) -> set[int]:
-    return {point for begin, end in intervals for point in range(begin, end)}
+def _points(spans: Iterable[Span]) -> set[int]:
+    return {point for span in spans for point in range(span.begin_ns // S, span.end_ns // S)}
