@@ -27,6 +27,7 @@ from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crashfs import CrashFS
 from tests.helpers.crew import Crew, CrewExchange
 from zero_offload.base.config import OffloadConfig
+from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, StateKind, Tier
 from zero_offload.checkpoint import generation, run_files
 from zero_offload.checkpoint.format import StepRecord
@@ -118,7 +119,8 @@ class Run:
     def __init__(self, setup: Setup, rank: int, exchange: CrewExchange, cleanup: ExitStack) -> None:
         self.setup, self.rank, self.step = setup, rank, 0
         ranks = Ranks(rank, setup.world_size, exchange)
-        files = RunFiles.open(setup.config(), setup.layout, ranks, cleanup)
+        files = RunFiles.open(setup.config(), setup.layout, ranks, FirstError())
+        cleanup.callback(files.close)
         assert files.keeper is not None and files.swap is not None
         self.keeper: GenerationKeeper = files.keeper
         with exchange.together():

@@ -28,7 +28,7 @@ BEFORE_VALUES_MOVE = [
     (OFFLOAD, "ShardStore", 1),
     (RunFiles, "create", 1),
     (OFFLOAD, "_make_unit", 2),
-    (OFFLOAD, "_make_carrier", 1),
+    (OFFLOAD, "HostParamLoader", 1),
     (OFFLOAD, "move_buffers", 1),
     (OFFLOAD, "open_activations", 1),
     (OFFLOAD, "ParamPrefetcher", 1),

@@ -1,8 +1,7 @@
 """The directories, engine, files and generations of one model, opened in the order that several ranks need.
 
-Owns that order; what is opened is closed by the `ExitStack` it is given. The calls: `open`, and `create` once there is
-a store; to go on from a generation `fill` with every shard in place, and `settle`, which makes what was cut anew the
-newest generation and deletes what it replaces.
+The calls: `open`, and `create` once there is a store; to go on from a generation `fill` with every shard in place, and
+`settle`, which makes what was cut anew the newest generation and deletes what it replaces; `close`.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import contextlib
 import json
 import logging
 import warnings
-import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.base.events import Counters
+from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
@@ -32,7 +31,7 @@ from zero_offload.storage.files.engine import EngineSettings, FileEngine
 from zero_offload.storage.files.engines import PROBE_BYTES, WORTH_BYTES, Scratch, open_engine, pick, shares
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.shard import Shard, planned_components, shard_bytes
+from zero_offload.storage.shards.shard import Shard, planned_bytes
 from zero_offload.storage.shards.store import ShardStore
 
 _log = logging.getLogger("zero_offload")
@@ -54,19 +53,23 @@ class RunFiles:
         self._others: list[RunDirectory] = []
         """Directories of the earlier run that are none of this one's; locked until `settle` has done with them."""
         self._held = contextlib.ExitStack()
+        self._opened = contextlib.ExitStack()
+        """Closes all that is open, in the order that this needs."""
 
     @classmethod
-    def open(
-        cls,
-        config: OffloadConfig,
-        layout: ShardLayout,
-        ranks: Ranks,
-        cleanup: contextlib.ExitStack,
-    ) -> RunFiles:
+    def open(cls, config: OffloadConfig, layout: ShardLayout, ranks: Ranks, errors: FirstError) -> RunFiles:
+        """What fails on the way to or from a drive stops the run: `errors` gets it. Collective."""
         files = cls()
-        if not config.nvme_dirs:
-            return files
-        directories = open_in_turn(config.nvme_dirs, ranks, cleanup, RunDirectory.open, RunDirectory.join)
+        try:
+            if config.nvme_dirs:
+                files._open(config, layout, ranks, errors)
+        except BaseException:
+            files.close()
+            raise
+        return files
+
+    def _open(self, config: OffloadConfig, layout: ShardLayout, ranks: Ranks, errors: FirstError) -> None:
+        directories = open_in_turn(config.nvme_dirs, ranks, self._opened, RunDirectory.open, RunDirectory.join)
         _check_same(directories, ranks)
         if ranks.rank == 0:
             _warn_of_file_systems(directories)
@@ -74,14 +77,14 @@ class RunFiles:
         keeper = GenerationKeeper(directories, layout, ranks, durability)
         # Files are closed after the engine, which waits: a forward without a backward, or an error, leaves transfers
         # under way, and the number of a closed descriptor soon stands for another file.
-        cleanup.callback(files._close)
+        self._opened.callback(self._close_files)
         if durability is not Durability.SCRATCH:
             with ranks.exchange.together():
                 keeper.look(Existing(config.existing), config.generation)
             keeper.agree()
-            files.keeper = keeper
+            self.keeper = keeper
             if keeper.found is not None:
-                files._meet(keeper.found, keeper, directories, ranks, cleanup)
+                self._meet(keeper.found, keeper, directories, ranks)
             else:
                 with ranks.exchange.together():
                     if ranks.rank == 0:
@@ -90,18 +93,21 @@ class RunFiles:
         with ranks.exchange.together():
             settings = pick(config.io_engine, moved_bytes)
             engine = open_engine(settings, len(directories))
-        cleanup.callback(engine.close)
+        self._opened.callback(engine.close)
         if ranks.rank == 0:
             _log.info("%s: %s", directories[0].path, settings)
         weights = _shares(settings, directories, moved_bytes, ranks)
         keeper.weights = keeper.weights or weights
         seed, counters = zlib.crc32(keeper.run_id.encode()), Counters()
         if Tier.NVME in config.activation_fractions:
-            files.scratch = SwapFile(directories, "activations", engine, seed, weights, counters)
+            self.scratch = SwapFile(directories, "activations", engine, seed, weights, counters, errors.set)
+
+        def on_error(error: Exception) -> None:
+            keeper.explain(error)
+            errors.set(error)
+
         name = swap_file_name(ranks.rank, keeper.edition)
-        files.swap = SwapFile(directories, name, engine, seed, keeper.weights, counters)
-        files.swap.on_error = keeper.explain
-        return files
+        self.swap = SwapFile(directories, name, engine, seed, keeper.weights, counters, on_error)
 
     def _meet(
         self,
@@ -109,12 +115,11 @@ class RunFiles:
         keeper: GenerationKeeper,
         directories: list[RunDirectory],
         ranks: Ranks,
-        cleanup: contextlib.ExitStack,
     ) -> None:
         """See that the generation found can be read, before anything is changed; announce what replaces it."""
         with ranks.exchange.together():
             paths = keeper.files.other_paths(found)
-        cleanup.callback(self._held.close)
+        self._opened.callback(self._held.close)
         self._others = take_directories(paths, ranks, self._held, locks=True)
         if not (keeper.recuts or keeper.goes_back):
             return
@@ -194,17 +199,9 @@ class RunFiles:
         self._others = []
         self._held.close()
 
-    def telling(self, tell: Callable[[Exception], None]) -> Callable[[Exception], None]:
-        """Who is told of a transfer that failed, once the error says what to type."""
-        # Weak: the keeper holds the swap file, and a cycle would outlive a dropped model.
-        explain = None if self.keeper is None else weakref.WeakMethod(self.keeper.explain)
-
-        def on_error(error: Exception) -> None:
-            if explain is not None and (say := explain()) is not None:
-                say(error)
-            tell(error)
-
-        return on_error
+    def close(self) -> None:
+        """Wait for what is under way; close files and release locks. Closing twice is allowed."""
+        self._opened.close()
 
     def _close_earlier(self) -> None:
         for part in (self._reader, self._saved):
@@ -212,7 +209,7 @@ class RunFiles:
                 part.close()
         self._reader = self._saved = self._earlier = None
 
-    def _close(self) -> None:
+    def _close_files(self) -> None:
         self._close_earlier()
         for files in (self.scratch, self.swap):
             if files is not None:
@@ -235,7 +232,7 @@ def _places_of(found: Generation, own: list[RunDirectory], others: list[RunDirec
 
 def _state_bytes(layout: ShardLayout) -> int:
     """Bytes of one rank's shards, with all that an update changes: about what a step writes at most."""
-    return sum(shard_bytes(section, planned_components(section)) for section in layout.sections)
+    return sum(map(planned_bytes, layout.sections))
 
 
 def _shares(

@@ -158,8 +158,7 @@ class SavedGeneration:
             name = swap_file_name(rank, self.generation.edition)
             seed = zlib.crc32(self.generation.run_id.encode())
             sections = tuple(self._shard_of(section, rank) for section in self.sections)
-            swap = SwapFile(self.directories, name, self._engine, seed)
-            swap.on_error = self._on_error
+            swap = SwapFile(self.directories, name, self._engine, seed, on_error=self._on_error)
             swap.open_existing()
             try:
                 extents = {key: each for section in sections for key, each in self._extents(swap, section, rank)}

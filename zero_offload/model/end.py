@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.threads import THREAD_PREFIX, FirstError, UpdateInterrupted, start
 from zero_offload.checkpoint.generation import Ranks
+from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.model.commits import Commits
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.pass_tracker import ModelLife
@@ -31,7 +32,7 @@ class ModelEnd:
     commits: Commits
     store: ShardStore
     ranks: Ranks
-    close_files: Callable[[], None]
+    files: RunFiles
 
     def close(self) -> None:
         """Finish updates, make the last step a generation, release files and locks."""
@@ -66,7 +67,7 @@ class ModelEnd:
             finally:
                 # When one rank returns, none holds the directory's lock: it can be opened again at once.
                 with exchange.together() if together else nullcontext():
-                    self.close_files()
+                    self.files.close()
 
     def close_at_exit(self, close: Callable[[], None]) -> None:
         """`close` the model where this rank can do that alone. With several ranks a commit needs all of them, and an
@@ -112,7 +113,7 @@ class ModelEnd:
             try:
                 self.commits.shutdown()
             finally:
-                self.close_files()
+                self.files.close()
 
     def _stop_use(self) -> None:
         """Gradients that are on their way from a device have come, and more are not expected."""

@@ -1,18 +1,16 @@
 """`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place.
 
-Owns the order of building: spec -> layout -> placement -> directories -> arena, swap file, store -> units, whose
-parameters move in section by section, so that the peak is the model plus one chunk -> hooks. What it builds
-is used by `ModelRuntime`; nothing here runs in a training step.
+`Builder` owns the order of building. Parameters move in section by section, so that the peak is the model plus one
+chunk. A second call adopts parameters (`_adopt`). Nothing here runs in a training step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from enum import Enum
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +20,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import Durability, HardwareProfile, StateKind, Tier, UpdateOverlap, whole_sectors
+from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap
 from zero_offload.checkpoint.file_list import count_reusable
 from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.run_files import RunFiles
@@ -33,21 +31,12 @@ from zero_offload.model.move_in import check_not_wrapped, lacks_values, move_buf
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.model.same_model import check_same_model
 from zero_offload.optim.worker import Worker
+from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
 from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
-from zero_offload.plan.layout import SectionLayout, ShardLayout, UnitLayout, make_layout
-from zero_offload.plan.memory import (
-    GRADS_IN_FLIGHT,
-    UNITS_IN_FLIGHT,
-    Placement,
-    Sizes,
-    activations_ahead_bytes,
-    beside_made_bytes,
-    estimate_memory,
-    ring_bytes,
-    sent_grad_bytes,
-)
+from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
+from zero_offload.plan.memory import Placement, Sizes, activations_ahead_bytes, estimate_memory
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
 from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import Partition
@@ -67,15 +56,12 @@ from zero_offload.runtime.units.unit import Section, Unit, unguard
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
-from zero_offload.storage.memory.pages import num_frames
 from zero_offload.storage.memory.pool import SpanPool
-from zero_offload.storage.memory.resizable import FrameBudget, ResizableBuffer
+from zero_offload.storage.memory.resizable import Budget, FrameBudget, ResizableBuffer
 from zero_offload.storage.shards.grad_ring import GradRing
 from zero_offload.storage.shards.registry import Owner, owner_of, register, unregister
-from zero_offload.storage.shards.shard import Component, is_on_device, planned_components, shard_bytes
+from zero_offload.storage.shards.shard import Component, planned_bytes
 from zero_offload.storage.shards.store import ShardStore
-
-UNLIMITED_FRAMES = 1 << 40
 
 
 def offload(
@@ -108,57 +94,189 @@ def offload(
     if owners:
         _adopt(model, owners, config, mesh, units)
         return model
-    join_ranks()
-    callers = Callers.of(mesh)
-    callers.take_gpus()
-    # DTensors: those who hold the other parts are told as well.
-    tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
-    with callers.together_with(tensor_mesh):
-        check_model("zo.offload", model)
-        config = check_config("zo.offload", config)
-        device = compute_device()
-        check_not_wrapped(model)
-        params = dict(model.named_parameters())
-        _check_params(params, mesh_problems(mesh, device.torch_device.type, tensor_mesh))
-        skips_values = lacks_values(params.values())
-        partition = partition_of(config, mesh)
-        spec = ModelSpec.from_module(model, units)
-        dtypes = resolve(model, config)
-        layout = make_layout(spec, dtypes, partition.optimizer_shards)
-        own_hardware = _hardware(config, device)
-        unit_bytes = _unit_bytes(layout.units, spec, config, partition)
-    group = RankGroup.of(config, mesh, tensor_mesh, callers)
-    collectives = Collectives(group, device.torch_device, config)
-    exchange = CommitGroup(group)
-    hardware = _agree(own_hardware, exchange)
-    with exchange.together():
-        outlook = _outlook(unit_bytes, work_of(model, spec), config, partition, hardware)
-        placement = place(unit_bytes, config, hardware, partition, outlook)
-    cleanup, undo = contextlib.ExitStack(), contextlib.ExitStack()  # run at the model's end; run after an error
-    try:
-        plan = estimate_memory(unit_bytes, placement, config, collectives.partition)
-        sizes = Sizes(hardware, unit_bytes, placement, plan)
-        build = Build(config, layout, sizes, group, collectives, device, cleanup, undo, FirstError())
-        ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
-        files = RunFiles.open(config, layout, ranks, cleanup)
-        check_same_model(params, ranks, exchange, values=files.found is None)
-        with exchange.together():
-            owner = _build(model, build, ranks, files)
+    with contextlib.ExitStack() as undo:
+        builder = Builder(model, config, mesh, units, undo)
+        builder.open_files()
+        with builder.ranks.exchange.together():
+            builder.make_units()
+            builder.make_transfers()
+            owner = builder.make_runtime()
             undo.callback(setattr, owner.life, "is_closed", True)  # a traceback may keep it until the interpreter exits
-            _install(model, owner, owner.units, spec, dtypes.casts, undo)
-        files.settle(ranks)
-        if files.found is not None:
-            owner.adopt_generation(files.found)
+            _install(model, owner, owner.units, builder.spec, builder.casts, undo)
+        owner.files.settle(owner.ranks)
+        if owner.files.found is not None:
+            owner.adopt_generation(owner.files.found)
         else:
-            owner.life.lacks_weights = skips_values
+            owner.life.lacks_weights = builder.skips_values
         trim_heap()  # the parameters' old storages are free
         owner.close_when_dropped()
-    except BaseException:
-        with cleanup:
-            undo.close()
-        raise
-    undo.pop_all()
+        undo.pop_all()
     return model
+
+
+class Builder:
+    """Builds what a `ModelRuntime` is made of, in the order of the methods. After an error `undo` gives all of it back,
+    the latest first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OffloadConfig | None,
+        mesh: DeviceMesh | None,
+        units: UnitChoice | None,
+        undo: contextlib.ExitStack,
+    ) -> None:
+        """Check what was given, meet the other ranks, and decide where everything rests. Collective."""
+        self.model, self.undo, self.errors = model, undo, FirstError()
+        join_ranks()
+        callers = Callers.of(mesh)
+        callers.take_gpus()
+        # DTensors: those who hold the other parts are told as well.
+        tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
+        with callers.together_with(tensor_mesh):
+            check_model("zo.offload", model)
+            self.config = check_config("zo.offload", config)
+            self.device = compute_device()
+            check_not_wrapped(model)
+            self.params = dict(model.named_parameters())
+            _check_params(self.params, mesh_problems(mesh, self.device.torch_device.type, tensor_mesh))
+            self.skips_values = lacks_values(self.params.values())
+            partition = partition_of(self.config, mesh)
+            self.spec = ModelSpec.from_module(model, units)
+            dtypes = resolve(model, self.config)
+            self.casts = dtypes.casts
+            self.layout = make_layout(self.spec, dtypes, partition.optimizer_shards)
+            own_hardware = _hardware(self.config, self.device)
+            unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition)
+        self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
+        self.collectives = Collectives(group, self.device.torch_device, self.config)
+        exchange = CommitGroup(group)
+        self.ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
+        hardware = _agree(own_hardware, exchange)
+        with exchange.together():
+            outlook = _outlook(unit_bytes, work_of(model, self.spec), self.config, partition, hardware)
+            placement = place(unit_bytes, self.config, hardware, partition, outlook)
+        plan = estimate_memory(unit_bytes, placement, self.config, group.partition)
+        self.sizes = Sizes(hardware, unit_bytes, placement, plan)
+        self.buffers = BufferPlan(self.layout, placement, group.partition, self.config, self.device.is_host)
+
+    def open_files(self) -> None:
+        """Lock the directories and look for a generation; then all ranks must have the same model. Collective."""
+        self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors)
+        self.undo.callback(self.files.close)
+        check_same_model(self.params, self.ranks, self.ranks.exchange, values=self.files.found is None)
+
+    def make_units(self) -> None:
+        """Take memory, make or open the files, and make units, which are still empty."""
+        config, device, files = self.config, self.device, self.files
+        on_host, on_device = self.buffers.frame_limits(planned_bytes)
+        arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
+        device.will_pin(self.sizes.plan.used_bytes(Tier.CPU))
+        self.frames = FrameBudget(on_device.chosen, on_device.most, on_device.least)
+        num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
+        self.store = ShardStore(self.layout, self.sizes.placement.tiers, arena, files.swap, num_slots, device)
+        files.create(self.store, config.effective_durability)
+        if files.keeper is not None and files.swap is not None:
+            files.keeper.adopt(self.store, files.swap)
+        self.units = [
+            _make_unit(index, self.buffers, self.store, device, self.frames, self.errors, self.collectives.shard_index)
+            for index in range(len(self.layout.units))
+        ]
+        if config.overlap == UpdateOverlap.BACKWARD:
+            self.store.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes())
+
+    def make_transfers(self) -> None:
+        """Make what moves bytes, and move the model in. Parameters come last: frozen ones that a smaller dtype rounds
+        cannot be given back."""
+        config, device, store, collectives, files = self.config, self.device, self.store, self.collectives, self.files
+        collectives.counters = store.counters
+        device.record_to(store.counters.spans)
+        loader: ParamLoader = HostParamLoader(store, collectives.shard_index)
+        room: DeviceRoom | None = None
+        budget: Budget = store.arena
+        if not device.is_host:
+            landing = SpanPool(store.arena, self.buffers.landing_bytes())
+            loader = DeviceParamLoader(store, device, landing, collectives.shard_index)
+            room, budget = self._make_room(), self.frames
+        move_buffers(self.model, device, self.undo)
+        ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)
+        self.activations = open_activations(config, device, store, files.scratch, self.model.buffers(), ahead_max)
+        self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, room)
+        self.update_worker = self._start_worker("zero_offload-update")
+        self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
+        files.fill(store, store.shards, collectives.shard_index)
+        values_of = None if files.found is not None else collectives.shard_index
+        self.left_out = move_in(self.model, self.units, store, values_of, self.undo)
+        store.staging.drop()
+
+    def _make_room(self) -> DeviceRoom:
+        collectives, grows = self.collectives, self.config.device_memory is None
+        # Where ranks use different units, they agree before each gather, and need not have the same ones here.
+        alike = collectives.num_shards > 1 and not collectives.partition.any_branches
+        agreement, world_size = collectives.agreement if alike else None, collectives.world_size
+        return DeviceRoom(self.device.torch_device, self.frames, self.units, agreement, world_size, grows=grows)
+
+    def _start_worker(self, name: str) -> Worker:
+        worker = Worker(self.errors, name)
+        self.undo.callback(worker.shutdown)
+        return worker
+
+    def make_runtime(self) -> ModelRuntime:
+        return ModelRuntime(
+            config=self.config,
+            layout=self.layout,
+            sizes=self.sizes,
+            group=self.group,
+            ranks=self.ranks,
+            collectives=self.collectives,
+            device=self.device,
+            store=self.store,
+            frames=self.frames,
+            errors=self.errors,
+            update_worker=self.update_worker,
+            commit_worker=self.commit_worker,
+            units=self.units,
+            prefetcher=self.prefetcher,
+            files=self.files,
+            activations=self.activations,
+            left_out={} if self.files.found else self.left_out,
+        )
+
+
+def _make_unit(
+    index: int,
+    buffers: BufferPlan,
+    store: ShardStore,
+    device: Device,
+    frames: FrameBudget,
+    errors: FirstError,
+    shard_index: int,
+) -> Unit:
+    """A unit with its flat buffers; they have no values."""
+    layout = buffers.layout.units[index]
+    homes = {section.index: buffers.home(section) for section in layout.sections}
+    sections = []
+    for section in layout.sections:
+        shard, home = store.shards[section.index], homes[section.index]
+        own = slice(shard_index * section.shard_numel, (shard_index + 1) * section.shard_numel)
+        if home is Home.IN_PLACE:
+            # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
+            flat = store.memory_of(shard, section.dtype, section.numel)
+            # A storage of its own, so that views of updates and commits do not count as views that the program holds.
+            store.place_memory(shard, {Component.VALUE: device.alias(flat)[own]})
+            sections.append(Section(shard, flat, None))
+            continue
+        if home is Home.AWAY and buffers.partition.replicates_params:
+            store.place_replica(shard)
+        replica = shard.replica.memory if shard.replica is not None and not shard.on_device else None
+        store.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
+        if device.is_host:
+            pages = MovableBuffer(store.arena, section.nbytes)
+            sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))
+        else:
+            flat = torch.empty(section.numel, dtype=section.dtype, device=device.torch_device)
+            sections.append(Section(shard, flat, ResizableBuffer(frames, flat)))
+    return Unit(index, layout, sections, errors, resident=Home.AWAY not in homes.values())
 
 
 def _owners_in(model: object) -> list[Owner]:
@@ -248,15 +366,18 @@ def _adopt(
     awaited, skips_values = owner.files.awaits, lacks_values(found)
     check_same_model(added, owner.ranks, owner.ranks.exchange, values=not awaited)
     with contextlib.ExitStack() as undo:
-        cleanup, errors = contextlib.ExitStack(), owner.errors
-        build = Build(owner.config, layout, sizes, owner.group, collectives, device, cleanup, undo, errors)
         store, first = owner.store, len(owner.units)
+        before = BufferPlan(owner.layout, owner.sizes.placement, collectives.partition, owner.config, device.is_host)
+        buffers = replace(before, layout=layout, placement=sizes.placement)
         with owner.ranks.exchange.together():
             sections = [section for unit in layout.units[first:] for section in unit.sections]
             undo.callback(store.shrink, len(store.shards))
             shards = store.grow(sections, sizes.placement.tiers)
             owner.files.lay_out(store, shards, awaited=awaited)
-            new = [_make_unit(index, build, store, owner.frames) for index in range(first, len(layout.units))]
+            new = [
+                _make_unit(index, buffers, store, device, owner.frames, owner.errors, collectives.shard_index)
+                for index in range(first, len(layout.units))
+            ]
             move_buffers(root, device, undo)
             owner.files.fill(store, shards if awaited else (), collectives.shard_index)
             left_out = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
@@ -269,15 +390,11 @@ def _adopt(
                 owner.files.settle(owner.ranks)
         if owner.activations is not None:
             owner.activations.keep(root.buffers())
-        on_host, on_device = _frame_limits(build)
-        before = _frame_limits(replace(build, layout=owner.layout, sizes=owner.sizes))
-        store.arena.widen(
-            on_host.chosen - before[0].chosen, on_host.most - before[0].most, on_host.kept - before[0].kept
-        )
-        owner.frames.widen(
-            on_device.chosen - before[1].chosen, on_device.most - before[1].most, on_device.least - before[1].least
-        )
-        owner.grow(layout, sizes, new, _landing_bytes(build), steps)
+        limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)
+        on_host, on_device = (FrameLimits(*map(operator.sub, after, earlier)) for after, earlier in limits)
+        store.arena.widen(on_host.chosen, on_host.most, on_host.kept)
+        owner.frames.widen(on_device.chosen, on_device.most, on_device.least)
+        owner.grow(layout, sizes, new, buffers.landing_bytes(), steps)
         _install(root, owner, new, spec, dtypes.casts, undo)
         if model not in owner.modules:  # around the root: what it does with parameters is a forward too
             _hook(model, owner, {"": []}, (), {}, undo)
@@ -426,230 +543,3 @@ def _unit_bytes(
     """Of the units of `spec`, laid out."""
     numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
     return measure_units(numels, config, partition)
-
-
-@dataclass(frozen=True)
-class Build:
-    """What has been decided, and how what is taken is given back: at the model's end, or after an error only."""
-
-    config: OffloadConfig
-    layout: ShardLayout
-    sizes: Sizes
-    group: RankGroup
-    collectives: Collectives
-    device: Device
-    cleanup: contextlib.ExitStack
-    undo: contextlib.ExitStack
-    errors: FirstError
-
-
-def _build(model: nn.Module, build: Build, ranks: Ranks, files: RunFiles) -> ModelRuntime:
-    """Take memory, make or open the files, and move the parameters in."""
-    config, layout, collectives, device = build.config, build.layout, build.collectives, build.device
-    on_host, on_device = _frame_limits(build)
-    arena = Arena(on_host.chosen, on_host.most, None if device.is_host else device, num_kept=on_host.kept)
-    device.will_pin(build.sizes.plan.used_bytes(Tier.CPU))
-    budget = FrameBudget(on_device.chosen, on_device.most, on_device.least)
-    num_slots = 1 if config.effective_durability is Durability.SCRATCH else 2
-    store = ShardStore(layout, build.sizes.placement.tiers, arena, files.swap, num_slots, device)
-    files.create(store, config.effective_durability)
-    if files.keeper is not None and files.swap is not None:
-        files.keeper.adopt(store, files.swap)
-    units = [_make_unit(i, build, store, budget) for i in range(len(layout.units))]
-    collectives.counters = store.counters
-    device.record_to(store.counters.spans)
-    if config.overlap == UpdateOverlap.BACKWARD:
-        store.grad_ring = GradRing(arena, _ring_bytes(build))
-    if files.swap is not None:
-        # What failed on whatever thread stops the run: a drive that failed once is not tried again.
-        files.swap.on_error = files.telling(build.errors.set)
-        if files.scratch is not None:
-            files.scratch.on_error = build.errors.set
-    loader = _make_carrier(build, store)
-    move_buffers(model, device, build.undo)
-    ahead_max = activations_ahead_bytes(config, build.sizes.placement.budget)
-    activations = open_activations(config, device, store, files.scratch, model.buffers(), ahead_max)
-    room = None if device.is_host else _make_room(build, budget, units)
-    prefetcher = ParamPrefetcher(units, store, collectives, loader, arena if device.is_host else budget, room)
-    update_worker = _start_worker("zero_offload-update", build)
-    commit_worker = None if files.keeper is None else _start_worker("zero_offload-commit", build)
-    # Values move last: frozen ones that a smaller dtype rounds cannot be given back.
-    files.fill(store, store.shards, collectives.shard_index)
-    values_of = None if files.found is not None else collectives.shard_index
-    left_out = move_in(model, units, store, values_of, build.undo)
-    store.staging.drop()
-    return ModelRuntime(
-        config=config,
-        layout=layout,
-        sizes=build.sizes,
-        group=build.group,
-        ranks=ranks,
-        collectives=collectives,
-        device=device,
-        store=store,
-        frames=budget,
-        errors=build.errors,
-        update_worker=update_worker,
-        commit_worker=commit_worker,
-        units=units,
-        prefetcher=prefetcher,
-        files=files,
-        activations=activations,
-        left_out={} if files.found else left_out,
-        close_files=build.cleanup.close,
-    )
-
-
-def _start_worker(name: str, build: Build) -> Worker:
-    worker = Worker(build.errors, name)
-    build.undo.callback(worker.shutdown)
-    return worker
-
-
-def _ring_bytes(build: Build) -> int:
-    """Host memory for the gradients that pass through while backward updates."""
-    tiers, sums = build.sizes.placement.tiers, build.collectives.world_size > 1
-    unit_bytes = [0] * len(build.layout.units)
-    for section in build.layout.sections:
-        stays = tiers[section.unit][StateKind.GRADS] is Tier.DEVICE and not build.device.is_host
-        if section.trainable and not stays:
-            nbytes = section.shard_numel * (4 if sums else section.dtype.itemsize)
-            unit_bytes[section.unit] += whole_sectors(nbytes)
-    return ring_bytes(unit_bytes)
-
-
-def _make_carrier(build: Build, store: ShardStore) -> ParamLoader:
-    index = build.collectives.shard_index
-    if build.device.is_host:
-        return HostParamLoader(store, index)
-    return DeviceParamLoader(store, build.device, SpanPool(store.arena, _landing_bytes(build)), index)
-
-
-def _make_room(build: Build, budget: FrameBudget, units: Sequence[Unit]) -> DeviceRoom:
-    collectives, grows = build.collectives, build.config.device_memory is None
-    # Where ranks use different units, they agree before each gather, and need not have the same ones here.
-    alike = collectives.num_shards > 1 and not collectives.partition.any_branches
-    agreement = collectives.agreement if alike else None
-    return DeviceRoom(build.device.torch_device, budget, units, agreement, collectives.world_size, grows=grows)
-
-
-def _landing_bytes(build: Build) -> int:
-    """Host memory for units on their way to a device."""
-    whole = build.collectives.partition.replicates_params
-    sizes = [sum(s.nbytes if whole else s.shard_nbytes for s in unit.sections) for unit in build.layout.units]
-    return sum(sorted(sizes)[-UNITS_IN_FLIGHT:])
-
-
-class FrameLimits(NamedTuple):
-    """Frames of one memory."""
-
-    chosen: int
-    """Used by choice."""
-    most: int
-    """Taken by a use that cannot wait (a checkpointed segment needs all of its units at once)."""
-    kept: int = 0
-    """Of those chosen, for gradients alone: units that are fetched ahead would have them all."""
-    least: int = 0
-    """Of a device, those that uses need at once."""
-
-
-def _frame_limits(build: Build) -> tuple[FrameLimits, FrameLimits]:
-    """Limits on the host and on the device: for units on their way through, and for gradients on theirs."""
-    config, device = build.config, build.device
-    frames = {home: [0] * len(build.layout.units) for home in Home}
-    for section in build.layout.sections:
-        frames[_home(section, build)][section.unit] += num_frames(section.nbytes)
-    passing = frames[Home.AWAY]
-    in_flight = units = sum(sorted(passing)[-UNITS_IN_FLIGHT:])
-    if (budget := config.budget_bytes(Tier.DEVICE)) is not None:
-        fewest, most = min(units, num_frames(budget)), num_frames(budget) - num_frames(_resting_on_device(build))
-        units = min(sum(passing), max(fewest, most))
-    staying = sum(frames[Home.ON_DEVICE])
-    grads = 0
-    grads_on_disk = any(tiers[StateKind.GRADS] is Tier.NVME for tiers in build.sizes.placement.tiers)
-    if build.collectives.world_size > 1 or grads_on_disk:
-        # One buffer is filled or reduced; with both, a rank's own sums may be open beside it.
-        buffers = GRADS_IN_FLIGHT * (1 + (build.collectives.world_size > 1 and grads_on_disk))
-        grads = buffers * max(
-            sum(num_frames(section.numel * 4) for section in unit.sections) for unit in build.layout.units
-        )
-    unlimited = config.device_memory is None and config.cpu_memory is None
-    host = grads + (units if device.is_host else 0)
-    # One rank on a CPU keeps frames in backward only, of the units' own where it can (`MemoryPool`).
-    kept = 0 if device.is_host and build.collectives.world_size == 1 else grads
-    there, least = units + staying, min(in_flight, units) + staying
-    return (
-        FrameLimits(host - grads + kept, UNLIMITED_FRAMES if unlimited else host, kept=kept),
-        FrameLimits(there, UNLIMITED_FRAMES if config.device_memory is None else there, least=least),
-    )
-
-
-def _resting_on_device(build: Build) -> int:
-    """Bytes of gradients at rest or on their way to the host, of activations fetched ahead, and of states that are
-    updated there, in a device's memory."""
-    if build.device.is_host:
-        return 0
-    partition, tiers = build.collectives.partition, build.sizes.placement.tiers
-    units = measure_units([UnitNumel.of(unit) for unit in build.layout.units], build.config, partition)
-    grads = (unit.grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE)
-    states = (
-        shard_bytes(section, planned_components(section))
-        for section in build.layout.sections
-        if is_on_device(section, tiers[section.unit], build.device)
-    )
-    passing = [
-        unit.passing_grads_bytes for unit, at in zip(units, tiers, strict=True) if at[StateKind.GRADS] is Tier.DEVICE
-    ]
-    sent = [
-        sent_grad_bytes(unit, partition) * (at[StateKind.GRADS] is not Tier.DEVICE)
-        for unit, at in zip(units, tiers, strict=True)
-    ]
-    ahead = activations_ahead_bytes(build.config, build.sizes.placement.budget)
-    return sum(grads) + ring_bytes(passing) + beside_made_bytes(sent, sent) + sum(states) + ahead
-
-
-class Home(Enum):
-    """Where a section's flat buffer is while the unit is not in use."""
-
-    IN_PLACE = "in place"  # it is the shard, or a part of it is: in the memory that compute works on
-    ON_DEVICE = "on device"  # filled once, refreshed after updates
-    AWAY = "away"  # no memory under them
-
-
-def _home(section: SectionLayout, build: Build) -> Home:
-    tiers = build.sizes.placement.tiers[section.unit]
-    params, cut = tiers[StateKind.PARAMS], build.collectives.partition.param_shards > 1
-    if section.num_shards == 1 and is_on_device(section, tiers, build.device):
-        return Home.IN_PLACE
-    if params is Tier.NVME or cut:
-        return Home.AWAY
-    if build.device.is_host or (params is Tier.DEVICE and is_on_device(section, tiers, build.device)):
-        return Home.IN_PLACE
-    return Home.ON_DEVICE if params is Tier.DEVICE else Home.AWAY
-
-
-def _make_unit(index: int, build: Build, store: ShardStore, budget: FrameBudget) -> Unit:
-    layout, index_of_shard = build.layout.units[index], build.collectives.shard_index
-    homes = {section.index: _home(section, build) for section in layout.sections}
-    sections = []
-    for section in layout.sections:
-        shard, home = store.shards[section.index], homes[section.index]
-        own = slice(index_of_shard * section.shard_numel, (index_of_shard + 1) * section.shard_numel)
-        if home is Home.IN_PLACE:
-            # Whole parameters where they are updated: the shard is (part of) the flat buffer, without a second copy.
-            flat = store.memory_of(shard, section.dtype, section.numel)
-            # A storage of its own, so that views of updates and commits do not count as views that the program holds.
-            store.place_memory(shard, {Component.VALUE: build.device.alias(flat)[own]})
-            sections.append(Section(shard, flat, None))
-            continue
-        if home is Home.AWAY and build.collectives.partition.replicates_params:
-            store.place_replica(shard)
-        replica = shard.replica.memory if shard.replica is not None and not shard.on_device else None
-        store.place_memory(shard, {} if replica is None else {Component.VALUE: replica[own]})
-        if build.device.is_host:
-            pages = MovableBuffer(store.arena, section.nbytes)
-            sections.append(Section(shard, pages.region.tensor(section.dtype, section.numel), pages))
-        else:
-            flat = torch.empty(section.numel, dtype=section.dtype, device=build.device.torch_device)
-            sections.append(Section(shard, flat, ResizableBuffer(budget, flat)))
-    return Unit(index, layout, sections, build.errors, resident=Home.AWAY not in homes.values())

@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,8 @@ class ModelRuntime:
     activations: Activations | None
     left_out: dict[int, Recipe]
     """By id: parameters without values, until weights are loaded."""
-    close_files: InitVar[Callable[[], None]]
 
-    def __post_init__(self, close_files: Callable[[], None]) -> None:
+    def __post_init__(self) -> None:
         # Weak: hooks of modules hold this object.
         self._roots: list[weakref.ref[nn.Module]] = []
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -114,7 +113,7 @@ class ModelRuntime:
         self._has_new_grads = False
         self._scaler: LossScaler | None = None
         self._stats = StatsKeeper(store.counters, lambda: store.arena.taken)
-        self.errors.tell(_weakly(store.snapshots.fail))
+        self.errors.tell(store.snapshots.fail)
         self._commits = Commits(
             self.keeper,
             store.snapshots,
@@ -156,7 +155,7 @@ class ModelRuntime:
         self.access = ParamAccess(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
-        self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, close_files)
+        self._end = ModelEnd(self.life, self.errors, self.grads, self._commits, store, self.ranks, self.files)
         at_exit(self._close_at_exit)
 
     @property
@@ -520,18 +519,6 @@ class ModelRuntime:
 def _is_ordinary(param: nn.Parameter) -> bool:
     """Whether it is trained, and no model's."""
     return owner_of(param) is None and param.requires_grad
-
-
-def _weakly(fail: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """A listener that keeps no object alive: drives know `FirstError`, and the memory of a dropped model must not wait
-    for the garbage collector."""
-    method = weakref.WeakMethod(fail)
-
-    def listener(error: BaseException) -> None:
-        if (found := method()) is not None:
-            found(error)
-
-    return listener
 
 
 def _some(names: Sequence[str]) -> str:

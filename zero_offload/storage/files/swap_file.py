@@ -243,6 +243,10 @@ class Transfer:
             return True  # someone has just waited for it
 
 
+def _ignore(error: Exception) -> None:
+    pass
+
+
 class SwapFile:
     """The extents of one rank in one or several directories."""
 
@@ -254,8 +258,12 @@ class SwapFile:
         seed: int,
         weights: Sequence[float] | None = None,
         counters: Counters | None = None,
+        on_error: Callable[[Exception], None] = _ignore,
     ) -> None:
-        """`weights` are the directories' shares of all bytes, by default equal. The same ones give the same places."""
+        """`weights` are the directories' shares of all bytes, by default equal. The same ones give the same places.
+
+        `on_error` gets the error of every transfer that fails, on the thread that waits for it, until `close`.
+        """
         self.counters = counters or Counters()
         """Of bytes that are read and written."""
         self._directories = tuple(directories)
@@ -264,8 +272,7 @@ class SwapFile:
         self._engine = engine
         self._files: list[DataFile] = []
         self._extents: list[Extent] = []
-        self.on_error: Callable[[Exception], None] = lambda _: None
-        """Told of every failed transfer, on the thread that waited for it."""
+        self._on_error = on_error
         # Gradients are given room by the control thread, a changed frozen shard by a commit.
         self._lock = threading.Lock()
 
@@ -368,7 +375,7 @@ class SwapFile:
             ticket = self._engine.submit(IoOp.READ, blocks, address, urgency)
         else:
             ctypes.memset(address, 0, nbytes)
-        transfer = Transfer(self._engine, ticket, self.on_error)
+        transfer = Transfer(self._engine, ticket, self._on_error)
         if self.counters.spans.on:
             transfer.tell(partial(self.counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))
         return transfer
@@ -379,7 +386,7 @@ class SwapFile:
         nbytes = int(blocks["nbytes"].sum())
         self.counters.written(Tier.NVME, nbytes)
         extent.written[rows] = True
-        transfer = Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self.on_error)
+        transfer = Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self._on_error)
         if self.counters.spans.on:
             transfer.tell(partial(self.counters.spans.put, Lane.WRITE, extent.name, nbytes=nbytes))
         return transfer
@@ -413,6 +420,7 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the files; the engine first. One that is stuck keeps them open, and their directories locked."""
+        self._on_error = _ignore  # it refers to the model, which may hold this file: a cycle would outlive the model
         if self._engine.is_stuck:
             _STUCK.extend(self._files)
             for directory in self._directories:

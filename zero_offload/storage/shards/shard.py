@@ -30,7 +30,7 @@ import torch
 
 from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.base.types import StateFormat, StateKind, Tier, whole_sectors
-from zero_offload.hardware.device import Device, Event
+from zero_offload.hardware.device import Event
 from zero_offload.hardware.kernels.arguments import SIGNED, num_scales, state_dtype
 from zero_offload.hardware.kernels.formats import decode_states, encode_states
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
@@ -130,6 +130,11 @@ def shard_bytes(layout: SectionLayout, components: Iterable[Component]) -> int:
     return sum(array_bytes(layout, kinds, end - begin) for begin, end in layout.chunks())
 
 
+def planned_bytes(layout: SectionLayout) -> int:
+    """Bytes of a whole shard with AdamW's states."""
+    return shard_bytes(layout, planned_components(layout))
+
+
 def block_sizes(layout: SectionLayout, component: Component) -> list[int]:
     """Bytes of each block of its extent: one block per chunk."""
     return [array_bytes(layout, [component], end - begin) for begin, end in layout.chunks()]
@@ -188,11 +193,6 @@ class ShardPlacement:
         return cls(kinds[StateKind.PARAMS], kinds[StateKind.GRADS], kinds[StateKind.OPTIMIZER])
 
 
-def is_on_device(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> bool:
-    """Whether the components of a section's shard are in the compute device's own memory, where it is updated."""
-    return layout.trainable and tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not device.is_host
-
-
 class Replica:
     """Whole values of a section that ranks have cut, on this rank and away from the compute device: stages 1 and 2.
 
@@ -231,7 +231,7 @@ class Shard:
     layout: SectionLayout
     placement: ShardPlacement
     on_device: bool = False
-    """See `is_on_device`."""
+    """See `plan.buffers.is_on_device`."""
     states: tuple[Component, ...] = ()
     """What optimizers keep, in the order of `Component`."""
     memory: dict[Component, torch.Tensor] = field(default_factory=dict)

@@ -28,6 +28,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.hardware.device import Device, HostDevice
+from zero_offload.plan.buffers import is_on_device
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
@@ -45,7 +46,6 @@ from zero_offload.storage.shards.shard import (
     array_range,
     block_sizes,
     component_dtype,
-    is_on_device,
     master_components,
     shard_bytes,
 )
@@ -539,7 +539,7 @@ class ShardStore:
 
 
 def _new_shard(layout: SectionLayout, tiers: Mapping[StateKind, Tier], device: Device) -> Shard:
-    return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, device))
+    return Shard(layout, ShardPlacement.of(tiers), is_on_device(layout, tiers, is_host=device.is_host))
 
 
 def _named(layout: SectionLayout, component: Component, slots: Sequence[int]) -> tuple[list[str], list[int]]:
