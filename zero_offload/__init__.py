@@ -31,12 +31,11 @@ from zero_offload.model.api import (
     clip_grad_value_,
     close,
     no_sync,
-    plan,
     stats,
 )
 from zero_offload.model.deferred.recorder import deferred_init
 from zero_offload.model.gathered import gathered
-from zero_offload.model.offload import offload
+from zero_offload.model.offload import offload, plan
 from zero_offload.model.profile import profile
 from zero_offload.model.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
 from zero_offload.optim.adagrad import Adagrad

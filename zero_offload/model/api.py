@@ -13,19 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.base.host import host_tensor
 from zero_offload.base.inputs import check_model, number, params_of
 from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats
 from zero_offload.model.backward_updates import check_holds_grads
-from zero_offload.model.offload import plan_memory
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.ordinary import squares_of
-from zero_offload.plan.costs import TOKENS_UNKNOWN
-from zero_offload.plan.forecast import Plan
-from zero_offload.plan.model_spec import UnitChoice
 from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
 from zero_offload.runtime.accumulate.relay import takes_turns
@@ -279,22 +274,3 @@ def close(model: nn.Module) -> None:
     finished.
     """
     need_runtime(model, "zo.close").close()
-
-
-def plan(
-    model: nn.Module,
-    config: OffloadConfig,
-    units: UnitChoice | None = None,
-    tokens: int = TOKENS_UNKNOWN,
-    mesh: DeviceMesh | None = None,
-) -> Plan:
-    """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
-    fit; meta models too. Not collective: budgets are those of this rank.
-
-    `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not.
-    `.predicted_step_s` and `.bottleneck` are predicted, for a step of `tokens` on each rank: of a machine as it is
-    known by the name of its GPU, not measured; `zero-offload plan` measures.
-    """
-    if not isinstance(tokens, int) or tokens < 1:
-        raise ConfigError(f"tokens={tokens!r}: a step has 1 or more, a whole number")
-    return plan_memory(model, config, units, tokens, mesh)

@@ -1,4 +1,4 @@
-"""`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place.
+"""`offload()`: from a module and a config to a `ModelRuntime` with its hooks in place; `plan()`: what it would take.
 
 `Builder` owns the order of building. Parameters move in section by section, so that the peak is the model plus one
 chunk. A second call adopts parameters (`_adopt`). Nothing here runs in a training step.
@@ -494,14 +494,41 @@ def _check_params(params: Mapping[str, nn.Parameter], problems: Iterable[str] = 
         raise ConfigError("\n".join(found[:10] + ["..."] * (len(found) > 10)))
 
 
-def plan_memory(
+def _outlook(
+    unit_bytes: Sequence[UnitBytes],
+    work: Sequence[UnitWork],
+    config: OffloadConfig,
+    partition: Partition,
+    hardware: HardwareProfile,
+) -> Outlook:
+    """What "auto" judges by: inputs on which all ranks agree, and nothing measured."""
+    return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
+
+
+def _unit_bytes(
+    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition
+) -> Sequence[UnitBytes]:
+    """Of the units of `spec`, laid out."""
+    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
+    return measure_units(numels, config, partition)
+
+
+def plan(
     model: nn.Module,
     config: OffloadConfig,
     units: UnitChoice | None = None,
     tokens: int = TOKENS_UNKNOWN,
     mesh: DeviceMesh | None = None,
 ) -> Plan:
-    """What `offload` would take of each tier, and how long a step would take; the model may be on meta."""
+    """Bytes of a rank that `offload(model, config, mesh, units)` would use, by tier and kind of state, and whether they
+    fit; meta models too. Not collective: budgets are those of this rank.
+
+    `print(zo.plan(model, config))` shows it; `.fits` and `.reasons` say whether and why not.
+    `.predicted_step_s` and `.bottleneck` are predicted, for a step of `tokens` on each rank: of a machine as it is
+    known by the name of its GPU, not measured; `zero-offload plan` measures.
+    """
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"tokens={tokens!r}: a step has 1 or more, a whole number")
     check_model("zo.plan", model)
     check_config("zo.plan", config)
     with on_likely_gpu():
@@ -524,22 +551,3 @@ def plan_memory(
         # The placement is by what all ranks know; the seconds may be by what was measured here.
         machine = with_measured(machine, device.name, config.compute_dtype_name, partition.world_size)
     return Plan.of(estimate_memory(unit_bytes, placement, config, partition), job, placement, machine)
-
-
-def _outlook(
-    unit_bytes: Sequence[UnitBytes],
-    work: Sequence[UnitWork],
-    config: OffloadConfig,
-    partition: Partition,
-    hardware: HardwareProfile,
-) -> Outlook:
-    """What "auto" judges by: inputs on which all ranks agree, and nothing measured."""
-    return Outlook.of(unit_bytes, config, partition, hardware.device_name, hardware.num_cores, work)
-
-
-def _unit_bytes(
-    units: Sequence[UnitLayout], spec: ModelSpec, config: OffloadConfig, partition: Partition
-) -> Sequence[UnitBytes]:
-    """Of the units of `spec`, laid out."""
-    numels = [UnitNumel.of(unit, spec.in_use_with(index)) for index, unit in enumerate(units)]
-    return measure_units(numels, config, partition)
