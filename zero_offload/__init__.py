@@ -38,11 +38,8 @@ from zero_offload.model.gathered import gathered
 from zero_offload.model.offload import offload, plan
 from zero_offload.model.profile import profile
 from zero_offload.model.saving import Resumed, commit, load_checkpoint, resume, save_checkpoint
-from zero_offload.optim.adagrad import Adagrad
-from zero_offload.optim.adam import Adam, AdamW
 from zero_offload.optim.grad_scaler import GradScaler
-from zero_offload.optim.lion import Lion
-from zero_offload.optim.sgd import SGD
+from zero_offload.optim.optimizers import SGD, Adagrad, Adam, AdamW, Lion
 
 __version__ = "0.1.0"
 

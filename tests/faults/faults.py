@@ -204,9 +204,9 @@ FAULTS = [
     ),
     fault(
         "all param groups decay by the weight decay of the first",
-        "optim/adam.py",
-        'number(group, "lr"), number(group, "eps"), number(group, "weight_decay")',
-        'number(group, "lr"), number(group, "eps"), number(self.param_groups[0], "weight_decay")',
+        "optim/optimizers.py",
+        'numbers(group, "lr", "eps", "weight_decay")',
+        '[*numbers(group, "lr", "eps"), number(self.param_groups[0], "weight_decay")]',
         PLACEMENTS,
     ),
     fault(

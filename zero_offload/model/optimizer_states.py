@@ -31,8 +31,7 @@ from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.commits import Commits
 from zero_offload.model.param_places import ParamPlaces, Place, need_whole
-from zero_offload.optim.loading import BESIDE, STEP
-from zero_offload.optim.state import Entry, Readers, StateTensor, count_of, settled
+from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
 from zero_offload.runtime.pass_tracker import ModelLife

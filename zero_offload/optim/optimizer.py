@@ -21,21 +21,25 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_tensor
 from zero_offload.hardware.kernels.arguments import Hyper, Segment, UpdateTensors, address_of, kind_of
 from zero_offload.hardware.kernels.choice import has_device_update
+from zero_offload.hardware.kernels.grads import sum_of_squares
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update, update_on_device
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.optim.groups import group_records
-from zero_offload.optim.loading import (
+from zero_offload.optim.state import (
     BESIDE,
+    STEP,
+    Entry,
     State,
+    States,
+    assign,
+    check_assigned,
     check_shapes,
-    entries_of,
-    fill_group,
-    ordinary_entries,
-    restore_exact,
+    reset,
+    settled,
+    tensors_of,
     write_offloaded,
 )
-from zero_offload.optim.ordinary import squares_of
-from zero_offload.optim.state import Entry, States, assign, check_assigned, reset, settled, tensors_of
+from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted, dropped_error, is_dropped, owner_of
 
 
@@ -74,12 +78,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """A group's rule and its numbers, by value."""
 
     @abstractmethod
-    def _count_step(self, state: State, is_new: bool) -> int:
-        """Number, from 1 on, of the step that an ordinary parameter takes now; kept in `state` as torch does."""
-
-    @abstractmethod
     def _torch_update(self, param: nn.Parameter, state: State, group: Mapping[str, Any], is_new: bool) -> None:
         """The update in torch's own way, for layouts and dtypes without a kernel. What `state` lacked is zero."""
+
+    def _count_step(self, state: State, is_new: bool) -> int:
+        """Number, from 1 on, of the step that an ordinary parameter takes now; kept in `state` as torch does."""
+        state["step"] = steps_of(state) + 1
+        return int(state["step"])
 
     counts_steps = True
     """Whether torch's optimizer of this name keeps `step`."""
@@ -403,6 +408,42 @@ def _register(optimizer: FusedOptimizer, groups: Sequence[Mapping[str, Any]]) ->
         owner.train_with(optimizer)
 
 
+def fill_group(group: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters that there were not when a state dict was saved; an option was off then, as torch has it."""
+    for name, default in defaults.items():
+        group.setdefault(name, False if isinstance(default, bool) else default)
+    return group
+
+
+def entries_of(params: Iterable[nn.Parameter], given: Mapping[str, Any]) -> dict[nn.Parameter, State]:
+    """What a state dict says of each parameter, by its place in the groups. What has made no step yet may be
+    anything; torch's Adagrad keeps its initial sum."""
+    found = {param: given["state"].get(key, {}) for param, key in zip(params, _keys(given), strict=True)}
+    return {param: entry for param, entry in found.items() if entry.get(STEP, 1) != 0}
+
+
+def ordinary_entries(params: Iterable[nn.Parameter], given: Mapping[str, Any]) -> dict[Any, State]:
+    """A state dict's states but for those of offloaded parameters: torch's part of a load."""
+    away = {key for param, key in zip(params, _keys(given), strict=True) if owner_of(param) is not None}
+    return {key: each for key, each in given["state"].items() if key not in away and each.get(STEP, 1) != 0}
+
+
+def _keys(given: Mapping[str, Any]) -> list[Any]:
+    return [key for group in given["param_groups"] for key in group["params"]]
+
+
+def restore_exact(param: nn.Parameter, state: State, kept: Mapping[str, Tensor], residual: Tensor | None) -> None:
+    """Take states and residual bit for bit; torch's state dict has no residual: then the value is the master."""
+    for name, values in kept.items():
+        state[name] = values.detach().to(param.device, torch.float32, copy=True).contiguous()
+    if isinstance(step := state.get(STEP), Tensor):
+        state[STEP] = step.cpu()  # torch's fused optimizers count on the device, where each look would wait for it
+    if param.dtype == torch.bfloat16:
+        if residual is None:
+            residual = torch.zeros_like(param, dtype=torch.int16)
+        state["residual"] = residual.to(param.device, copy=True)
+
+
 def steps_of(state: State) -> Tensor:
     """How many steps a state counts, as torch counts them: () fp32, on the host.
 
@@ -411,12 +452,6 @@ def steps_of(state: State) -> Tensor:
     step = state.get("step", 0.0)
     is_fp32 = isinstance(step, Tensor) and step.dtype == torch.float32 and step.device.type == "cpu"
     return step if is_fp32 else host_tensor(float(step), torch.float32)
-
-
-def count_step(state: State) -> int:
-    """Count one more; returns its number."""
-    state["step"] = steps_of(state) + 1
-    return int(state["step"])
 
 
 def number(group: Mapping[str, Any], name: str) -> float:
@@ -431,6 +466,11 @@ def number(group: Mapping[str, Any], name: str) -> float:
             f"a tensor of {value.numel()} elements" if isinstance(value, Tensor) else f"{value!r}, not a finite number"
         )
         raise ConfigError(f"a param group's {name} is {what}; use a number, or a tensor with one element") from None
+
+
+def numbers(group: Mapping[str, Any], *names: str) -> list[float]:
+    """Several, as `number`."""
+    return [number(group, name) for name in names]
 
 
 def negatives(group: Mapping[str, Any], *names: str) -> Iterator[str]:
@@ -479,3 +519,24 @@ def _update_on_device(param: nn.Parameter, grad: Tensor, state: State, hyper: Hy
     states = tuple(state[name] for name in hyper.states)
     residual = state["residual"] if param.dtype == torch.bfloat16 else None
     update_on_device(hyper.rule, UpdateTensors(param.detach(), residual, states, grad), segment)
+
+
+def squares_of(grads: Iterable[Tensor]) -> float:
+    """The sum of squares of all of them; of a DTensor the whole. Collective with DTensors."""
+    return sum(map(_squares, grads), 0.0)
+
+
+def _squares(grad: Tensor) -> float:
+    grad = grad.detach()
+    if grad.layout is torch.sparse_coo:
+        grad = grad.coalesce()._values()
+    if (
+        type(grad) is Tensor
+        and grad.device.type == "cpu"
+        and grad.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        and grad.is_contiguous()
+    ):
+        return sum_of_squares(grad.data_ptr(), grad.dtype, grad.numel(), num_threads=kernel_threads()).sumsq
+    dtype = torch.complex128 if grad.is_complex() else torch.float64
+    norm: Any = torch.linalg.vector_norm(grad, dtype=dtype)
+    return float(norm.full_tensor() if is_dtensor(norm) else norm) ** 2

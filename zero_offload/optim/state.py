@@ -22,38 +22,30 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.hardware.kernels.arguments import Hyper
-from zero_offload.optim.loading import BESIDE, STEP, check_shapes, write_offloaded
-from zero_offload.storage.shards.registry import OptimizerStates, Owner, dropped_error, is_dropped, owner_of
+from zero_offload.storage.shards.registry import OptimizerStates, Owner, by_owner, dropped_error, is_dropped, owner_of
+
+State = dict[str, Any]
+"""What an optimizer keeps of one ordinary parameter, by torch's names."""
+STEP = "step"
+"""Torch's name for how many updates a parameter has had."""
+BESIDE = ("residual", "master")
+"""What completes a value to its master; no state of an optimizer's."""
 
 _PROPERTIES = (
-    *(
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "itemsize",
-        "nbytes",
-        "requires_grad",
-        "is_leaf",
-        "grad",
-        "grad_fn",
-    ),
-    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested"),
+    "shape dtype device layout ndim itemsize nbytes requires_grad is_leaf grad grad_fn "
+    "is_cuda is_cpu is_meta is_sparse is_quantized is_nested"
 )
 _METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
-    *("is_floating_point", "is_complex", "is_contiguous", "is_signed", "untyped_storage", "__len__", "__hash__"),
+    "size dim ndimension numel nelement element_size stride storage_offset get_device "
+    "is_floating_point is_complex is_contiguous is_signed untyped_storage __len__ __hash__"
 )
 _METADATA = frozenset(
-    [getattr(Tensor, name).__get__ for name in _PROPERTIES] + [getattr(Tensor, name) for name in _METHODS]
+    [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
+    + [getattr(Tensor, name) for name in _METHODS.split()]
 )
 """Functions that need no values; every other one is given them."""
 _CONVERSIONS = frozenset(
-    (
-        *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.xpu, Tensor.contiguous),
-        *(Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
-    )
+    getattr(Tensor, name) for name in ["to", "cpu", "cuda", "xpu", "contiguous", "float", "double", "half", "bfloat16"]
 )
 _data: Any = Tensor.data
 
@@ -546,13 +538,22 @@ def assign(optimizer: Keeper, param: nn.Parameter, entry: Mapping[str, Any]) -> 
         write_offloaded(param, hyper, settled(entry, param))
 
 
+def write_offloaded(param: nn.Parameter, hyper: Hyper, entry: State) -> None:
+    """Give a runtime what a state dict's entry, or an optimizer's own, says of its parameter."""
+    owner = owner_of(param)
+    assert owner is not None
+    states = {name: entry.get(name) for name in hyper.states}
+    # torch's SGD counts no steps, and has a buffer of None where it has made none.
+    has_stepped = entry and (not states or any(state is not None for state in states.values()))
+    beside = {name: entry[name] for name in BESIDE if name in entry}
+    owner.states.write(param, int(entry.get(STEP, 1 if has_stepped else 0)), states, beside)
+
+
 def reset(params: Iterable[nn.Parameter]) -> None:
     """Have no states of offloaded parameters: the next step is the first."""
-    by_owner: dict[int, list[nn.Parameter]] = {}
-    for param in params:
-        by_owner.setdefault(id(owner_of(param)), []).append(param)
-    for owned in by_owner.values():
-        _states_of(owned[0]).reset(owned)
+    for owner, owned in by_owner(params).items():
+        assert owner is not None
+        owner.states.reset(owned)
 
 
 def check_assigned(optimizer: Keeper, param: nn.Parameter, entry: Any) -> Hyper:
@@ -584,6 +585,16 @@ def check_assigned(optimizer: Keeper, param: nn.Parameter, entry: Any) -> Hyper:
         count_of(entry[STEP], what)
     check_shapes(param, dict(entry), given - {STEP}, what)
     return hyper
+
+
+def check_shapes(param: nn.Parameter, state: State, names: Iterable[str], what: str) -> None:
+    """Raise ConfigError for what is kept of a parameter in another shape than its own."""
+    for name in names:
+        if (kept := state.get(name)) is not None and kept.shape != param.shape:
+            raise ConfigError(
+                f"{what}: {name} has shape {tuple(kept.shape)}, the parameter {tuple(param.shape)}; load a state dict "
+                "of this model, and build a new optimizer for a parameter whose data was replaced"
+            )
 
 
 def count_of(step: Any, what: str) -> int:
