@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import warnings
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CheckpointError, ConfigError
 from zero_offload.base.events import Counters
+from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
@@ -255,7 +255,7 @@ def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
     """They are used all the same: checksums, locks and the order of commits are kept there too."""
     for directory in directories:
         if problem := file_system_problem(directory.path):
-            warnings.warn(f"{directory.path}: {'; '.join(problem)}", stacklevel=4)
+            warn_user(f"{directory.path}: {'; '.join(problem)}")
 
 
 def _check_same(directories: list[RunDirectory], ranks: Ranks) -> None:

@@ -21,7 +21,6 @@ sees old values: a unit is updated when backward is elsewhere. What reads a unit
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,6 +29,7 @@ from torch import nn
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.device import Device
@@ -277,10 +277,9 @@ class BackwardUpdates:
         mine = self._grads.updated & hypers.keys()
         if not self._has_told and any(self._hypers[param] != hypers[param] for param in mine):
             self._has_told = True
-            warnings.warn(
+            warn_user(
                 "hyperparameters have changed between backward and step(): with overlap='backward' those hold that "
                 "backward began with. Change them after step(), as schedulers do",
-                stacklevel=4,
             )
         self._grads.updated -= mine
         return bool(mine)

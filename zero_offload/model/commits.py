@@ -14,9 +14,9 @@ says whether the step that begins becomes a generation: a bit of a message that 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 
+from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.commit_clock import CommitClock
 from zero_offload.checkpoint.format import StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper
@@ -157,11 +157,10 @@ class Commits:
         """No generation is made of a step whose record does not say what a resume needs; the one before does."""
         record = self._latest
         if self._is_aside and (what := self._left_out(record)):
-            warnings.warn(
+            warn_user(
                 f"{what}: after it load_state_dict, optimizer.state, zo.load_checkpoint, zo.gathered(mode='write') or "
                 "a new optimizer has replaced states, and a resume could not tell. To keep them as they are now call "
                 "zo.commit(model, optimizer) before zo.close; to keep the step, zo.close before they are replaced",
-                stacklevel=4,
             )
         # The script may also have ended between `step` and `commit`.
         if self._is_aside or (self.completes and record is not None and record.rng is None):

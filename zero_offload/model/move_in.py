@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
+from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.values import ComponentSource, fill_from_readers, read_master
 from zero_offload.hardware.device import Device
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
@@ -132,17 +132,15 @@ def _move_out(
         and not section.layout.trainable
         and any(dtype.itemsize > section.layout.dtype.itemsize for *_, dtype in moved)
     ):
-        warnings.warn(
+        warn_user(
             f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} frozen parameters) had moved to the tiers "
             f"before zo.offload failed: they are rounded to {str(section.layout.dtype).removeprefix('torch.')} now. "
             "Build the model again for their exact values",
-            stacklevel=2,
         )
     if values is None:
-        warnings.warn(
+        warn_user(
             f"{moved[0][0].spec.name} and what lies beside it ({len(moved)} parameters) had moved to the tiers before "
             "zo.offload failed, and cannot be read back on this rank: they are NaN now. Build the model again",
-            stacklevel=2,
         )
 
 

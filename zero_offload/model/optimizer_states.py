@@ -8,7 +8,6 @@ naming the call that works.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import nn
 
 from zero_offload.base.errors import CapacityError, ZeroOffloadError
 from zero_offload.base.host import host_tensor, host_zeros
+from zero_offload.base.problems import warn_user
 from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.values import (
     Edited,
@@ -275,10 +275,9 @@ class OptimizerStates:
         completed = {name: self._completed.pop(name) for name in names if name in self._completed}
         lost = [name for name, step in completed.items() if self.param_steps[name] == step]
         if lost:
-            warnings.warn(
+            warn_user(
                 f"model.load_state_dict replaces the fp32 master of {lost[0]}, which optimizer.load_state_dict has "
                 "just completed, by its rounded value. Load the model's state dict first, then the optimizer's",
-                stacklevel=2,
             )
 
 

@@ -10,7 +10,6 @@ inside of backward (`backward_updates.py`), `update` closes the step.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,6 +23,7 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.ends import at_exit
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
+from zero_offload.base.problems import warn_user
 from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats, StatsKeeper
 from zero_offload.base.threads import FirstError
@@ -356,10 +356,9 @@ class ModelRuntime:
             self._commits.add(self._record(), passed["step_s"], passed.get("commit_wait_s", 0.0))
         if self.resume_pending:
             self.resume_pending = False
-            warnings.warn(
+            warn_user(
                 f"training goes on from the generation of step {self.step_count - 1} without zo.resume(model, "
                 "optimizer): hyperparameters, random number generators and your extra= are not restored",
-                stacklevel=3,
             )
 
     def _begin_states(self, hypers: Mapping[nn.Parameter, Hyper]) -> None:
@@ -406,10 +405,9 @@ class ModelRuntime:
         self.skipped_steps += 1
         # With a scaler overflows are how it finds the scale.
         if self.skipped_steps == 1 and self._scaler is None:
-            warnings.warn(
+            warn_user(
                 f"step {self.step_count}: a gradient is NaN or infinite ({_some(names) or 'on another rank'}); "
                 f"{what}. zo.stats(model).skipped_steps counts such steps",
-                stacklevel=5,
             )
 
     # Generations
@@ -430,11 +428,10 @@ class ModelRuntime:
         """Complete the last step's record with what only the caller knows; launch its generation if it is due."""
         config = self.config
         if not (self._commits.completes or config.nvme_dirs or config.durability == Durability.SCRATCH):
-            warnings.warn(
+            warn_user(
                 f"zo.commit keeps nothing, neither step {self.step_count} nor later ones: there is no directory for "
                 'generations. Name one by OffloadConfig(nvme="/path/to/a/directory"), write copies by '
                 "zo.save_checkpoint, or say by durability='scratch' that nothing is to be kept",
-                stacklevel=3,
             )
         self._commits.complete(lambda: self._record(capture, extra), in_step=self._has_new_grads)
 

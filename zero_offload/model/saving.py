@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_optimizer
+from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.buffers import Saved, capture_buffers, check_buffers, restore_buffers
 from zero_offload.checkpoint.extra import from_json, to_json
 from zero_offload.checkpoint.format import Generation, reading
@@ -71,11 +71,10 @@ def _check_keeps(optimizer: torch.optim.Optimizer, owner: ModelRuntime, call: st
         optimizer.hand_over()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if num_others := sum(owner_of(param) is None for param in params):
-        warnings.warn(
+        warn_user(
             f"{call} keeps what is offloaded: {num_others} of the {len(params)} parameters that the optimizer trains "
             "are not, and are lost at the program's end. Put their modules into the model before zo.offload, or save "
             "them by yourself",
-            stacklevel=3,
         )
 
 
@@ -173,7 +172,7 @@ def _restore_scaler(generation: Generation, scaler: GradScaler | None, where: st
     if state is None:
         return
     if scaler is None:
-        warnings.warn(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=", stacklevel=4)
+        warn_user(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=")
     else:
         scaler.load_state_dict(state)
 
@@ -213,11 +212,10 @@ def _resume(
     owner.resume_pending = False
     _restore(found, model, (optimizer, scaler), keeper.rng, where)
     if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
-        warnings.warn(
+        warn_user(
             f"{where} has the random number generators of {found.world_size} ranks, this run has "
             f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
             "hyperparameters are; seed the generators of each rank as for a new run",
-            stacklevel=3,
         )
     return _resumed(found)
 
