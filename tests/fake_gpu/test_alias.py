@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -35,14 +32,7 @@ def test_memory_is_taken_again_after_the_copies_of_its_alias() -> None:
 
 def test_the_fake_gpu_sees_an_alias_without_its_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would fail without it."""
-    from zero_offload.hardware import device as module
-
-    make: Callable[[Tensor], Tensor] = module._alias
-
-    def forgetful(self: Any, tensor: Tensor) -> Tensor:
-        return make(tensor)
-
-    monkeypatch.setattr(AcceleratorDevice, "alias", forgetful)
+    monkeypatch.setattr(AcceleratorDevice, "alias", Device.alias)
     device.policy(Policy.LATE)
     found = download_and_drop(compute_device())
     assert device.take_races() or not bool((found == 3).all())

@@ -22,7 +22,7 @@ from zero_offload.base.types import GIB, format_bytes
 from zero_offload.checkpoint.file_list import reusable_bytes
 from zero_offload.hardware import device, native, probe, rates
 from zero_offload.hardware.accelerators import ACCELERATORS
-from zero_offload.hardware.device_memory import read_memory
+from zero_offload.hardware.device import read_memory
 from zero_offload.hardware.kernels import choice
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.storage.files.directory import check_private

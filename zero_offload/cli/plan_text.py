@@ -13,7 +13,7 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.types import StateKind, Tier, format_bytes
 from zero_offload.cli.planning import Offer, Planned, Request, drive_wear
 from zero_offload.plan.forecast import MEETS, Forecast
-from zero_offload.plan.unit_bytes import PLACED_KINDS
+from zero_offload.plan.memory import PLACED_KINDS
 from zero_offload.plan.wear import LIFE_DAYS, TB, Wear
 
 _CAUSES = {

@@ -32,15 +32,20 @@ from zero_offload.hardware.machines import (
 )
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
-from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch, Job, device_activation_bytes, kept_bytes
 from zero_offload.plan.forecast import NOTICED, next_memory
-from zero_offload.plan.memory import MemoryPlan, Placement, estimate_memory
+from zero_offload.plan.memory import PLACED_KINDS, MemoryPlan, Placement, UnitNumel, estimate_memory, value_bytes
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import AUTO_FRACTION, Variant, assign_tiers, tier_budget, ways_to_fit
-from zero_offload.plan.search import Outlook
+from zero_offload.plan.placement import AUTO_FRACTION, Outlook, Variant, assign_tiers, tier_budget, ways_to_fit
 from zero_offload.plan.shapes import Shape, UnitWork, equal_blocks, find_shape, usual_layers
-from zero_offload.plan.step_time import Prediction, predict
-from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, value_bytes
+from zero_offload.plan.step_time import (
+    TOKENS_UNKNOWN,
+    Batch,
+    Job,
+    Prediction,
+    device_activation_bytes,
+    kept_bytes,
+    predict,
+)
 from zero_offload.plan.wear import Wear
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([MBT])", re.IGNORECASE)

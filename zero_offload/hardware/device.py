@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import dlpack
@@ -38,16 +38,29 @@ PIN_TOLD_BYTES = 2 * PIN_PIECE_BYTES
 """From so much on, progress is told."""
 
 
-class Event(Protocol):
-    """The moment at which a copy is complete."""
+class Event:
+    """The moment at which a GPU has done what was launched before, such as a copy."""
+
+    def __init__(self, event: Any, device: AcceleratorDevice) -> None:
+        self._event = event
+        self._device = device
 
     def wait(self) -> None:
         """Let compute launched from now on run after it; does not block the host."""
+        self.let_wait(self._device.stream())
+
+    def let_wait(self, stream: Any) -> None:
+        """Let what is launched on a stream from now on run after it."""
+        stream.wait_event(self._event)
 
     def synchronize(self) -> None:
         """Block the host until then."""
+        with _current(self._device.torch_device):
+            self._event.synchronize()
 
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        with _current(self._device.torch_device):
+            return bool(self._event.query())
 
 
 class Handoff(NamedTuple):
@@ -67,24 +80,26 @@ class Handoff(NamedTuple):
         return self.tensor
 
 
-class Device(Protocol):
-    """Where the model computes."""
+class Device:
+    """Where the model computes. A method that a device does not define is that of a CPU, which copies nothing."""
 
     torch_device: torch.device
     is_host: bool
-    """Whether compute reads host memory in place."""
+    """True if compute reads host memory in place."""
     numa_node: int | None
     """The node of host memory that is nearest to the device, where it has memory of its own."""
 
     @property
     def name(self) -> str:
         """As its maker calls it; "cpu" where that computes."""
+        return self.torch_device.type
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
         """Copy `source` (pinned host) to `target` (device), after compute launched so far.
 
         With a mark for `after`, when that is reached: nothing launched since uses `target`.
         """
+        raise AssertionError(_IN_PLACE)
 
     def download(
         self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
@@ -95,30 +110,40 @@ class Device(Protocol):
         for whatever it has launched since. A caller that `keeps_source` does so until a stream that uses its memory
         next has waited for the copy.
         """
+        raise AssertionError(_IN_PLACE)
 
     def mark(self) -> Event:
         """When compute launched so far is done."""
+        raise AssertionError(_IN_PLACE)
 
     def stream(self) -> Any:
         """The one on which this thread computes; streams are compared by `==`."""
+        raise AssertionError(_IN_PLACE)
 
     def join(self, streams: Iterable[Any], into: Any = None) -> None:
         """Let what is launched from now on `into`, by default this thread's stream, run after all on `streams`."""
+        raise AssertionError(_IN_PLACE)
 
     def use_here(self, tensor: torch.Tensor) -> None:
         """This thread's stream computes with a tensor whose memory may be another's: it goes back after that."""
+        raise AssertionError(_IN_PLACE)
 
     def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
         """What is launched inside, on a stream of its own, comes after these and after compute launched so far.
 
         For collectives, which come after the stream on which they are launched: compute need not wait.
         """
+        raise AssertionError(_IN_PLACE)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, (numel,), by a storage of its own: views of the one do not count as views of the other.
 
         Keeps the memory alive. Copies from and to either are complete before the memory goes to something else.
         """
+        # By a capsule: exchange between objects knows torch's own device types only.
+        capsule: Any = dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+        found: torch.Tensor = dlpack.from_dlpack(capsule)
+        return found
 
     def will_pin(self, nbytes: int) -> None:
         """So much host memory is going to be registered, in all: where that takes long, progress is told."""
@@ -126,10 +151,12 @@ class Device(Protocol):
     def pin(self, address: int, nbytes: int) -> None:
         """Register host memory, exactly this much, for asynchronous copies; with a warning if that cannot be."""
 
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int) -> None:
+        """What `pin` was given with this address, once its copies are over."""
 
     def free_bytes(self) -> int | None:
         """Free memory of its own; None where it has none."""
+        return None
 
     def record_to(self, spans: Spans) -> None:
         """Time copies while these are on."""
@@ -138,52 +165,15 @@ class Device(Protocol):
         """Put those that are over among the spans; called before these end."""
 
 
-class HostDevice:
+_IN_PLACE = "a CPU computes on host memory in place, and has no streams"
+
+
+class HostDevice(Device):
     """The CPU as compute device: nothing to copy, nothing to pin."""
 
     torch_device = torch.device("cpu")
-    name = "cpu"
     is_host = True
-    numa_node: int | None = None
-
-    def upload(self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None) -> Handoff:
-        raise AssertionError("a CPU computes on host memory in place")
-
-    def download(
-        self, target: torch.Tensor, source: torch.Tensor, *, after: Event | None = None, keeps_source: bool = False
-    ) -> Handoff:
-        raise AssertionError("a CPU computes on host memory in place")
-
-    def mark(self) -> Event:
-        raise AssertionError("a CPU computes at once")
-
-    def stream(self) -> Any:
-        raise AssertionError("a CPU has no streams")
-
-    def join(self, streams: Iterable[Any], into: Any = None) -> None:
-        raise AssertionError("a CPU has no streams")
-
-    def use_here(self, tensor: torch.Tensor) -> None:
-        raise AssertionError("a CPU has no streams")
-
-    def following(self, events: Iterable[Event]) -> AbstractContextManager[None]:
-        raise AssertionError("a CPU has no streams")
-
-    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _alias(tensor)
-
-    def will_pin(self, nbytes: int) -> None: ...
-
-    def pin(self, address: int, nbytes: int) -> None: ...
-
-    def unpin(self, address: int) -> None: ...
-
-    def free_bytes(self) -> int | None:
-        return None
-
-    def record_to(self, spans: Spans) -> None: ...
-
-    def tell_copies(self) -> None: ...
+    numa_node = None
 
 
 def _current(device: torch.device) -> AbstractContextManager[None]:
@@ -210,34 +200,6 @@ def _on(stream: torch.Stream) -> Iterator[None]:
             torch.accelerator.set_stream(before)
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    # By a capsule: exchange between objects knows torch's own device types only.
-    capsule: Any = dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
-    found: torch.Tensor = dlpack.from_dlpack(capsule)
-    return found
-
-
-class _DeviceEvent:
-    def __init__(self, event: Any, device: AcceleratorDevice) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self) -> None:
-        self.let_wait(self._device.stream())
-
-    def let_wait(self, stream: Any) -> None:
-        """Let what is launched on a stream from now on run after it."""
-        stream.wait_event(self._event)
-
-    def synchronize(self) -> None:
-        with _current(self._device.torch_device):
-            self._event.synchronize()
-
-    def done(self) -> bool:
-        with _current(self._device.torch_device):
-            return bool(self._event.query())
-
-
 class _Copy(NamedTuple):
     """One that is timed."""
 
@@ -247,7 +209,7 @@ class _Copy(NamedTuple):
     nbytes: int
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(Device):
     """One GPU. Its streams live as long as the process: a stream per step would grow the allocator's pools."""
 
     is_host = False
@@ -290,7 +252,6 @@ class AcceleratorDevice:
         stream = self._uploads if lane is Lane.UPLOAD else self._downloads
         # Memory just resized was last used by kernels launched before: the copy comes after them.
         mark = self.mark() if after is None else after
-        assert isinstance(mark, _DeviceEvent)
         mark.let_wait(stream)
         timed = self._spans.on
         with _on(stream):
@@ -300,7 +261,7 @@ class AcceleratorDevice:
             end = self._recorded(stream, timed=timed)
         if begin is not None:
             self._timed.append(_Copy(lane, begin, end, target.nbytes))
-        return _DeviceEvent(end, self)
+        return Event(end, self)
 
     def _cut(self, target: torch.Tensor, source: torch.Tensor, host: torch.Tensor) -> Iterable[Sequence[torch.Tensor]]:
         """Targets and sources of a copy, each within one piece of the host's memory: no driver copies from two."""
@@ -318,7 +279,7 @@ class AcceleratorDevice:
         return event
 
     def mark(self) -> Event:
-        return _DeviceEvent(self._recorded(self.stream()), self)
+        return Event(self._recorded(self.stream()), self)
 
     def stream(self) -> Any:
         return self._accelerator.current_stream(self.torch_device)
@@ -335,7 +296,6 @@ class AcceleratorDevice:
     @contextlib.contextmanager
     def following(self, events: Iterable[Event]) -> Iterator[None]:
         for event in (self.mark(), *events):
-            assert isinstance(event, _DeviceEvent)
             event.let_wait(self._following)
         with _on(self._following):
             yield
@@ -345,7 +305,7 @@ class AcceleratorDevice:
         # and whenever it is given back the allocator waits for what is on both lanes then.
         for stream in (self._uploads, self._downloads):
             tensor.record_stream(stream)
-        return _alias(tensor)
+        return super().alias(tensor)
 
     def will_pin(self, nbytes: int) -> None:
         self._pin_bytes, self._pinned_bytes = nbytes, 0
@@ -590,3 +550,70 @@ def set_device_rng_states(states: list[torch.Tensor]) -> None:
         module: Any = torch.get_device_module(device_type)
         for index, state in enumerate(states[: module.device_count()]):
             module.set_rng_state(state, index)
+
+
+# What the allocator of a device says about its memory, by the names that every device module of torch has. A module
+# without `memory_stats` measures nothing: `read_memory` returns None, as for a CPU.
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one device; all but the first two are of this process."""
+
+    free: int
+    """Not reserved by any process, and no more than this one may still take."""
+    total: int
+    """Of the device, or what `set_per_process_memory_fraction` leaves of it."""
+    reserved: int
+    """By torch's allocator: tensors and its cache."""
+    peak: int
+    """The most that it has reserved since `forget_peak`."""
+    allocated: int
+    """Of live tensors."""
+    peak_allocated: int
+    num_ooms: int
+    """Out-of-memory errors so far; always 0 where the device type does not count them."""
+
+
+def read_memory(device: torch.device) -> DeviceMemory | None:
+    """What the allocator says now; None for a CPU, and where the device type does not say. Waits for nothing."""
+    module = _module_of(device)
+    if module is None:
+        return None
+    stats = module.memory_stats(device)
+    free, total = module.mem_get_info(device)
+    reserved = stats["reserved_bytes.all.current"]
+    if hasattr(module, "get_per_process_memory_fraction"):
+        total = int(total * module.get_per_process_memory_fraction(device))
+        free = max(min(free, total - reserved), 0)
+    return DeviceMemory(
+        free,
+        total,
+        reserved,
+        stats["reserved_bytes.all.peak"],
+        stats["allocated_bytes.all.current"],
+        stats["allocated_bytes.all.peak"],
+        stats.get("num_ooms", 0),
+    )
+
+
+def forget_peak(device: torch.device) -> None:
+    """Give the allocator's cache back, and begin peaks anew. Waits for the device."""
+    module = _module_of(device)
+    if module is not None:
+        with torch.accelerator.device_index(device.index):
+            module.empty_cache()
+        module.reset_peak_memory_stats(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True if what this thread launches goes to a graph, to be run later, instead of to the device."""
+    if device.type == "cpu":
+        return False
+    captures = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return captures is not None and bool(captures())
+
+
+def _module_of(device: torch.device) -> Any:
+    """The module of a device type that says what memory is used."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if hasattr(module, "memory_stats") else None

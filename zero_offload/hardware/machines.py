@@ -10,9 +10,9 @@ PCIe where there is neither). Hosts: two sockets, of eight channels DDR4-3200 (A
 twelve channels DDR5-4800 (EPYC 9004: 461 GB/s); a desktop has two channels DDR5-5600. Networks:
 InfiniBand HDR 25 GB/s or NDR 50 GB/s, a port for each GPU; desktops 100 Gb Ethernet.
 
-Achieved shares: of arithmetic, what a published training run reached on the card (`Share`; `published` has the runs).
-GeForce cards clock higher than their data sheets say, so theirs come near 1. Of memory and links, rules of thumb.
-Figures that `zero-offload bench --device` has measured here replace them.
+Achieved shares: of arithmetic, what a published training run reached on the card (`Share`; tests/helpers/published.py
+has the runs and their sources). GeForce cards clock higher than their data sheets say, so theirs come near 1. Of memory
+and links, rules of thumb. Figures that `zero-offload bench --device` has measured here replace them.
 """
 
 from __future__ import annotations

@@ -32,19 +32,24 @@ from zero_offload.model.runtime import ModelRuntime
 from zero_offload.model.same_model import check_same_model
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
-from zero_offload.plan.costs import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.dtypes import Cast, resolve
 from zero_offload.plan.forecast import Plan
 from zero_offload.plan.layout import ShardLayout, UnitLayout, make_layout
-from zero_offload.plan.memory import Placement, Sizes, activations_ahead_bytes, estimate_memory
+from zero_offload.plan.memory import (
+    Placement,
+    Sizes,
+    UnitBytes,
+    UnitNumel,
+    activations_ahead_bytes,
+    estimate_memory,
+    measure_units,
+)
 from zero_offload.plan.model_spec import ModelSpec, UnitChoice
-from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.placement import assign_tiers, place, tier_budget
-from zero_offload.plan.search import Outlook
-from zero_offload.plan.shapes import UnitWork
+from zero_offload.plan.placement import Outlook, assign_tiers, place, tier_budget
+from zero_offload.plan.shapes import UnitWork, work_of
+from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
-from zero_offload.plan.unit_bytes import UnitBytes, UnitNumel, measure_units
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup

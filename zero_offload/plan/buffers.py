@@ -17,13 +17,15 @@ from zero_offload.plan.memory import (
     GRADS_IN_FLIGHT,
     UNITS_IN_FLIGHT,
     Placement,
+    UnitNumel,
     activations_ahead_bytes,
     beside_made_bytes,
+    divide_up,
+    measure_units,
     ring_bytes,
     sent_grad_bytes,
 )
 from zero_offload.plan.partition import Partition
-from zero_offload.plan.unit_bytes import UnitNumel, divide_up, measure_units
 
 UNLIMITED_FRAMES = 1 << 40
 

@@ -12,10 +12,8 @@ from dataclasses import dataclass, fields, replace
 
 from zero_offload.base.types import GIB, Tier
 from zero_offload.hardware.machines import Lane, Machine
-from zero_offload.plan.costs import Job
-from zero_offload.plan.memory import Budget, MemoryPlan, Placement
-from zero_offload.plan.step_time import Prediction, predict
-from zero_offload.plan.unit_bytes import PLACED_KINDS
+from zero_offload.plan.memory import PLACED_KINDS, Budget, MemoryPlan, Placement
+from zero_offload.plan.step_time import Job, Prediction, predict
 
 SPEED_UP = 1.1
 """The bottleneck is the lane that shortens the step most when it is so much faster."""

@@ -1,25 +1,26 @@
 """Where every parameter lies: unit -> section -> flat buffer -> this rank's shard.
 
 A section is a unit's parameters of one (dtype, trainable), and of one number of tensor-parallel copies: one flat
-buffer, whose norm counts once. Rules that cannot change
-later, since files depend on them: every parameter starts at a multiple of `ALIGN_NUMEL` elements, so no
-8-bit block and no hyperparameter segment straddles two parameters; ranks cut at multiples of
-`SHARD_NUMEL`, so the shard of any dtype of two bytes or more is a whole number of 4 KiB sectors.
+buffer, whose norm counts once. These rules cannot change later, since files depend on them. Every parameter starts at a
+multiple of `ALIGN_NUMEL` elements, so no 8-bit block and no hyperparameter segment straddles two parameters. Ranks cut
+at multiples of `SHARD_NUMEL`, so the shard of any dtype of two bytes or more is a whole number of 4 KiB sectors.
 Pure: numbers in, frozen values out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import torch
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.dtypes import ComputeDtypes
-from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
+from zero_offload.plan.model_spec import ModelSpec, ParamSpec
 
 ALIGN_NUMEL = 256
 SHARD_NUMEL = 4096
@@ -28,8 +29,7 @@ CHUNK_NUMEL = 1 << 20
 
 _COMPUTE = ("float32", "bfloat16", "float16")
 
-SectionKey = tuple[torch.dtype, bool, int]
-"""What a section's parameters have in common: dtype, trainable, number of copies."""
+Target = TypeVar("Target", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class SectionLayout:
         """The same section cut into one shard."""
         return replace(self, shard_numel=self.numel, num_shards=1)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat buffer, padding included."""
         return self.shard_numel * self.num_shards
@@ -76,17 +76,17 @@ class SectionLayout:
         """Elements that belong to parameters."""
         return sum(piece.spec.numel for piece in self.params)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    @property
+    @cached_property
     def shard_nbytes(self) -> int:
         return self.shard_numel * self.dtype.itemsize
 
     @property
     def has_master_apart(self) -> bool:
-        """Whether the fp32 master is more than the value: a residual completes it, or it lies beside it."""
+        """True if the fp32 master is more than the value: a residual completes it, or it lies beside it."""
         return self.trainable and self.dtype != torch.float32
 
     def in_shard(self, piece: ParamSlice, shard_index: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class UnitLayout:
     name: str
     sections: tuple[SectionLayout, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return sum(section.nbytes for section in self.sections)
 
@@ -154,12 +154,24 @@ def make_layout(
     if problems:
         raise ConfigError("\n".join(problems))
     units: list[UnitLayout] = [] if before is None else list(before.units)
-    next_index = sum(len(unit.sections) for unit in units)
+    index = sum(len(unit.sections) for unit in units)
     for number, unit in enumerate(spec.units, start=len(units)):
-        found = _sections(number, unit, dtypes, num_shards, next_index)
-        sections = tuple(replace(section, state_format=dtypes.states) for section in found)
-        next_index += len(sections)
-        units.append(UnitLayout(unit.name, sections))
+        alike: dict[tuple[torch.dtype, bool, int], list[ParamSpec]] = {}
+        for param in unit.params:
+            dtype = dtypes.of(param.name) if param.dtype in _COMPUTE else getattr(torch, param.dtype)
+            alike.setdefault((dtype, param.trainable, param.num_copies), []).append(param)
+        sections = []
+        for (dtype, trainable, num_copies), params in alike.items():
+            ends = [0, *itertools.accumulate(_round_up(param.numel, ALIGN_NUMEL) for param in params)]
+            slices = tuple(map(ParamSlice, params, ends))
+            shard_numel = max(_round_up(-(-ends[-1] // num_shards), SHARD_NUMEL), SHARD_NUMEL)
+            sections.append(
+                SectionLayout(
+                    number, index, dtype, trainable, num_copies, slices, shard_numel, num_shards, dtypes.states
+                )
+            )
+            index += 1
+        units.append(UnitLayout(unit.name, tuple(sections)))
     return ShardLayout(tuple(units), num_shards, dtypes.states)
 
 
@@ -171,28 +183,23 @@ def _problem(param: ParamSpec) -> str | None:
     return None
 
 
-def _sections(
-    unit: int, spec: UnitSpec, dtypes: ComputeDtypes, num_shards: int, first_index: int
-) -> tuple[SectionLayout, ...]:
-    keys: dict[SectionKey, list[ParamSpec]] = {}
-    for param in spec.params:
-        dtype = dtypes.of(param.name) if param.dtype in _COMPUTE else getattr(torch, param.dtype)
-        keys.setdefault((dtype, param.trainable, param.num_copies), []).append(param)
-    return tuple(
-        _section((unit, first_index + i), key, params, num_shards) for i, (key, params) in enumerate(keys.items())
-    )
-
-
-def _section(where: tuple[int, int], key: SectionKey, params: Sequence[ParamSpec], num_shards: int) -> SectionLayout:
-    slices: list[ParamSlice] = []
-    begin = 0
-    for param in params:
-        slices.append(ParamSlice(param, begin))
-        begin += _round_up(param.numel, ALIGN_NUMEL)
-    shard_numel = max(_round_up(-(-begin // num_shards), SHARD_NUMEL), SHARD_NUMEL)
-    (unit, index), (dtype, trainable, num_copies) = where, key
-    return SectionLayout(unit, index, dtype, trainable, num_copies, tuple(slices), shard_numel, num_shards)
-
-
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+class Dealer(Generic[Target]):
+    """Deals weights to targets so that each gets its fraction, evenly all along: units to tiers, blocks to directories.
+
+    A weight goes to the target that lags its fraction most; of equals to the first.
+    """
+
+    def __init__(self, fractions: Mapping[Target, float]) -> None:
+        self._fractions = dict(fractions)
+        self._lag = dict.fromkeys(self._fractions, 0.0)
+
+    def deal(self, weight: int) -> Target:
+        for target, fraction in self._fractions.items():
+            self._lag[target] += fraction * weight
+        chosen = max(self._lag, key=lambda target: self._lag[target])
+        self._lag[chosen] -= weight
+        return chosen

@@ -1,27 +1,54 @@
 """What a placement costs: bytes per tier and kind of state, buffers in flight, and SSD wear per step.
 
-Pure arithmetic: it never measures a machine and never chooses a tier (`placement` does). The call: `estimate_memory`
-adds up what `unit_bytes.measure_units` has of each unit, for a `Placement`, and says whether it fits its `Budget`.
+Pure arithmetic: it never measures a machine and never chooses a tier (`placement` does). The calls: `UnitNumel.of` and
+`measure_units` for what one rank holds of each unit; `estimate_memory` adds that up for a `Placement`, and says whether
+it fits its `Budget`.
+
+Bytes per trained parameter (frozen ones have the value only):
+
+    compute  value  residual  master  exp_avg  exp_avg_sq  optimizer extents  gradient held
+    bf16       2        2        -       4         4              12          2, or 4 if several are summed
+    fp16       2        -        4       4         4              14          2, or 4 if several are summed
+    fp32       4        -        -       4         4              12          4
+
+With overlap="backward" no gradients are held, unless several backwards are added up: `GRAD_RING_UNITS` units' pass.
+
+With `Precision(states="bf16")` exp_avg and exp_avg_sq are 2 each; with "compact" 1 1/64 each, and the residual is 1.
+
+Parameters that `Precision.modules` keeps in another dtype count by that one's row.
+
+Optimizer extents are self-contained, value included, so that a generation never needs the params tier.
+Where params and optimizer both rest in the same memory, that value is the parameter itself, or a part of it. What a GPU
+updates in its own memory has its value there too, whatever the params tier; with one shard forward uses it in place.
+Parameters on a GPU that it does not update are copies of values in the host's memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero_offload.base.config import OffloadConfig
-from zero_offload.base.types import FRAME, Durability, HardwareProfile, StateKind, Tier, format_bytes
-from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.plan.partition import ONE_RANK, Partition
-from zero_offload.plan.unit_bytes import (
-    PLACED_KINDS,
-    UnitBytes,
-    divide_up,
-    optimizer_state_bytes,
-    rest_bytes,
-    resting,
+from zero_offload.base.types import (
+    FRAME,
+    Durability,
+    HardwareProfile,
+    StateFormat,
+    StateKind,
+    Tier,
+    UpdateOverlap,
+    format_bytes,
 )
+from zero_offload.hardware.abi import STATE_BLOCK
+from zero_offload.plan.layout import CHUNK_NUMEL, UnitLayout
+from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.wear import Wear
+
+PLACED_KINDS = (StateKind.PARAMS, StateKind.GRADS, StateKind.OPTIMIZER)
+_VALUE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_MASTER_BYTES = {"bfloat16": 4, "float16": 6, "float32": 4}
+_STATE_BYTES = {StateFormat.FP32: 4.0, StateFormat.BF16: 2.0, StateFormat.COMPACT: 1 + 4 / STATE_BLOCK}
 
 UNITS_IN_FLIGHT = 3
 """Whole units in compute memory at once: one in use, one arriving, one leaving."""
@@ -57,6 +84,162 @@ COMMUNICATORS = 3
 """Gathers, reductions and sums over replicas have one of NCCL's each, which connects on first use."""
 COMMUNICATOR_BYTES = 688 * 10**6
 """Of one, outside of torch's allocator: measured on 4 A100 with NVLink, 544 MB on 2 (NVIDIA/nccl#964)."""
+
+
+def value_bytes(config: OffloadConfig) -> int:
+    """Of a parameter, and of an activation, as it is computed with."""
+    return _VALUE_BYTES[config.compute_dtype_name]
+
+
+def optimizer_state_bytes(dtype: str, states: StateFormat) -> float:
+    """Bytes per element of AdamW's states, value and master included."""
+    short = states is StateFormat.COMPACT and dtype == "bfloat16"  # a residual of 8 bits
+    return _MASTER_BYTES[dtype] - short + 2 * _STATE_BYTES[states]
+
+
+@dataclass(frozen=True)
+class UnitNumel:
+    """Elements of one unit, over all ranks."""
+
+    name: str
+    trained: int
+    frozen: int = 0
+    sizes: tuple[int, int, int] | None = None
+    """Bytes of trained values, frozen values and optimizer states, where not all is in the compute dtype."""
+    frame_bytes: int = 0
+    """Of the host's pages under whole values, where they are fetched; every section has its own."""
+    in_use_with: tuple[tuple[int, ...], ...] = ()
+    """As `ModelSpec.in_use_with`."""
+
+    @classmethod
+    def of(cls, unit: UnitLayout, in_use_with: tuple[tuple[int, ...], ...] = ()) -> UnitNumel:
+        numel, nbytes, state_bytes = {True: 0, False: 0}, {True: 0, False: 0}, 0
+        frame_bytes = sum(divide_up(section.nbytes, FRAME) * FRAME for section in unit.sections)
+        for section in unit.sections:
+            numel[section.trainable] += section.used_numel
+            nbytes[section.trainable] += section.used_numel * section.dtype.itemsize
+            if section.trainable:
+                dtype = str(section.dtype).removeprefix("torch.")
+                state_bytes += math.ceil(section.used_numel * optimizer_state_bytes(dtype, section.state_format))
+        sizes = (nbytes[True], nbytes[False], state_bytes)
+        return cls(unit.name, numel[True], numel[False], sizes, frame_bytes, in_use_with)
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """What one rank holds of a unit."""
+
+    name: str
+    params_bytes: int
+    """Values in the compute dtype, frozen ones included."""
+    grads_bytes: int
+    optimizer_bytes: int
+    """Self-contained extents: the value and everything that completes the optimizer's state."""
+    frozen_bytes: int = 0
+    """The part of `params_bytes` that is not trained."""
+    trained_numel: int = 0
+    """Trained elements, over all ranks."""
+    passing_grads_bytes: int = 0
+    """Gradients between backward and an update inside of it, where none are held: `grads_bytes` is 0 then."""
+    frame_bytes: int = 0
+    in_use_with: tuple[tuple[int, ...], ...] = ()
+    """Both as in `UnitNumel`; without them nothing is known of the least that a run needs."""
+
+    @property
+    def trained_bytes(self) -> int:
+        """The part of `params_bytes` that is trained."""
+        return self.params_bytes - self.frozen_bytes
+
+
+def measure_units(
+    units: Iterable[UnitNumel], config: OffloadConfig, partition: Partition = ONE_RANK, num_micro_batches: int = 1
+) -> tuple[UnitBytes, ...]:
+    """One rank's bytes of each unit; `Partition` says what its stage divides."""
+    value = value_bytes(config)
+    state = optimizer_state_bytes(config.compute_dtype_name, config.state_format)
+    # Sums of gradients, over micro-batches or over ranks, are kept in fp32.
+    sums = partition.world_size > 1 or num_micro_batches > 1
+    passes = config.overlap == UpdateOverlap.BACKWARD and num_micro_batches == 1
+    measured = []
+    for unit in units:
+        trained, frozen, states = unit.sizes or (
+            unit.trained * value,
+            unit.frozen * value,
+            math.ceil(unit.trained * state),
+        )
+        summed = unit.trained * 4 if sums else trained
+        bytes_of = UnitBytes(
+            name=unit.name,
+            params_bytes=divide_up(trained + frozen, partition.param_shards),
+            grads_bytes=0 if passes else _grads_bytes(unit.trained, summed, partition),
+            optimizer_bytes=divide_up(states, partition.optimizer_shards),
+            frozen_bytes=divide_up(frozen, partition.param_shards),
+            trained_numel=unit.trained,
+            passing_grads_bytes=divide_up(summed, partition.optimizer_shards) if passes else 0,
+            frame_bytes=unit.frame_bytes,
+            in_use_with=unit.in_use_with,
+        )
+        measured.append(bytes_of)
+    return tuple(measured)
+
+
+def _grads_bytes(numel: int, held_bytes: int, partition: Partition) -> int:
+    """Where the reduction is deferred, a rank's own sums are whole, and its shard of their mean is beside them."""
+    held = divide_up(held_bytes, partition.grad_shards)
+    return held + divide_up(numel * 4, partition.optimizer_shards) * partition.defers_reduction
+
+
+def rest_bytes(
+    unit: UnitBytes, kind: StateKind, tiers: Mapping[StateKind, Tier], partition: Partition, shared_memory: bool
+) -> int:
+    """Bytes one copy of `kind` takes on the tier that `tiers` gives it; `shared_memory` as in `Budget`."""
+    params_tier, optimizer_tier = tiers[StateKind.PARAMS], tiers[StateKind.OPTIMIZER]
+    if kind is StateKind.GRADS:
+        return unit.grads_bytes
+    if kind is StateKind.PARAMS:
+        # With both on NVMe the value inside the optimizer's extents serves the forward too, if it is the whole one; as
+        # does one that a device updates.
+        on_device = optimizer_tier is Tier.DEVICE is not params_tier and not shared_memory
+        inside = (params_tier is optimizer_tier is Tier.NVME or on_device) and not partition.replicates_params
+        return unit.frozen_bytes if inside else unit.params_bytes
+    in_memory = Tier.NVME not in (params_tier, optimizer_tier)
+    if in_memory and (shared_memory or params_tier is optimizer_tier):
+        inside_bytes = divide_up(unit.trained_bytes * partition.param_shards, partition.optimizer_shards)
+        return unit.optimizer_bytes - inside_bytes
+    return unit.optimizer_bytes
+
+
+def resting(
+    unit: UnitBytes, tiers: Mapping[StateKind, Tier], partition: Partition, shared_memory: bool
+) -> Iterator[tuple[Tier, StateKind, int]]:
+    """Where one copy of each kind rests, and its bytes there; `shared_memory` as in `Budget`."""
+    for kind in PLACED_KINDS:
+        nbytes = rest_bytes(unit, kind, tiers, partition, shared_memory)
+        if kind is StateKind.PARAMS and tiers[kind] is Tier.DEVICE and not shared_memory:
+            yield from _params_of_device(unit, nbytes, tiers[StateKind.OPTIMIZER], partition)
+        else:
+            yield tiers[kind], kind, nbytes
+
+
+def _params_of_device(
+    unit: UnitBytes, nbytes: int, optimizer: Tier, partition: Partition
+) -> Iterator[tuple[Tier, StateKind, int]]:
+    """A device is brought what it does not update itself from the host's memory; where ranks gather parameters for
+    each use, that is the only place that they rest in.
+    """
+    trained, frozen = (
+        divide_up(whole * partition.param_shards, partition.optimizer_shards)
+        for whole in (unit.trained_bytes, unit.frozen_bytes)
+    )
+    is_gathered = partition.param_shards > 1
+    brought = frozen if optimizer is Tier.DEVICE else nbytes
+    yield Tier.DEVICE, StateKind.PARAMS, nbytes - brought * is_gathered
+    # Beside optimizer states in the host's memory the trained values are a part of them.
+    yield Tier.CPU, StateKind.PARAMS, frozen + trained * (optimizer is Tier.NVME)
+
+
+def divide_up(value: int, parts: int) -> int:
+    return -(-value // parts)
 
 
 @dataclass(frozen=True)
@@ -195,18 +378,16 @@ def estimate_memory(
             rest[Tier.NVME, StateKind.OPTIMIZER] += 2 * unit.optimizer_bytes  # snapshots, in two slots
         if tiers[StateKind.PARAMS] is Tier.NVME:
             inside = rest_bytes(unit, StateKind.PARAMS, tiers, partition, shared) == unit.frozen_bytes
-            written += 0 if inside else unit.params_bytes - unit.frozen_bytes
+            written += 0 if inside else unit.trained_bytes
         if tiers[StateKind.GRADS] is Tier.NVME:
             grads += unit.grads_bytes
     wear = Wear(written + grads, committed, config.commit_every, grads)
     staging = _staging_bytes(units, placement, config, partition)
     least = _least_bytes(units, placement, partition)
     plan = MemoryPlan(rest, staging, wear, placement.budget, least, 0)
-    return (
-        plan
-        if shared
-        else replace(plan, kept_params_bytes=_kept_params_bytes(plan, units, placement, config, partition))
-    )
+    if shared:
+        return plan
+    return replace(plan, kept_params_bytes=_kept_params_bytes(plan, units, placement, config, partition))
 
 
 def _kept_params_bytes(
@@ -214,7 +395,7 @@ def _kept_params_bytes(
 ) -> int:
     """What is left of a device beside all else that is there, and no more than all parameters that come and go."""
     arriving = _arriving(units, placement, partition)
-    in_flight = sum(sorted(arriving)[-UNITS_IN_FLIGHT:])
+    in_flight = largest(arriving, UNITS_IN_FLIGHT)
     whole = plan.budget.device_bytes
     margin = margin_bytes(whole, partition.world_size, is_measured=False) if config.device_memory is None else 0
     return max(min(sum(arriving), in_flight + plan.left_bytes(Tier.DEVICE) - margin), min(in_flight, whole))
@@ -245,7 +426,6 @@ def _least_bytes(units: Sequence[UnitBytes], placement: Placement, partition: Pa
 def _staging_bytes(
     units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
 ) -> dict[Tier, int]:
-    num_shards = partition.param_shards
     shared = placement.budget.shared_memory
     landing, trained, staged, sent, written = [0], [0], [0], [0], [0]
     passing: dict[bool, list[int]] = {True: [], False: []}
@@ -253,7 +433,7 @@ def _staging_bytes(
         params_tier = tiers[StateKind.PARAMS]
         if params_tier is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
-        trained_bytes = (unit.params_bytes - unit.frozen_bytes) * num_shards
+        trained_bytes = unit.trained_bytes * partition.param_shards
         leaves = tiers[StateKind.GRADS] is not Tier.DEVICE and not shared
         staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition) * leaves)
         sent.append(sent_grad_bytes(unit, partition) * leaves)
@@ -280,21 +460,21 @@ def _staging_bytes(
         update_bytes = chunk_bytes
     elif any(_stages_grads(tiers, shared) for tiers in placement.tiers):
         update_bytes = CHUNK_NUMEL * 4
-    on_way_to_drives = sum(sorted(written)[-GRADS_IN_FLIGHT:])
+    on_way_to_drives = largest(written, GRADS_IN_FLIGHT)
     ahead_bytes = activations_ahead_bytes(config, placement.budget)
     blocks_back = max(ahead_bytes // ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + blocks_back)
     activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
-        Tier.DEVICE: sum(sorted(_arriving(units, placement, partition))[-UNITS_IN_FLIGHT:])
+        Tier.DEVICE: largest(_arriving(units, placement, partition), UNITS_IN_FLIGHT)
         + max(trained)
         + beside_made_bytes(trained, sent)
         + ahead_bytes
         + on_way_to_drives * shared
         + ring_bytes(passing[True])
         + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
-        Tier.CPU: sum(sorted(landing)[-UNITS_IN_FLIGHT:])
-        + sum(sorted(staged)[-STAGED_SECTIONS:])
+        Tier.CPU: largest(landing, UNITS_IN_FLIGHT)
+        + largest(staged, STAGED_SECTIONS)
         + on_way_to_drives * (not shared)
         + ring_bytes(passing[False])
         + CHUNKS_IN_FLIGHT * update_bytes
@@ -316,7 +496,7 @@ def staged_grad_bytes(numel: int, nbytes: int, partition: Partition) -> int:
 def sent_grad_bytes(unit: UnitBytes, partition: Partition) -> int:
     """What a unit's gradients take of a device's memory while they are sent to the host's: as backward makes them; in
     fp32 as a sum, of micro-batches that take turns or of ranks."""
-    nbytes = (unit.params_bytes - unit.frozen_bytes) * partition.param_shards
+    nbytes = unit.trained_bytes * partition.param_shards
     sums = unit.grads_bytes if partition.world_size == 1 else 0
     return max(staged_grad_bytes(unit.trained_numel, nbytes, partition), sums)
 
@@ -356,7 +536,12 @@ def margin_bytes(total_bytes: int, num_ranks: int, *, is_measured: bool) -> int:
 
 def ring_bytes(unit_bytes: Iterable[int]) -> int:
     """Gradients in memory at once, of units that are updated inside of backward and have so many each."""
-    return sum(sorted(unit_bytes)[-GRAD_RING_UNITS:])
+    return largest(unit_bytes, GRAD_RING_UNITS)
+
+
+def largest(sizes: Iterable[int], count: int) -> int:
+    """The sum of so many of the largest."""
+    return sum(sorted(sizes)[-count:])
 
 
 def _stages_grads(tiers: Mapping[StateKind, Tier], shared_memory: bool) -> bool:

@@ -2,28 +2,88 @@
 
 Owns the choice. Pure: it never allocates, and the same input gives the same placement on every rank.
 The calls in order: `tier_budget` joins the user's budgets with the machine, `assign_tiers` deals units to
-tiers ("auto" by `search`), `place` does both and raises CapacityError when the result does not fit.
+tiers, `place` does both and raises CapacityError when the result does not fit.
+
+For "auto", `_Search` looks for the tiers that make a step shortest. A candidate gives each automatic kind its shares of
+the tiers, in a few steps. Shares are dealt to units in an order that spreads each of them over the depth, and a larger
+share keeps what a smaller one had. All candidates are ranked by `step_time`, and the first that fits is taken. More
+memory only adds candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
-from zero_offload.base.types import HardwareProfile, Tier, format_bytes
-from zero_offload.plan.dealer import Dealer
-from zero_offload.plan.memory import Budget, MemoryPlan, Placement, estimate_memory
+from zero_offload.base.types import HardwareProfile, StateKind, Tier, format_bytes
+from zero_offload.hardware.machines import Cluster, Machine, default_machine
+from zero_offload.plan.layout import Dealer
+from zero_offload.plan.memory import (
+    PLACED_KINDS,
+    Budget,
+    MemoryPlan,
+    Placement,
+    UnitBytes,
+    UnitNumel,
+    estimate_memory,
+    resting,
+)
 from zero_offload.plan.partition import ONE_RANK, Partition
-from zero_offload.plan.search import Outlook, Room, UnitTiers, fastest, weight
-from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
-
-__all__ = ["Placement", "UnitBytes", "Variant", "assign_tiers", "place", "tier_budget", "ways_to_fit"]
+from zero_offload.plan.shapes import UnitWork, plain_block
+from zero_offload.plan.step_time import Job, Numbers, Totals, of_unit, predict, step_times
 
 AUTO_FRACTION = 0.5
 """What "auto" fills of memory that has no budget: activations and the program need room too."""
+SHARE_STEPS: Mapping[StateKind, int] = {StateKind.PARAMS: 4, StateKind.GRADS: 4, StateKind.OPTIMIZER: 16}
+"""Into how many parts the bytes of a kind are cut; most bytes are the optimizer's."""
+CANDIDATES_MAX = 1024
+"""Looked at: some need buffers that were not reserved, and do not fit after all."""
+CORES_USUAL = 8
+
+UnitTiers = dict[StateKind, Tier]
+Indices = npt.NDArray[np.int32]
+Counts = npt.NDArray[np.intp]
+_TIERS = tuple(Tier)
+_CHOICES = tuple(itertools.product(_TIERS, repeat=len(PLACED_KINDS)))
+"""Tiers of parameters, gradients and optimizer states."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a placement is judged by."""
+
+    job: Job
+    machine: Machine
+
+    @classmethod
+    def of(
+        cls,
+        units: Sequence[UnitBytes],
+        config: OffloadConfig,
+        partition: Partition,
+        device_name: str,
+        num_cores: int = CORES_USUAL,
+        work: Sequence[UnitWork] = (),
+    ) -> Outlook:
+        """By what is known of such a device, without a measurement; without `work` all parameters multiply."""
+        known = work or [plain_block(_numel(unit, partition)) for unit in units]
+        job = Job.of(known, config, partition, units=units)
+        cluster, dtype = Cluster(partition.world_size), config.compute_dtype_name
+        return cls(job, default_machine(device_name, num_cores, cluster=cluster, dtype=dtype))
+
+
+def _numel(unit: UnitBytes, partition: Partition) -> UnitNumel:
+    whole = unit.params_bytes * partition.param_shards
+    frozen = unit.trained_numel * unit.frozen_bytes // max(unit.trained_bytes, 1)
+    return UnitNumel(unit.name, unit.trained_numel, frozen if unit.trained_numel else whole // 2)
 
 
 def place(
@@ -75,8 +135,8 @@ def assign_tiers(
         for unit_tiers, tier in zip(tiers, _deal([weight(unit, kind) for unit in units], request), strict=True):
             unit_tiers[kind] = tier
     if automatic:
-        room = _room(units, tiers, config, budget, partition)
-        tiers = fastest(outlook or _usual_outlook(units, config, budget, partition), tiers, room)
+        usual = "cpu" if budget.shared_memory else "a GPU"
+        tiers = _Search(outlook or Outlook.of(units, config, partition, usual), tiers, budget).fastest()
     return Placement(tuple(tiers), budget)
 
 
@@ -90,31 +150,169 @@ def _deal(weights: Sequence[int], fractions: Mapping[Tier, float]) -> list[Tier]
     return [dealer.deal(weight) for weight in weights]
 
 
-def _usual_outlook(units: Sequence[UnitBytes], config: OffloadConfig, budget: Budget, partition: Partition) -> Outlook:
-    return Outlook.of(units, config, partition, "cpu" if budget.shared_memory else "a GPU")
+def spread_order(count: int) -> list[int]:
+    """Indices in an order of which every beginning is spread over the whole: by their reversed binary digits."""
+    digits = max(count - 1, 1).bit_length()
+    return sorted(range(count), key=lambda index: int(f"{index:0{digits}b}"[::-1], 2))
 
 
-def _room(
-    units: Sequence[UnitBytes], given: Sequence[UnitTiers], config: OffloadConfig, budget: Budget, partition: Partition
-) -> Room:
-    """Bytes that "auto" may take of each memory tier."""
-    # On a CPU device the device tier is the same memory under another name.
-    memory = (Tier.CPU,) if budget.shared_memory else (Tier.DEVICE, Tier.CPU)
-    last = Tier.NVME if config.nvme_dirs else Tier.CPU
-    # Buffers in flight are largest when everything rests on the last tier: reserve those, and what the
-    # user has placed, before dealing out the rest.
-    worst = [{kind: at.get(kind, last) for kind in PLACED_KINDS} for at in given]
-    bound = estimate_memory(units, Placement(tuple(worst), budget), config, partition)
-    placed_only = {(tier, kind): nbytes if kind in given[0] else 0 for (tier, kind), nbytes in bound.rest_bytes.items()}
-    taken = replace(bound, rest_bytes=placed_only)
-    free_bytes, limit_bytes = {}, {}
-    for tier in memory:
-        fraction = AUTO_FRACTION if config.budget_bytes(tier) is None else 1.0
-        limit_bytes[tier] = int(budget.of(tier) * fraction)
-        free_bytes[tier] = limit_bytes[tier] - taken.used_bytes(tier)
-        if budget.shared_memory:
-            free_bytes[tier] -= taken.used_bytes(Tier.DEVICE)
-    return Room(free_bytes, limit_bytes, last, budget)
+class _Search:
+    """All candidates for one model on one machine. `given` has the tiers of the kinds that are not automatic."""
+
+    def __init__(self, outlook: Outlook, given: Sequence[UnitTiers], budget: Budget) -> None:
+        self._job, self._machine, self._given, self._budget = outlook.job, outlook.machine, given, budget
+        config = self._job.config
+        # On a CPU device the device tier is the same memory under another name.
+        self._memory = (Tier.CPU,) if budget.shared_memory else (Tier.DEVICE, Tier.CPU)
+        self._last = Tier.NVME if config.nvme_dirs else Tier.CPU
+        """Where what has no room goes."""
+        self._tiers = tuple(dict.fromkeys((*self._memory, self._last)))
+        # Buffers in flight are largest when everything rests on the last tier: reserve those, and what the
+        # user has placed, before dealing out the rest.
+        worst = self._plan(self._all_on(self._last))
+        placed = {(tier, kind): nbytes * (kind in given[0]) for (tier, kind), nbytes in worst.rest_bytes.items()}
+        taken = replace(worst, rest_bytes=placed)
+        self._limits: dict[Tier, int] = {}
+        """Bytes of memory that may be used."""
+        self._free: dict[Tier, float] = {}
+        """Of these, beside what is taken already."""
+        for tier in self._memory:
+            fraction = AUTO_FRACTION if config.budget_bytes(tier) is None else 1.0
+            self._limits[tier] = int(budget.of(tier) * fraction)
+            also = taken.used_bytes(Tier.DEVICE) if budget.shared_memory else 0
+            self._free[tier] = self._limits[tier] - taken.used_bytes(tier) - also
+
+    def fastest(self) -> list[UnitTiers]:
+        """Tiers of every unit: those given, and for the other kinds the fastest that fit.
+
+        Where nothing fits, what is not given is on the last tier.
+        """
+        fitting = filter(self._fits, itertools.islice(self._candidates(), CANDIDATES_MAX))
+        found = next(fitting, None)
+        whole = {tier: self._all_on(tier) for tier in (self._last, *self._tiers)}
+        # All on one tier of memory may fit only because it needs no buffers of a drive.
+        more = [tiers for tier, tiers in whole.items() if tier in self._memory and self._is_within(tiers)]
+        if choices := [*([] if found is None else [found]), *more]:
+            return min(choices, key=self._step_s)
+        # What one tier holds with nothing left for activations is better than what none does.
+        return next(filter(self._fits, whole.values()), whole[self._last])
+
+    def _step_s(self, tiers: list[UnitTiers]) -> float:
+        return predict(self._job, Placement(tuple(tiers), self._budget), self._machine).step_s
+
+    def _plan(self, tiers: list[UnitTiers]) -> MemoryPlan:
+        job = self._job
+        return estimate_memory(job.units, Placement(tuple(tiers), self._budget), job.config, job.partition)
+
+    def _fits(self, tiers: list[UnitTiers]) -> bool:
+        return self._plan(tiers).fits
+
+    def _is_within(self, tiers: list[UnitTiers]) -> bool:
+        """True if it fits into what of memory may be used."""
+        plan, shared = self._plan(tiers), self._budget.shared_memory
+        return plan.fits and all(
+            plan.used_bytes(tier) + plan.used_bytes(Tier.DEVICE) * shared <= limit
+            for tier, limit in self._limits.items()
+        )
+
+    def _all_on(self, tier: Tier) -> list[UnitTiers]:
+        return [{kind: at.get(kind, tier) for kind in PLACED_KINDS} for at in self._given]
+
+    def _candidates(self) -> Iterator[list[UnitTiers]]:
+        """Those that fit into memory without their buffers, each once, the fastest first.
+
+        Of equal steps the one that moves least comes first, then the one on faster tiers.
+        """
+        free = dict(self._free)
+        if self._last in free:
+            # What has no room goes to the last tier, up to all of it where not everything fits there.
+            beyond = self._budget.of(self._last) - self._limits[self._last]
+            free[self._last] = np.inf if self._fits(self._all_on(self._last)) else free[self._last] + beyond
+        axes = [self._shares(kind) for kind in PLACED_KINDS]
+        rows = [axes[0][:, None, None], axes[1][None, :, None], axes[2][None, None]]
+        chosen = (rows[0] * len(_TIERS) + rows[1]) * len(_TIERS) + rows[2]
+        chosen = chosen.reshape(-1, len(self._given))  # (candidates, units)
+        counts = self._counts(chosen)
+        fits = (self._resting(counts) <= np.array([free[tier] for tier in self._memory])).all(1)
+        chosen, counts = chosen[fits], [(unit, each[fits]) for unit, each in counts]
+        step_s, busy_s = self._times(self._job, counts)
+        ranks = sum(row.sum(-1) for row in rows).reshape(-1)[fits]
+        order = np.lexsort((ranks, busy_s.round(9), step_s.round(9)))
+        seen: set[bytes] = set()
+        for index in order:
+            if (key := chosen[index].tobytes()) not in seen:
+                seen.add(key)
+                yield [self._at(unit, int(each)) for unit, each in enumerate(chosen[index])]
+
+    def _at(self, unit: int, choice: int) -> UnitTiers:
+        return dict(zip(PLACED_KINDS, _CHOICES[choice], strict=True)) | dict(self._given[unit])
+
+    def _counts(self, chosen: Indices) -> list[tuple[int, Counts]]:
+        """Of units that are alike the first one, and how many of them each candidate gives each choice."""
+        alike: dict[object, list[int]] = {}
+        for unit, given in enumerate(self._given):
+            alike.setdefault((*self._job.likeness(unit), *given.values()), []).append(unit)
+        # One number for each candidate and choice.
+        numbers = chosen + len(_CHOICES) * np.arange(len(chosen), dtype=np.int32)[:, None]
+        shape = (len(chosen), len(_CHOICES))
+        return [
+            (units[0], np.bincount(numbers[:, units].ravel(), minlength=math.prod(shape)).reshape(shape))
+            for units in alike.values()
+        ]
+
+    def _times(self, job: Job, counts: list[tuple[int, Counts]]) -> tuple[Numbers, Numbers]:
+        """Of each candidate the seconds of a step, and of all lanes together."""
+        seconds, sizes = np.zeros(1), np.zeros(1)
+        for unit, each in counts:
+            found = [of_unit(job, unit, self._at(unit, choice), self._machine) for choice in range(len(_CHOICES))]
+            seconds = seconds + np.tensordot(each, np.stack([one.seconds for one in found]), 1)
+            sizes = sizes + each @ np.stack([one.sizes for one in found])
+        times = step_times(job, Totals(seconds, sizes), self._machine, self._budget)
+        step_s, busy_s = times.step_s, times.busy_s.sum(1)
+        if job.batch.by_unit and not (leaves := sizes[:, 0] > 0).all():  # as `Job.as_run`
+            in_a_loop = self._times(job.in_a_loop(), counts)
+            step_s, busy_s = np.where(leaves, step_s, in_a_loop[0]), np.where(leaves, busy_s, in_a_loop[1])
+        return step_s, busy_s
+
+    def _resting(self, counts: list[tuple[int, Counts]]) -> Numbers:
+        """(candidates, tiers of memory): bytes of the kinds that are to be placed."""
+        job, shared = self._job, self._budget.shared_memory
+        found = np.zeros(1)
+        for unit, each in counts:
+            table = np.zeros((len(_CHOICES), len(self._memory)))
+            for choice in range(len(_CHOICES)):
+                for tier, kind, nbytes in resting(job.units[unit], self._at(unit, choice), job.partition, shared):
+                    if kind not in self._given[unit] and tier in self._memory:
+                        table[choice, self._memory.index(tier)] += nbytes
+            found = found + each @ table
+        return found
+
+    def _shares(self, kind: StateKind) -> Indices:
+        """(candidates, units): the index of a tier for each unit; one row where the kind is given."""
+        if kind in self._given[0]:
+            return np.array([[_TIERS.index(at[kind]) for at in self._given]], dtype=np.int32)
+        weights = [weight(unit, kind) for unit in self._job.units]
+        total, behind, reached = sum(weights), np.zeros(len(weights)), 0
+        for index in spread_order(len(weights)):
+            reached += weights[index]
+            behind[index] = reached / total if total else 0.0
+        steps = SHARE_STEPS[kind]
+        rows = []
+        for cut in itertools.product(range(steps + 1), repeat=len(self._tiers) - 1):
+            if sum(cut) <= steps:
+                ends = np.cumsum(cut) / steps
+                place = (behind[:, None] > ends[None, :] + 1e-9).sum(1)
+                rows.append(np.array([_TIERS.index(tier) for tier in self._tiers])[place])
+        return np.array(rows, dtype=np.int32)
+
+
+def weight(unit: UnitBytes, kind: StateKind) -> int:
+    sizes = {
+        StateKind.PARAMS: unit.params_bytes,
+        StateKind.GRADS: unit.grads_bytes + unit.passing_grads_bytes,
+        StateKind.OPTIMIZER: unit.optimizer_bytes,
+    }
+    return sizes[kind]
 
 
 _CHANGES: tuple[Mapping[str, str | None], ...] = (

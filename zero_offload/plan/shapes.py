@@ -2,10 +2,14 @@
 
 Owns the table. Numbers are those of the public configurations: the `config.json` of each model's repository on Hugging
 Face, for gpt3-175b Brown et al. (2020), table 2.1, for mt-nlg-530b Smith et al. (2022), for gpt-1t Narayanan et al.
-(2021), table 1. Never a module, never a weight. Calls: `find_shape` by name, then `Shape.units`.
+(2021), table 1. Never a weight. Calls: `find_shape` by name, then `Shape.units`.
 
 Left out of counts: position tables of rotary models (none are trained) and the extra layer that DeepSeek-V3 predicts a
 second token with. Activations are what a block keeps for backward with attention that keeps no scores.
+
+`work_of` guesses the same of a module from its parameters' shapes, without running it: every parameter of two
+dimensions or more multiplies each token once, but for tables of embeddings, of which a token reads one row. A table
+that another module multiplies with (a tied head) counts in its own unit.
 """
 
 from __future__ import annotations
@@ -16,8 +20,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from zero_offload.base.errors import ConfigError
-from zero_offload.plan.unit_bytes import UnitNumel
+from zero_offload.plan.memory import UnitNumel
+from zero_offload.plan.model_spec import ModelSpec, ParamSpec, UnitSpec
 
 
 @dataclass(frozen=True)
@@ -258,3 +265,28 @@ def plain_block(numel: UnitNumel) -> UnitWork:
     total = numel.trained + numel.frozen
     width = max(math.isqrt(total // 12), 1)
     return UnitWork(numel, float(total), width, width, 16 * width, last_numel=total / 3)
+
+
+def work_of(model: nn.Module, spec: ModelSpec) -> tuple[UnitWork, ...]:
+    """Of each unit of `spec`, which was made from `model`."""
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
+    return tuple(_work_of_unit(unit, tables) for unit in spec.units)
+
+
+def _work_of_unit(unit: UnitSpec, tables: set[str]) -> UnitWork:
+    trained = sum(param.numel for param in unit.params if param.trainable)
+    whole = plain_block(UnitNumel(unit.name, trained, unit.numel - trained))
+    products = [param.numel for param in unit.params if len(param.shape) > 1 and not _is_table(param, tables)]
+    multiplied = sum(products)
+    is_block = multiplied > unit.numel // 2 and len(unit.params) > 1
+    return replace(
+        whole,
+        matmul_numel=float(multiplied),
+        attention_width=whole.attention_width if is_block else 0,
+        last_numel=float(products[-1]) if products else 0.0,
+    )
+
+
+def _is_table(param: ParamSpec, tables: set[str]) -> bool:
+    """Whether all modules that hold the parameter look rows up in it."""
+    return all(name.rpartition(".")[0] in tables for name in (param.name, *param.aliases))

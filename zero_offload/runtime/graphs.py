@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.hardware.device_memory import is_capturing
+from zero_offload.hardware.device import is_capturing
 
 _SETTING = "triton.cudagraphs"
 _INSTEAD = (

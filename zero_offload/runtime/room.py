@@ -26,7 +26,7 @@ import torch
 
 from zero_offload.base.stats import DeviceParams
 from zero_offload.base.types import FRAME, format_bytes
-from zero_offload.hardware.device_memory import DeviceMemory, forget_peak, read_memory
+from zero_offload.hardware.device import DeviceMemory, forget_peak, read_memory
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.runtime.graphs import refuse_capture
 from zero_offload.runtime.ranks.agreement import Agreement

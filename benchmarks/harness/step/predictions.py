@@ -25,11 +25,11 @@ from zero_offload.cli.measure import drive_rates, update_rates
 from zero_offload.cli.recipes.gpt import GPT, GPTConfig, next_token_loss
 from zero_offload.hardware.machines import Machine
 from zero_offload.hardware.probe import probe_hardware
-from zero_offload.plan.costs import Batch, Job
 from zero_offload.plan.model_spec import ModelSpec
-from zero_offload.plan.model_work import work_of
 from zero_offload.plan.partition import ONE_RANK
 from zero_offload.plan.placement import assign_tiers, tier_budget
+from zero_offload.plan.shapes import work_of
+from zero_offload.plan.step_time import Batch, Job
 from zero_offload.plan.step_time import predict as predict_step
 
 MODEL = GPTConfig(num_layers=8, width=512, num_heads=8, vocab_size=1024, seq_max=128)

@@ -14,15 +14,17 @@ from zero_offload.plan.layout import CHUNK_NUMEL, make_layout
 from zero_offload.plan.memory import (
     CHUNKS_IN_FLIGHT,
     GRADS_IN_FLIGHT,
+    PLACED_KINDS,
     Budget,
     MemoryPlan,
     Placement,
+    UnitNumel,
     estimate_memory,
     margin_bytes,
+    measure_units,
 )
 from zero_offload.plan.model_spec import ModelSpec
 from zero_offload.plan.partition import ONE_RANK, Partition
-from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, measure_units
 from zero_offload.storage.shards.shard import planned_components, shard_bytes
 
 ROOMY = Budget(device_bytes=80 * GIB, cpu_bytes=80 * GIB, nvme_bytes=800 * GIB, shared_memory=True)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.types import GIB, MIB, HardwareProfile, StateKind, Tier
-from zero_offload.plan.memory import estimate_memory
+from zero_offload.plan.memory import PLACED_KINDS, UnitNumel, estimate_memory, measure_units
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.placement import Placement, UnitBytes, assign_tiers, place, tier_budget
-from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitNumel, measure_units
 
 CPU_MACHINE = HardwareProfile(2, 64 * GIB, "cpu", 64 * GIB, 900 * GIB)
 GPU_MACHINE = HardwareProfile(16, 64 * GIB, "NVIDIA H200", 24 * GIB, 900 * GIB)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.published import RUNS, Run, as_table, predict
 from zero_offload.hardware.machines import GPUS
-from zero_offload.plan.published import RUNS, Run, as_table, predict
 
 FITTED = {run.gpu: run for run in reversed(RUNS)}
 """The first run of each card."""

@@ -9,14 +9,11 @@ from hypothesis import strategies as st
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import MIB, StateKind, Tier
 from zero_offload.hardware.machines import Machine
-from zero_offload.plan.costs import Batch, Job
-from zero_offload.plan.memory import Budget, Placement, estimate_memory
+from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement, UnitBytes, estimate_memory
 from zero_offload.plan.partition import ONE_RANK
-from zero_offload.plan.placement import assign_tiers
-from zero_offload.plan.search import Outlook, UnitTiers, spread_order
+from zero_offload.plan.placement import Outlook, UnitTiers, assign_tiers, spread_order
 from zero_offload.plan.shapes import equal_blocks
-from zero_offload.plan.step_time import predict
-from zero_offload.plan.unit_bytes import PLACED_KINDS, UnitBytes
+from zero_offload.plan.step_time import Batch, Job, predict
 
 GPU = Machine("gpu", False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
 CPU = Machine("cpu", True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.types import GIB, StateKind, Tier
 from zero_offload.hardware.machines import Cluster, Lane, Machine, parse_drives, share_of_rank
-from zero_offload.plan.costs import Batch, Job
 from zero_offload.plan.forecast import (
     MEETS,
     break_even_tokens,
@@ -20,11 +19,10 @@ from zero_offload.plan.forecast import (
     next_memory,
     without_offload,
 )
-from zero_offload.plan.memory import Budget, Placement
+from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
 from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import SHAPES, equal_blocks
-from zero_offload.plan.step_time import Prediction, predict
-from zero_offload.plan.unit_bytes import PLACED_KINDS
+from zero_offload.plan.step_time import Batch, Job, Prediction, predict
 
 CPU = Machine("cpu", True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
 GPU = Machine("gpu", False, 1e12, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)

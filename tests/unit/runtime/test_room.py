@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from zero_offload.base.types import FRAME, GIB
-from zero_offload.hardware.device_memory import DeviceMemory
+from zero_offload.hardware.device import DeviceMemory
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.runtime import room as room_module
 from zero_offload.runtime.room import DeviceRoom

@@ -41,8 +41,7 @@ from zero_offload.cli.recipes.settings import TrainConfig
 from zero_offload.cli.recipes.step_trace import StepTrace
 from zero_offload.cli.recipes.stop import StopRequest, requested_stop
 from zero_offload.model.api import need_runtime
-from zero_offload.plan.memory import Budget, Placement, estimate_memory
-from zero_offload.plan.unit_bytes import UnitNumel, measure_units
+from zero_offload.plan.memory import Budget, Placement, UnitNumel, estimate_memory, measure_units
 from zero_offload.storage.files.directory import RunDirectory
 
 _BETAS = (0.9, 0.95)

@@ -24,7 +24,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
-from zero_offload.plan.dealer import Dealer
+from zero_offload.plan.layout import Dealer
 from zero_offload.runtime.saved.host_tier import HostTier
 from zero_offload.runtime.saved.tensors import VersionCheck
 from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, Pieces

@@ -28,7 +28,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.spans import Lane
 from zero_offload.base.types import SECTOR, Tier
 from zero_offload.hardware.abi import IoOp
-from zero_offload.plan.dealer import Dealer
+from zero_offload.plan.layout import Dealer
 from zero_offload.storage.files.directory import DataFile, RunDirectory
 from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Lasting, Ticket, Urgency
 from zero_offload.storage.memory.arena import Region

@@ -1,7 +1,7 @@
 """Published training runs: shares of peak in `hardware` are fitted on one of each card, and checked by the others.
 
 Owns the runs with their conditions and sources. Each is predicted as `zero-offload plan` would. All compute in bf16 and
-train every parameter. Never used by a plan. Calls: `RUNS`, then `predict` or `as_table`.
+train every parameter. Calls: `RUNS`, then `predict` or `as_table`.
 
 [LLMQ] arXiv 2512.15306, github.com/IST-DASLab/llmq: benchmarks/4090x1.md, 4090x4.md and H100x1.md at 7f895bd, steps 1
 to 5; README.md at db0b17f for L40S and RTX 5090. Master, moments and gradients are bf16. `--recompute-block` is taken
@@ -25,12 +25,11 @@ from typing import NamedTuple
 from zero_offload.base.config import OffloadConfig, Precision
 from zero_offload.base.types import Tier
 from zero_offload.hardware.machines import NO_DRIVES, Cluster, share_of_rank
-from zero_offload.plan.costs import Batch, Job
-from zero_offload.plan.memory import Budget, Placement
+from zero_offload.plan.memory import PLACED_KINDS, Budget, Placement
 from zero_offload.plan.partition import Partition
 from zero_offload.plan.shapes import SHAPES, Shape, UnitWork
+from zero_offload.plan.step_time import Batch, Job
 from zero_offload.plan.step_time import predict as predict_step
-from zero_offload.plan.unit_bytes import PLACED_KINDS
 
 _FFN_AGAIN = 0.51
 """Of a block's forward, the first two of its feed-forward part's products in Qwen2.5-14B."""
