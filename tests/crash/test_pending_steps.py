@@ -134,7 +134,7 @@ def test_an_interrupt_before_a_step_changes_nothing(nvme: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patches:
-        patches.setattr("zero_offload.model.step._segments", interrupted)
+        patches.setattr("zero_offload.model.updates.segment_array", interrupted)
         with pytest.raises(KeyboardInterrupt):
             train(model, optimizer, 3, 4)
     zo.commit(model, optimizer)

@@ -57,11 +57,11 @@ def update_reads(shard: DeviceGrads, gpu: AcceleratorDevice) -> torch.Tensor:
     for row, (begin, end) in enumerate(shard.layout.chunks()):
         chunk = region.tensor(shard.dtype, end - begin)
         chunk.fill_(float("nan"))
-        (source,), arrivals = shard.chunks(range(row, row + 1), region.address)
-        assert source == (0, end - begin, region.address)
+        (piece,), waits = shard.chunks(range(row, row + 1), region)
+        assert piece[:2] == (0, end - begin) and piece.grad.data_ptr() == region.address
         assert chunk.isnan().all(), "it has not been waited for"
-        for arrival in arrivals:
-            arrival.wait()
+        for wait in waits:
+            wait()
         found.append(chunk.clone())
     return torch.cat(found)
 
@@ -87,9 +87,9 @@ def test_a_rank_has_its_part_of_each(index: int, nvme: Path) -> None:
 def test_pieces_are_views_in_order(nvme: Path) -> None:
     with device_shard(nvme) as (shard, _):
         fill(shard, range(1, -1, -1))
-        assert [len(shard.pieces(range(row, row + 1))) for row in range(2)] == [1, 2]
+        assert [len(shard.chunks(range(row, row + 1))[0]) for row in range(2)] == [1, 2]
         for row, (begin, _) in enumerate(shard.layout.chunks()):
-            for piece in shard.pieces(range(row, row + 1)):
+            for piece in shard.chunks(range(row, row + 1))[0]:
                 of = 0 if begin + piece.begin < shard.layout.params[1].begin else 1
                 at = begin + piece.begin - shard.layout.params[of].begin
                 assert piece.grad.data_ptr() == shard.view(of)[at:].data_ptr()
@@ -110,16 +110,14 @@ def test_memory_goes_when_it_is_not_wanted(nvme: Path) -> None:
     with device_shard(nvme) as (shard, gpu):
         fill(shard, range(2))
         grad = weakref.ref(shard.view(0))
-        shard.drop()
+        shard.drop([0])
         assert grad() is not None, "still held"
         shard.lend(gpu.mark())
-        shard.held = False
         shard.drop()
         assert grad() is not None and shard.device_bytes > 0, "an update takes it"
         shard.release()
         assert grad() is None and shard.device_bytes == 0
         fill(shard, range(2))
-        shard.held = False
         shard.drop()
         assert shard.device_bytes == 0
 
@@ -130,10 +128,10 @@ def test_a_copy_under_way_keeps_what_it_reads(nvme: Path) -> None:
         whole = fill(shard, range(1))
         shard.lend(gpu.mark())
         region = Arena(0, None, gpu).allocate(4 << 20)
-        _, arrivals = shard.chunks(range(1), region.address)
-        shard.held = False
+        _, (wait,) = shard.chunks(range(1), region)
+        shard.drop()
         shard.release()
-        arrivals[0].wait()
+        wait()
         begin, end = shard.layout.chunks()[0]
         assert torch.equal(region.tensor(shard.dtype, end - begin), whole[begin:end])
 
@@ -153,10 +151,10 @@ def test_neighbours_in_one_memory_move_as_one(nvme: Path) -> None:
     """A section's gradients, gathered: an update gets a chunk by one download, and widening makes one tensor."""
     with device_shard(nvme) as (shard, gpu):
         flat = torch.randn(shard.layout.shard_numel).to(shard.dtype).to(TYPE)
-        shard.add_shard(Gathered(flat, 0, shard.parts(), frozenset()))
+        shard.add_shard(Gathered(flat, 0, shard.parts, frozenset()))
         for dtype in (torch.bfloat16, torch.float32):
             assert shard.dtype == dtype
-            assert [len(shard.pieces(range(row, row + 1))) for row in range(2)] == [1, 1]
+            assert [len(shard.chunks(range(row, row + 1))[0]) for row in range(2)] == [1, 1]
             assert shard.view(0).untyped_storage().data_ptr() == shard.view(1).untyped_storage().data_ptr()
             shard.lend(gpu.mark())
             with device.counting() as counts:

@@ -7,6 +7,7 @@ import torch
 
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE
+from zero_offload.base.events import Counters
 from zero_offload.base.types import KIB
 from zero_offload.hardware.device import AcceleratorDevice, Handoff
 from zero_offload.storage.memory.arena import Arena
@@ -21,7 +22,8 @@ class Landing:
     def __init__(self, *room: int) -> None:
         self.device = AcceleratorDevice(TYPE)
         self.arena = Arena(0, pinner=self.device)
-        self.downloads = GradDownloads(self.device, self.arena, room)
+        self.downloads = GradDownloads(self.device, self.arena, Counters())
+        self.downloads.resize(room)
         self.found: list[tuple[int, list[float]]] = []
 
     def stage(self, section: int, flat: torch.Tensor) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.scripts import Average, Script, check, clip_norm, run_offload
 from tests.parity.test_partial_steps import CLIPPING, NUM_STEPS, OPTIMIZERS, adamw, backward, freezing, make
 from zero_offload.model.api import runtime_of
 from zero_offload.storage.shards.device_grads import DeviceGrads
-from zero_offload.storage.shards.device_sums import ComingSum, DeviceSums
+from zero_offload.storage.shards.grad_downloads import ComingSum, DeviceSums
 
 pytestmark = pytest.mark.usefixtures("late")
 
@@ -203,9 +203,9 @@ def test_what_is_dropped_beside_an_update_is_not_taken_from_it(monkeypatch: pyte
     go = threading.Event()
     opens = DeviceGrads.chunks
 
-    def chunks(self: DeviceGrads, rows: range, staging: int) -> Any:
+    def chunks(self: DeviceGrads, rows: range, *staging: Any) -> Any:
         assert go.wait(20)
-        return opens(self, rows, staging)
+        return opens(self, rows, *staging)
 
     monkeypatch.setattr(DeviceGrads, "chunks", chunks)
     model, plain = zo.offload(build(make), ON_DEVICE), build(make)

@@ -18,11 +18,10 @@ from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.shards.device_sums import DeviceSums
-from zero_offload.storage.shards.drive_grads import DriveGrads
+from zero_offload.storage.shards.drive_grads import AttachBuffer, DriveGrads, DriveRoom
 from zero_offload.storage.shards.grad_downloads import GradDownloads
-from zero_offload.storage.shards.grad_memory import AttachBuffer, DevicePath, DriveRoom, GradMemory
-from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.grad_store import GradMemory, HostGrads
+from zero_offload.storage.shards.ring_grads import GradRing, RingDriveGrads, RingGrads
 from zero_offload.storage.shards.shard import ADAM_STATES, Component, Shard, component_dtype
 from zero_offload.storage.shards.store import ShardStore
 
@@ -60,24 +59,30 @@ def attach(buffer: MovableBuffer) -> None:
     assert buffer.attach()
 
 
-def grad_memory(
-    store: ShardStore, attach: AttachBuffer = attach, device: AcceleratorDevice | None = None, shard_index: int = 0
-) -> GradMemory:
+def grad_memory(store: ShardStore, device: AcceleratorDevice | None = None, shard_index: int = 0) -> GradMemory:
     """What gradient stores share, where a CPU computes, or a `device`."""
-    path = None
-    if device is not None:
-        path = DevicePath(GradDownloads(device, store.arena, ()), DeviceSums(device, store.arena, store.counters))
-    room = DriveRoom(store.counters)
-    return GradMemory(store, device or HostDevice(), attach, shard_index, room, path)
+    downloads = None if device is None else GradDownloads(device, store.arena, store.counters)
+    return GradMemory(store, device or HostDevice(), shard_index, downloads)
 
 
-def grads_of(store: ShardStore, attach: AttachBuffer = attach) -> HostGrads:
+def grads_of(store: ShardStore, attach: AttachBuffer = attach, ring: GradRing | None = None) -> HostGrads:
     """Where gradients of the store's first shard rest, on the host's tier that it was placed on."""
-    shard, memory = store.shards[0], grad_memory(store, attach)
-    tier = shard.placement.grads
+    shard, memory, room = store.shards[0], grad_memory(store), DriveRoom(store.counters, attach)
+    tier, layout = shard.placement.grads, shard.layout
     if tier is Tier.NVME:
-        return DriveGrads(memory, shard.layout, "unit", sums_up=True)
-    return HostGrads(memory, shard.layout, tier, "unit", sums_up=True)
+        if ring is not None:
+            return RingDriveGrads(ring, room, memory, layout, "unit", sums_up=True)
+        return DriveGrads(room, memory, layout, "unit", sums_up=True)
+    if ring is not None:
+        return RingGrads(ring, memory, layout, tier, "unit", sums_up=True)
+    return HostGrads(memory, layout, tier, "unit", sums_up=True)
+
+
+def close(grads: HostGrads) -> None:
+    """Bring what is open to rest, and return when it is there."""
+    if isinstance(grads, DriveGrads):
+        grads.leave()
+        grads.settle()
 
 
 def fill(store: ShardStore, shard: Shard, seed: int) -> dict[Component, torch.Tensor]:

@@ -21,7 +21,7 @@ from tests.parity.test_backward_updates import offloaded, train
 from zero_offload.model.api import runtime_of
 from zero_offload.optim.pipeline import UpdatePipeline
 from zero_offload.runtime.grads.gradients import Gradients
-from zero_offload.storage.shards.grad_ring import LAUNCHED_MAX
+from zero_offload.storage.shards.ring_grads import LAUNCHED_MAX
 from zero_offload.storage.shards.snapshot import Snapshots
 from zero_offload.storage.shards.unit_update import UnitUpdate
 

@@ -20,7 +20,7 @@ from zero_offload.model.api import runtime_of
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.storage.memory.pages import FRAME
-from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards import grad_store
 from zero_offload.storage.shards.drive_grads import STREAM_CHUNKS, DriveGrads
 
 MIXED = {"cpu": 0.5, "nvme": 0.5}
@@ -102,7 +102,7 @@ def test_a_large_gradient_is_written_chunk_by_chunk(
 ) -> None:
     """No memory is taken for a copy of it, late as the writes are, unless a second one is added to it."""
     make_writes_late(monkeypatch)
-    monkeypatch.setattr(host_grads, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(grad_store, "LARGE_BYTES", 1 << 20)
     streamed = []
     stream = DriveGrads.stream
     monkeypatch.setattr(DriveGrads, "stream", lambda pages, grad: (streamed.append(grad.numel()), stream(pages, grad)))

@@ -13,7 +13,7 @@ import torch
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Outcome, RankPool, RankPools
 from zero_offload.base.types import STAGES
-from zero_offload.runtime.grads import reductions
+from zero_offload.runtime.grads import section
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks import collectives
@@ -78,7 +78,7 @@ def train_with(
     outstanding = {GATHER: 0, REDUCE: 0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "lane", lambda group, of, device: make(group, of, outstanding))
-        patch.setattr(reductions, "BUCKET_BYTES", bucket_bytes)
+        patch.setattr(section, "BUCKET_BYTES", bucket_bytes)
         return ranks.train(rank, world_size, case), outstanding
 
 
@@ -133,7 +133,7 @@ def count_ahead(rank: int, world_size: int, case: Case) -> tuple[int, int]:
         patch.setattr(collectives.Collectives, "_watched", watched)
         patch.setattr(ParamPrefetcher, "acquire", counting(ParamPrefetcher.acquire))
         patch.setattr(Gradients, "arrive", counting(Gradients.arrive))
-        patch.setattr(reductions, "BUCKET_BYTES", 0)
+        patch.setattr(section, "BUCKET_BYTES", 0)
         ranks.train(rank, world_size, case)
     return counts[GATHER], counts[REDUCE]
 

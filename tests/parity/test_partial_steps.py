@@ -16,8 +16,8 @@ import zero_offload as zo
 from tests.helpers.models import TinyLM, build, tokens_of
 from tests.helpers.ranks import UNEVEN, RankPool, read_params
 from tests.helpers.scripts import Average, Script, check, clip_norm, run_both, run_offloaded, run_plain
-from zero_offload.runtime.grads import reductions
-from zero_offload.storage.shards import host_grads
+from zero_offload.runtime.grads import section
+from zero_offload.storage.shards import grad_store
 
 Rows = Callable[[int], Tensor]
 NUM_STEPS = 4
@@ -191,7 +191,7 @@ def test_bf16_gradients_are_clipped_as_torch_clips_them(nvme: Path) -> None:
 
 @pytest.mark.parametrize("script", [by_value, value_then_backward, norm_then_value])
 def test_gradients_kept_where_autograd_made_them(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_grads, "LARGE_BYTES", 0)
+    monkeypatch.setattr(grad_store, "LARGE_BYTES", 0)
     check(run_offloaded(script, make, zo.OffloadConfig(precision="fp32")), run_plain(script, make))
 
 
@@ -328,7 +328,7 @@ def count_open_sections(rank: int, world_size: int) -> int:
     """The most sections that had an fp32 buffer at once, with a reduction for each."""
     from zero_offload.model.api import runtime_of
 
-    reductions.BUCKET_BYTES = 0  # in this rank's process, which keeps it: bits do not depend on it
+    section.BUCKET_BYTES = 0  # in this rank's process, which keeps it: bits do not depend on it
     model = zo.offload(build(partial(TinyLM, UNEVEN, 6)), zo.OffloadConfig(precision="fp32"))
     owner = runtime_of(model)
     assert owner is not None
@@ -338,7 +338,7 @@ def count_open_sections(rank: int, world_size: int) -> int:
 
     def look(_: Any) -> None:
         nonlocal most
-        most = max(most, sum(grads.partial is not None for grads in owner.grads.sections))
+        most = max(most, sum(grads.partial.sum is not None for grads in owner.grads.sections))
 
     for param in model.parameters():
         if param.requires_grad:

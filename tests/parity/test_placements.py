@@ -13,7 +13,7 @@ import zero_offload as zo
 from tests.helpers.models import NARROW, WIDE, TinyLM
 from tests.helpers.pairwise import Row, all_rows, label, pairwise
 from tests.helpers.reference import Recipe, Trajectory, train_offloaded, train_plain
-from zero_offload.storage.shards.host_grads import LARGE_BYTES
+from zero_offload.storage.shards.grad_store import LARGE_BYTES
 
 TIERS = {
     "device": "device",
@@ -64,7 +64,7 @@ def check(row: Row, nvme: Path) -> None:
 def test_every_pair_of_settings_trains_to_the_bits_of_plain_tensors(
     row: Row, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero_offload.storage.shards.host_grads.LARGE_BYTES", row["large_bytes"])
+    monkeypatch.setattr("zero_offload.storage.shards.grad_store.LARGE_BYTES", row["large_bytes"])
     check(row, nvme)
 
 

@@ -21,8 +21,8 @@ from tests.helpers.plain_player import Plain, play_plain
 from tests.helpers.ranks import UNEVEN, RankPool, RankPools
 from tests.helpers.schedules import NUM_BLOCKS, PARTS, Operation, Pass, Script
 from zero_offload.base.types import STAGES
-from zero_offload.storage.shards import host_grads
-from zero_offload.storage.shards.host_grads import LARGE_BYTES
+from zero_offload.storage.shards import grad_store
+from zero_offload.storage.shards.grad_store import LARGE_BYTES
 
 FEW, MANY = 60, 3000
 FEW_ON_RANKS, MANY_ON_RANKS = 12, 300
@@ -134,7 +134,7 @@ def check_same(script: Script, found: list[Any], expected: list[Any]) -> None:
 
 
 def check(script: Script, choices: dict[str, Any], dim: int, large_bytes: int) -> None:
-    before, host_grads.LARGE_BYTES = host_grads.LARGE_BYTES, large_bytes
+    before, grad_store.LARGE_BYTES = grad_store.LARGE_BYTES, large_bytes
     with tempfile.TemporaryDirectory() as folder:
         config = zo.OffloadConfig(nvme=Path(folder, "nvme"), **choices)
         offloaded = Offloaded(dim, config, Path(folder))
@@ -142,7 +142,7 @@ def check(script: Script, choices: dict[str, Any], dim: int, large_bytes: int) -
             script = [*script, ("read_states",), *(("read", "master", part) for part in PARTS)]
             check_same(script, offloaded.play(script), Plain(dim, config).play(script))
         finally:
-            host_grads.LARGE_BYTES = before
+            grad_store.LARGE_BYTES = before
             offloaded.close()
 
 

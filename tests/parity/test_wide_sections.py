@@ -15,7 +15,7 @@ import zero_offload as zo
 from tests.helpers.models import build
 from tests.helpers.ranks import Failure, RankPool, RankPools
 from zero_offload.base.types import STAGES
-from zero_offload.runtime.grads.reductions import BUCKET_BYTES
+from zero_offload.runtime.grads.section import BUCKET_BYTES
 
 WORLD_SIZE = 2
 DIM = 520

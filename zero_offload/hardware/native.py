@@ -160,7 +160,8 @@ def grad_store(
 ) -> GradSum:
     """There is one call for every gradient, so nothing is built for it but the struct, whose order this is."""
     struct = abi.GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, 0, dst, src, numel)
-    _check(lib().zo_grad_store(C.byref(struct)))
+    if (status := lib().zo_grad_store(C.byref(struct))) < 0:
+        _check(status)
     return GradSum(struct.sumsq, bool(struct.finite))
 
 

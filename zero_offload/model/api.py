@@ -18,8 +18,8 @@ from zero_offload.base.host import host_tensor
 from zero_offload.base.inputs import check_model, number, params_of
 from zero_offload.base.spans import Lane
 from zero_offload.base.stats import Stats
-from zero_offload.model.backward_updates import check_holds_grads
 from zero_offload.model.runtime import ModelRuntime
+from zero_offload.model.updates import check_holds_grads
 from zero_offload.optim.optimizer import squares_of
 from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces

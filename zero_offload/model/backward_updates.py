@@ -6,7 +6,7 @@ with the optimizer on NVMe; steps are as long as with overlap="forward". grads="
 made the first of these steps 20% longer.
 
 Owns which units a backward is done with, and the hyperparameters that it began with. Launches through `Updates`; moves
-no bytes. The calls: `trainers.add` for each optimizer; in backward `arriving` before each gradient is taken,
+no bytes. The calls: `add_trainer` for each optimizer; in backward `arriving` before each gradient is taken,
 `before_use` and `advance` at each sign of where backward is, and `end`; then `close` by each optimizer's step.
 `abandon` after a backward that broke off; `forget` when all states have been replaced.
 
@@ -22,20 +22,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
-from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
-from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.param_places import ParamPlaces
-from zero_offload.model.step import StepInput, section_updates
 from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection
@@ -43,45 +40,10 @@ from zero_offload.runtime.pass_tracker import ModelLife
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.shards.grad_ring import GradRing
 from zero_offload.storage.shards.registry import Trainer
+from zero_offload.storage.shards.ring_grads import GradRing
 
 _INSTEAD = "overlap='forward' updates after backward"
-
-
-class Trainers:
-    """The optimizers of one model's parameters, as long as the program holds them."""
-
-    def __init__(self, places: ParamPlaces, params: Iterable[nn.Parameter]) -> None:
-        self._places = places
-        self._params = set(params)
-        self._optimizers: weakref.WeakSet[Trainer] = weakref.WeakSet()
-
-    def add(self, optimizer: Trainer) -> None:
-        self._optimizers.add(optimizer)
-
-    def hypers(self) -> dict[nn.Parameter, Hyper]:
-        """Of all parameters that an optimizer has, as they are now. Raises ConfigError where two have the same one."""
-        found, twice = self._collect()
-        if twice is not None:
-            gc.collect()  # a dropped optimizer may be in a cycle, as a scheduler leaves it
-            found, twice = self._collect()
-        if twice is not None:
-            raise ConfigError(
-                f"two optimizers have {self._places.name_of(twice)}, and with overlap='backward' it is updated before "
-                f"either is stepped. Give each parameter to one optimizer; {_INSTEAD}"
-            )
-        return found
-
-    def _collect(self) -> tuple[dict[nn.Parameter, Hyper], nn.Parameter | None]:
-        """And a parameter that two optimizers have."""
-        found: dict[nn.Parameter, Hyper] = {}
-        for optimizer in list(self._optimizers):
-            mine = {param: hyper for param, hyper in optimizer.hypers().items() if param in self._params}
-            if common := found.keys() & mine.keys():
-                return found, next(iter(common))
-            found |= mine
-        return found, None
 
 
 class BackwardUpdates:
@@ -115,12 +77,14 @@ class BackwardUpdates:
         self._any_on_device = any(each.section.shard.on_device for each in grads.sections)
         # A GPU's sums and downloads are waited for a unit later: until then it has something to do.
         self._lag = 0 if device.is_host else 1
-        self.trainers = Trainers(places, (param for unit in units for param in unit.params))
+        self._params = {param for unit in units for param in unit.params}
+        self._trainers: weakref.WeakSet[Trainer] = weakref.WeakSet()
+        """The optimizers of these parameters, as long as the program holds them."""
         self._hypers: Mapping[nn.Parameter, Hyper] = {}
         self._task = -1
         """Autograd's number of the backward; those of reentrant checkpoints inside of it have others."""
         self._runs = False
-        """Whether a backward is under way that updates."""
+        """True if a backward is under way that updates."""
         self._arriving: dict[int, Unit] = {}
         """Units that have gradients of this backward and no update yet."""
         self._late: set[int] = set()
@@ -129,6 +93,34 @@ class BackwardUpdates:
         self._left_out: list[str] = []
         """Parameters whose gradients were not finite, in units that were not updated, since the last step."""
         self._has_told = False
+
+    # Hyperparameters
+
+    def add_trainer(self, optimizer: Trainer) -> None:
+        self._trainers.add(optimizer)
+
+    def _hypers_now(self) -> dict[nn.Parameter, Hyper]:
+        """Of all parameters that an optimizer has. Raises ConfigError where two have the same one."""
+        found, twice = self._collect_hypers()
+        if twice is not None:
+            gc.collect()  # a dropped optimizer may be in a cycle, as a scheduler leaves it
+            found, twice = self._collect_hypers()
+        if twice is not None:
+            raise ConfigError(
+                f"two optimizers have {self._places.name_of(twice)}, and with overlap='backward' it is updated before "
+                f"either is stepped. Give each parameter to one optimizer; {_INSTEAD}"
+            )
+        return found
+
+    def _collect_hypers(self) -> tuple[dict[nn.Parameter, Hyper], nn.Parameter | None]:
+        """And a parameter that two optimizers have."""
+        found: dict[nn.Parameter, Hyper] = {}
+        for optimizer in list(self._trainers):
+            mine = {param: hyper for param, hyper in optimizer.hypers().items() if param in self._params}
+            if common := found.keys() & mine.keys():
+                return found, next(iter(common))
+            found |= mine
+        return found, None
 
     # Where backward is
 
@@ -160,7 +152,7 @@ class BackwardUpdates:
 
     def _begin(self) -> None:
         """The first gradient of a backward; it has changed nothing yet."""
-        hypers = self.trainers.hypers()
+        hypers = self._hypers_now()
         self._life.check_usable()
         self._places.check_frozen(hypers)
         self._updates.commits.launch_due()
@@ -213,10 +205,6 @@ class BackwardUpdates:
     def _stop(self) -> None:
         self._runs, self._task = False, -1
         self._ring.close()
-        for index, sections in self._sections.items():
-            if index not in self._launched:
-                for grads in sections:
-                    grads.store.leave_ring()
         self._arriving.clear()
         self._late.clear()
         self._launched.clear()
@@ -243,7 +231,7 @@ class BackwardUpdates:
             for index in units:
                 self._arriving.pop(index, None)
                 for grads in self._sections[index]:
-                    grads.entry.land()
+                    grads.land()
             taken = {index: [p for grads in self._sections[index] for p in self._taken(grads)] for index in units}
             self._grads.updated.update(param for params in taken.values() for param in params)
             finite = self._grads.finite([self._sections[index] for index in units], self._hypers)
@@ -254,21 +242,18 @@ class BackwardUpdates:
                 self._update(taken, in_backward=in_backward)
 
     def _update(self, taken: Mapping[int, Sequence[nn.Parameter]], *, in_backward: bool) -> None:
-        begun = self._updates.states.begun
-        step = StepInput(self._hypers, tuple(taken), self._collectives.shard_index, begun)
         sections = [grads for index in taken for grads in self._sections[index]]
-        updates = section_updates(self._grads, sections, step, self._updates.states.param_steps)
+        updates = self._updates.sections_of(self._hypers, sections, tuple(taken), self._updates.states.param_steps)
         self._updates.prepare(updates, in_backward=True)
         params = [param for params in taken.values() for param in params]
         launched = self._updates.launch(params, updates, in_backward=in_backward)
         for index in taken:
-            self._ring.passing(launched[index], [grads.store for grads in self._sections[index]])
+            self._ring.passing(launched[index], index)
 
     def _leave_out(self, index: int, params: Sequence[nn.Parameter]) -> None:
         self._left_out += self._grads.non_finite(params) or [f"{self._units[index].name} on another rank"]
         self._grads.drop(params)
-        for grads in self._sections[index]:
-            grads.store.leave_ring()
+        self._ring.leave(index)
 
     # The step
 
@@ -297,15 +282,6 @@ class BackwardUpdates:
         self._stop()
 
 
-def check_holds_grads(config: OffloadConfig, call: str) -> None:
-    """Raise if a backward uses its gradients itself."""
-    if config.overlap == UpdateOverlap.BACKWARD:
-        raise ConfigError(
-            f"{call} needs all gradients before the update, which overlap='backward' makes while they come; offload "
-            "with overlap='forward'"
-        )
-
-
 def _expects_none(grads: GradSection) -> bool:
-    """Whether no parameter of the section wants a gradient now, and none is held from before."""
+    """True if no parameter of the section wants a gradient now, and none is held from before."""
     return not grads.holding and not any(param.requires_grad for param in grads.params)

@@ -63,8 +63,8 @@ from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.memory.pool import SpanPool
 from zero_offload.storage.memory.resizable import Budget, FrameBudget, ResizableBuffer
-from zero_offload.storage.shards.grad_ring import GradRing
 from zero_offload.storage.shards.registry import Owner, owner_of, register, unregister
+from zero_offload.storage.shards.ring_grads import GradRing
 from zero_offload.storage.shards.shard import Component, planned_bytes
 from zero_offload.storage.shards.store import ShardStore
 
@@ -187,8 +187,8 @@ class Builder:
             _make_unit(index, self.buffers, self.store, device, self.frames, self.errors, self.collectives.shard_index)
             for index in range(len(self.layout.units))
         ]
-        if config.overlap == UpdateOverlap.BACKWARD:
-            self.store.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes())
+        passes = config.overlap == UpdateOverlap.BACKWARD
+        self.grad_ring = GradRing(arena, self.buffers.grad_ring_bytes()) if passes else None
 
     def make_transfers(self) -> None:
         """Make what moves bytes, and move the model in. Parameters come last: frozen ones that a smaller dtype rounds
@@ -244,6 +244,7 @@ class Builder:
             prefetcher=self.prefetcher,
             files=self.files,
             activations=self.activations,
+            grad_ring=self.grad_ring,
             left_out={} if self.files.found else self.left_out,
         )
 

@@ -35,14 +35,13 @@ from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import free_memory_bytes
-from zero_offload.model.backward_updates import BackwardUpdates, check_holds_grads
+from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
 from zero_offload.model.end import ModelEnd
 from zero_offload.model.optimizer_states import OptimizerStates
 from zero_offload.model.param_access import ParamAccess
 from zero_offload.model.param_places import ParamPlaces
-from zero_offload.model.step import StepInput, section_updates
-from zero_offload.model.updates import Updates, failing
+from zero_offload.model.updates import Updates, check_holds_grads, failing
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.plan.memory import Sizes
@@ -57,6 +56,7 @@ from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.memory.heap import HeapRoom
 from zero_offload.storage.memory.resizable import FrameBudget
 from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
+from zero_offload.storage.shards.ring_grads import GradRing
 from zero_offload.storage.shards.store import ShardStore
 
 SAME = 1e-6
@@ -90,6 +90,8 @@ class ModelRuntime:
     prefetcher: ParamPrefetcher
     files: RunFiles
     activations: Activations | None
+    grad_ring: GradRing | None
+    """With overlap="backward"."""
     left_out: dict[int, Recipe]
     """By id: parameters without values, until weights are loaded."""
 
@@ -102,7 +104,13 @@ class ModelRuntime:
         self.life = ModelLife(self.errors)
         self.places = ParamPlaces(units)
         self.grads = Gradients(
-            units, store, prefetcher, self.collectives, self.device, stay_in_memory=self._stays_in_memory()
+            units,
+            store,
+            prefetcher,
+            self.collectives,
+            self.device,
+            ring=self.grad_ring,
+            stay_in_memory=self._stays_in_memory(),
         )
         grad_bytes = sum(section.layout.nbytes for section in self.grads.sections)
         room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
@@ -136,9 +144,10 @@ class ModelRuntime:
             self.grads,
             self._states,
             self._commits,
+            self.collectives.shard_index,
         )
         self._in_backward: BackwardUpdates | None = None
-        if store.grad_ring is not None:
+        if self.grad_ring is not None:
             self._in_backward = BackwardUpdates(
                 units,
                 self.device,
@@ -146,7 +155,7 @@ class ModelRuntime:
                 prefetcher,
                 self.errors,
                 self.life,
-                store.grad_ring,
+                self.grad_ring,
                 self.grads,
                 self.places,
                 self._updates,
@@ -195,7 +204,7 @@ class ModelRuntime:
 
     def train_with(self, optimizer: Trainer) -> None:
         if self._in_backward is not None:
-            self._in_backward.trainers.add(optimizer)
+            self._in_backward.add_trainer(optimizer)
 
     def unscale(self, scaler: LossScaler, overflowed: bool) -> bool:
         with self.together("scaler.unscale_"):
@@ -383,8 +392,7 @@ class ModelRuntime:
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()
-            step = StepInput(hypers, self.prefetcher.step_order(), self.collectives.shard_index, self._states.begun)
-            sections = section_updates(grads, grads.sections, step, counts)
+            sections = self._updates.sections_of(hypers, grads.sections, self.prefetcher.step_order(), counts)
             self._updates.prepare(sections)
         # Ctrl-C can strike anywhere below, and the program may catch it and go on.
         with failing(self.errors) if finite else nullcontext():

@@ -1,7 +1,8 @@
-"""How an update is launched: on the update's thread, on the spot, or on the device, once nothing stands in its way.
+"""What an update takes, and how it is launched: on the update's thread, on the spot, or on the device.
 
-Owns the passes over states and the number of their threads. Decides neither what is updated nor when. The calls:
-`prepare`, which waits for whatever must be over; `launch`, inside of `failing`: from there on the step counts.
+Owns the passes over states and the number of their threads. Does not decide when. The calls: `sections_of`, pure
+bookkeeping; `prepare`, which waits for whatever must be over; `launch`, inside of `failing`: from there on the step
+counts.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from functools import partial
 import torch
 from torch import nn
 
+from zero_offload.base.config import OffloadConfig
+from zero_offload.base.errors import ConfigError
 from zero_offload.base.spans import Cause
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import UpdateOverlap
+from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.device import Device
-from zero_offload.hardware.kernels.arguments import STATES
+from zero_offload.hardware.kernels.arguments import STATES, Hyper, Segment, segment_array
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.model.commits import Commits
 from zero_offload.model.optimizer_states import OptimizerStates
@@ -25,6 +29,7 @@ from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker
 from zero_offload.runtime.grads.gradients import Gradients
+from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.store import ShardStore
@@ -46,6 +51,7 @@ class Updates:
         grads: Gradients,
         states: OptimizerStates,
         commits: Commits,
+        shard_index: int,
     ) -> None:
         self._store = store
         self._units = units
@@ -57,20 +63,73 @@ class Updates:
         self._grads = grads
         self.states = states
         self.commits = commits
+        self._shard_index = shard_index
         self._pipeline = UpdatePipeline(store)
         self._device_pass = DevicePass(store, device)
 
+    def sections_of(
+        self,
+        hypers: Mapping[nn.Parameter, Hyper],
+        sections: Iterable[GradSection],
+        order: Sequence[int],
+        param_steps: dict[str, int],
+    ) -> list[SectionUpdate]:
+        """Which of `sections` to update by `hypers`, with the gradients that they hold; units in `order`.
+
+        Counts the step of each parameter in `param_steps`. A unit takes part with all its trainable sections or not at
+        all, since its new values are delivered whole.
+        """
+        found: dict[int, list[SectionUpdate]] = {}
+        for section in sections:
+            segments = self._segments(hypers, section, param_steps)
+            update = SectionUpdate(
+                unit=section.unit.index,
+                name=section.unit.name,
+                position=section.unit.sections.index(section.section),
+                shard=section.section.shard,
+                grads=section.store,
+                origin=self._shard_index * section.layout.shard_numel,
+                segments={rule: segment_array(of_rule) for rule, of_rule in segments.items()},
+                complete=sum(map(len, segments.values())) == len(section.layout.params),
+            )
+            found.setdefault(update.unit, []).append(update)
+        busy = {unit for unit, updates in found.items() if any(update.segments for update in updates)}
+        return [update for unit in order if unit in busy for update in found[unit]]
+
+    def _segments(
+        self, hypers: Mapping[nn.Parameter, Hyper], section: GradSection, param_steps: dict[str, int]
+    ) -> dict[Rule, list[Segment]]:
+        """Which elements of the section's shard get which hyperparameters, by rule, in order."""
+        found: dict[Rule, list[Segment]] = {}
+        parts, factors, states = section.store.parts, section.store.factors, set(section.section.shard.states)
+        for index in sorted(section.holding):
+            hyper = hypers.get(section.params[index])
+            if hyper is None:
+                continue
+            name = section.layout.params[index].spec.name
+            param_steps[name] += 1
+            if not states.issuperset(STATES[hyper.rule]):
+                hyper = hyper.first()
+            elif name in self.states.begun:
+                hyper = hyper.going_on()
+            part, factor = parts[index], factors.get(index, 1.0) / self._grads.loss_scale
+            segment = hyper.segment(part.start, part.stop, factor, param_steps[name])
+            found.setdefault(hyper.rule, []).append(segment)
+        return found
+
     def overlaps(self, sections: Sequence[SectionUpdate]) -> bool:
-        """Whether the update runs beside compute: pointless where both are arithmetic on the same cores."""
+        """True if the update runs beside compute: pointless where both are arithmetic on the same cores."""
         if self._overlap == UpdateOverlap.AUTO:
             return not self._device.is_host or any(each.shard.on_disk or each.grads.on_disk for each in sections)
         return self._overlap != UpdateOverlap.NONE
 
     def prepare(self, sections: Sequence[SectionUpdate], *, in_backward: bool = False) -> None:
         """Return when nothing else has to be waited for. A backward calls `await_worker` itself, once."""
+        self._errors.check()
         self._store.read_lazy()
         for unit in {section.unit for section in sections}:
-            self._units[unit].wait_for_update()
+            if self._units[unit].update is not None:
+                self._units[unit].wait_for_update()
         # Of rules that came by a changed hyperparameter: a momentum, amsgrad.
         self.states.ensure((section.shard, STATES[rule]) for section in sections for rule in section.segments)
         here = not self.overlaps(sections) or any(section.shard.on_device for section in sections)
@@ -138,6 +197,15 @@ def update_threads(available: int, overlaps: bool, is_host: bool) -> int:
     if not overlaps:
         return available
     return max(1, available // 2 if is_host else available - 1)
+
+
+def check_holds_grads(config: OffloadConfig, call: str) -> None:
+    """Raise if a backward uses its gradients itself."""
+    if config.overlap == UpdateOverlap.BACKWARD:
+        raise ConfigError(
+            f"{call} needs all gradients before the update, which overlap='backward' makes while they come; offload "
+            "with overlap='forward'"
+        )
 
 
 @contextmanager

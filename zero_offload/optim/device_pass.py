@@ -91,16 +91,13 @@ class DevicePass:
 
     def _gradients(self, section: SectionUpdate, rows: range) -> Iterator[GradPiece]:
         """Gradients of neighbouring chunks, on the device."""
+        staging = None
         if section.grads.on_disk:
             self._await_uploads(0)
-            region = self._from_disk.region
-            (source,), reads = section.grads.chunks(rows, region.address)
-            for read in reads:
-                read.wait()
-            grad = region.tensor(section.grads.dtype, source.end - source.begin)
-            yield from self._bring(GradPiece(source.begin, source.end, grad))
-            return
-        pieces = section.grads.pieces(rows)
+            staging = self._from_disk.region
+        pieces, waits = section.grads.chunks(rows, staging)
+        for wait in waits:
+            wait()
         if section.grads.on_device:
             yield from _together(pieces)
         else:

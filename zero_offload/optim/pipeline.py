@@ -24,7 +24,7 @@ from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import CHUNKS_IN_FLIGHT
 from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Region
-from zero_offload.storage.shards.grad_store import Arrival, GradSource, GradStore
+from zero_offload.storage.shards.grad_store import GradPiece, GradStore, Wait
 from zero_offload.storage.shards.shard import Component, Shard, is_packed
 from zero_offload.storage.shards.store import OpenChunks, ShardStore
 from zero_offload.storage.shards.unit_update import UnitUpdate
@@ -45,7 +45,7 @@ class SectionUpdate:
     origin: int
     """The index in its section of the shard's first element."""
     complete: bool
-    """Whether the segments cover every parameter of the section."""
+    """True if the segments cover every parameter of the section."""
 
 
 @dataclass
@@ -59,8 +59,8 @@ class _Task:
     last: bool
     staging: Region | None = None
     chunks: OpenChunks | None = None
-    grads: list[GradSource] = field(default_factory=list)
-    grad_reads: Sequence[Arrival] = ()
+    grads: list[GradPiece] = field(default_factory=list)
+    grad_waits: Sequence[Wait] = ()
     writes: list[Transfer] = field(default_factory=list)
 
 
@@ -87,10 +87,6 @@ class UpdatePipeline:
         self._num_threads = num_threads
         opened = self._spans.open(Lane.UPDATE, "update")
         self._laps = self._store.counters.laps("update_s")
-        self._run(sections, updates)
-        self._spans.close(opened)
-
-    def _run(self, sections: Sequence[SectionUpdate], updates: Mapping[int, UnitUpdate]) -> None:
         self._take_staging(sections)
         tasks = self._tasks(sections)
         reading: deque[_Task] = deque()
@@ -115,6 +111,7 @@ class UpdatePipeline:
                 updates[task.section.unit].complete()
             self._reap(all_of_them=False)
         self._reap(all_of_them=True)
+        self._spans.close(opened)
 
     def _tasks(self, sections: Sequence[SectionUpdate]) -> Iterator[_Task]:
         for i, section in enumerate(sections):
@@ -135,9 +132,8 @@ class UpdatePipeline:
         state_bytes = self._store.state_staging_bytes if shard.on_disk else 0
         if shard.on_disk or _are_elsewhere(grads):
             task.staging = self._lease()
-        staging = task.staging.address if task.staging is not None else 0
-        task.chunks = self._store.open_chunks(shard, task.rows, staging)
-        task.grads, task.grad_reads = grads.chunks(task.rows, staging + state_bytes)
+        task.chunks = self._store.open_chunks(shard, task.rows, task.staging.address if task.staging is not None else 0)
+        task.grads, task.grad_waits = grads.chunks(task.rows, task.staging, state_bytes)
 
     def _compute(self, task: _Task, delivery: tuple[int, ...] | None) -> None:
         """Update what was read and launch its writes."""
@@ -145,8 +141,8 @@ class UpdatePipeline:
         assert chunks is not None
         opened = self._spans.open(Lane.UPDATE, "wait for reads")
         chunks.wait()
-        for read in task.grad_reads:
-            read.wait()
+        for wait in task.grad_waits:
+            wait()
         self._spans.close(opened)
         opened = self._spans.open(Lane.UPDATE, "compute")
         dtype = section.shard.layout.dtype
@@ -209,7 +205,7 @@ def _each(rows: range) -> list[range]:
 
 
 def _passes(
-    section: SectionUpdate, chunks: OpenChunks, grads: Sequence[GradSource], value_out: int
+    section: SectionUpdate, chunks: OpenChunks, grads: Sequence[GradPiece], value_out: int
 ) -> Iterator[tuple[Rule, UpdateBuffers, SegmentArray]]:
     """The kernel's calls, as few as the arrays allow: each chunk of packed states has scales behind its codes."""
     layout = section.shard.layout
@@ -218,11 +214,12 @@ def _passes(
         packed = any(is_packed(layout, each) for each in kept)
         for rows in _each(chunks.rows) if packed else [chunks.rows]:
             first, last = layout.elements(rows)
-            for source in grads:
-                begin, end = max(first, chunks.begin + source.begin), min(last, chunks.begin + source.end)
+            for piece in grads:
+                begin, end = max(first, chunks.begin + piece.begin), min(last, chunks.begin + piece.end)
                 inside = cut_segments(segments, first, begin, end)
                 if len(inside):  # between two gradients that were kept there may be none
-                    buffers = _buffers(section, chunks, rows, kept, (source.address, value_out))
+                    grad = piece.grad.data_ptr() - piece.begin * piece.grad.itemsize
+                    buffers = _buffers(section, chunks, rows, kept, (grad, value_out))
                     yield rule, buffers, inside
 
 

@@ -84,7 +84,7 @@ class _Jobs:
         return None
 
     def _end(self) -> bool:
-        """Whether there is nothing left to do."""
+        """True if there is nothing left to do."""
         with self._lock:
             self._ended = not self._queue
             return self._ended
@@ -127,7 +127,7 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether `drain` would wait."""
+        """True if `drain` would wait."""
         return not all(outcome.done for outcome in self._unfinished)
 
     def drain(self) -> None:

@@ -14,7 +14,7 @@ from tests.helpers.models import build
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import pipeline
 from zero_offload.plan.layout import CHUNK_NUMEL
-from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards import grad_store
 from zero_offload.storage.shards.store import ShardStore
 
 WIDTH = 1300
@@ -87,7 +87,7 @@ def test_all_chunks_at_once_are_the_same_update(
     precision: str, states: str, adopts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = zo.OffloadConfig(precision=zo.Precision(compute=precision, states=states), overlap="none")
-    monkeypatch.setattr(host_grads, "KEPT_MEAN_BYTES", 1 if adopts else 1 << 40)
+    monkeypatch.setattr(grad_store, "KEPT_MEAN_BYTES", 1 if adopts else 1 << 40)
     calls = Calls(monkeypatch)
     found, moved = train(config)
     together, calls.count = calls.count, 0
@@ -102,7 +102,7 @@ def test_all_chunks_at_once_are_the_same_update(
 
 
 def test_a_commit_under_way_is_waited_for_chunk_by_chunk(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_grads, "KEPT_MEAN_BYTES", 1 << 40)
+    monkeypatch.setattr(grad_store, "KEPT_MEAN_BYTES", 1 << 40)
     model = zo.offload(build(Wide), zo.OffloadConfig(overlap="none", nvme=nvme, commit_every=100), units=[""])
     optimizer = zo.AdamW(model.parameters())
     (shard,) = (store := runtime_of(model).store).shards

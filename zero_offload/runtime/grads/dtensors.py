@@ -2,7 +2,7 @@
 
 A DTensor keeps its identity, hooked modules and placement; its plain part becomes a view of a section's buffer. May
 communicate with the other ranks of its mesh, which run the same operations in the same order. Imports DTensor late:
-it takes half a second, and who has one has imported it.
+it takes half a second, and a program that has one has imported it.
 """
 
 from __future__ import annotations

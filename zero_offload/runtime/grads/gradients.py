@@ -2,10 +2,10 @@
 
 `Gradients` owns what the current step holds, its reduction over ranks, its norm and its clipping. One rank: a gradient
 goes to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
-(`Partials`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store. The calls:
-`arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `norm`, `unscale`, `multiply`,
-`clip_value`; `forget` when a step has taken them; `drop` where they are not wanted, `abandon` after a backward that
-broke off.
+(`GradSection.partial`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store.
+The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `norm`, `unscale`,
+`multiply`, `clip_value`; `forget` when a step has taken them; `drop` where they are not wanted, `abandon` after a
+backward that broke off.
 
 [Note: factors]
 Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
@@ -28,25 +28,21 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.spans import Lane
 from zero_offload.base.types import Tier
 from zero_offload.hardware.device import Device
-from zero_offload.hardware.native import GradSum
+from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.plan.memory import staged_grad_bytes
+from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
 from zero_offload.plan.tensor_parallel import is_dtensor
 from zero_offload.runtime.grads.dtensors import local_grad
-from zero_offload.runtime.grads.fresh import FreshGrads
-from zero_offload.runtime.grads.partials import make_partials
 from zero_offload.runtime.grads.reductions import Reductions
-from zero_offload.runtime.grads.section import GradSection
+from zero_offload.runtime.grads.section import DevicePartial, FreshGrads, GradSection, HostPartial
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.device_grads import DeviceGrads
-from zero_offload.storage.shards.device_sums import DeviceSums
-from zero_offload.storage.shards.drive_grads import DriveGrads
+from zero_offload.storage.shards.drive_grads import DriveGrads, DriveRoom
 from zero_offload.storage.shards.grad_downloads import GradDownloads
-from zero_offload.storage.shards.grad_memory import DevicePath, DriveRoom, GradMemory
-from zero_offload.storage.shards.grad_store import Gathered, GradStore
-from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.grad_store import Gathered, GradMemory, GradStore, HostGrads
+from zero_offload.storage.shards.ring_grads import GradRing, RingDriveGrads, RingGrads
 from zero_offload.storage.shards.store import ShardStore
 
 
@@ -61,19 +57,26 @@ class Gradients:
         collectives: Collectives,
         device: Device,
         *,
+        ring: GradRing | None,
         stay_in_memory: bool,
     ) -> None:
-        """`stay_in_memory`: a CPU computes, and nothing of the model leaves its memory."""
+        """`ring`: with overlap="backward". `stay_in_memory`: a CPU computes, and nothing of the model leaves its
+        memory."""
         self._device = device
         self._units = units
         self._collectives = collectives
         self._spans = store.counters.spans
-        self._memory = self._new_memory(store, prefetcher)
-        # Weak: the memory has `attach` of the pool, and a cycle would outlive a dropped model.
-        prefetcher.pool.flush_grads = partial(_settle, weakref.ref(self._memory))
-        self._partials = make_partials(device, store.arena, prefetcher.pool.attach)
-        self._reductions = Reductions(collectives, self._partials.here, self._reduced)
-        self.passing = store.grad_ring is not None
+        self._downloads = None if device.is_host else GradDownloads(device, store.arena, store.counters)
+        self._memory = GradMemory(store, device, collectives.shard_index, self._downloads)
+        self._room = DriveRoom(store.counters, prefetcher.pool.attach)
+        self._ring = ring
+        # Weak: this object has `attach` of the pool, and a cycle would outlive a dropped model.
+        prefetcher.pool.flush_grads = partial(_settle, weakref.ref(self))
+        self._attach = prefetcher.pool.attach
+        self._reductions = Reductions(collectives, self._reduced)
+        self._with_pages: list[GradSection] = []
+        """Sections whose partial sum has pages, in the order in which they got them."""
+        self.passing = ring is not None
         """True if gradients are used by the backward that makes them, unless it defers."""
         self.defers = collectives.partition.defers_reduction and not self.passing
         """True if backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
@@ -102,35 +105,38 @@ class Gradients:
                 self._places[id(param)] = (found, len(found.params))
                 found.params.append(param)
             self.sections += [section for section in by_section.values() if section.layout.trainable]
-        if self._memory.path is not None:
-            self._memory.path.downloads.resize(self._staging_bytes())
+        if self._downloads is not None:
+            self._downloads.resize(self._staging_bytes())
 
     # Where they rest
 
-    def _new_memory(self, store: ShardStore, prefetcher: ParamPrefetcher) -> GradMemory:
-        path = None
-        if not self._device.is_host:
-            downloads = GradDownloads(self._device, store.arena, ())
-            path = DevicePath(downloads, DeviceSums(self._device, store.arena, store.counters))
-        index = self._collectives.shard_index
-        return GradMemory(store, self._device, prefetcher.pool.attach, index, DriveRoom(store.counters), path)
-
     def _new_section(self, unit: Unit, section: Section) -> GradSection:
-        store, local = self._new_store(unit, section, section.layout, sums_up=True), None
+        store, local = self._new_store(section, section.layout, unit.name, self._ring, sums_up=True), None
         if self._collectives.world_size > 1:
-            local = self._new_store(unit, section, section.layout.whole(), sums_up=False)
-        target, path = local or store, self._memory.path
-        entry = target if path is None else FreshGrads(target, self._device, path)
-        return GradSection(unit, section, store, local, entry)
+            local = self._new_store(section, section.layout.whole(), unit.name, None, sums_up=False)
+        downloads = self._downloads
+        fresh = None if downloads is None else FreshGrads(local or store, self._device, downloads)
+        return GradSection(unit, section, store, local, fresh, self._new_partial(section.layout))
 
-    def _new_store(self, unit: Unit, section: Section, layout: SectionLayout, *, sums_up: bool) -> GradStore:
+    def _new_partial(self, layout: SectionLayout) -> HostPartial | DevicePartial:
+        if self._device.is_host:
+            return HostPartial(layout, self._memory.store.arena, self._attach)
+        return DevicePartial(layout, self._device)
+
+    def _new_store(
+        self, section: Section, layout: SectionLayout, unit: str, ring: GradRing | None, *, sums_up: bool
+    ) -> GradStore:
         """`sums_up` where sums of squares of what rests there are wanted."""
-        tier, name = section.shard.placement.grads, unit.name
-        if tier is Tier.NVME:
-            return DriveGrads(self._memory, layout, name, sums_up=sums_up)
+        memory, tier = self._memory, section.shard.placement.grads
         if self._rest_on_device(section):
-            return DeviceGrads(self._memory, layout, name, sums_up=sums_up)
-        return HostGrads(self._memory, layout, tier, name, sums_up=sums_up)
+            return DeviceGrads(memory, layout, unit, sums_up=sums_up)
+        if tier is Tier.NVME:
+            if ring is not None:
+                return RingDriveGrads(ring, self._room, memory, layout, unit, sums_up=sums_up)
+            return DriveGrads(self._room, memory, layout, unit, sums_up=sums_up)
+        if ring is not None:
+            return RingGrads(ring, memory, layout, tier, unit, sums_up=sums_up)
+        return HostGrads(memory, layout, tier, unit, sums_up=sums_up)
 
     def _rest_on_device(self, section: Section) -> bool:
         return section.shard.placement.grads is Tier.DEVICE and not self._device.is_host
@@ -169,7 +175,7 @@ class Gradients:
             self._deferred = True
         else:
             self._open_partial(section)
-            self._partials.put(section, index, grad)
+            section.partial.put(index, grad, again=index in section.arrived)
             self._deferred |= takes_turns  # on all ranks, though one alone may have something to leave for the end
         if opened is not None:
             self._spans.close(opened)
@@ -200,8 +206,9 @@ class Gradients:
         for section in self.sections:
             if section.arrived or section.awaits_more:
                 self._complete(section)
-        self._reductions.finish()
-        if not self._device.is_host:
+        if self._collectives.world_size > 1:
+            self._reductions.finish()
+        if self._downloads is not None:
             for section in self.sections:
                 section.entry.flush()
         if not self.defers:
@@ -209,7 +216,14 @@ class Gradients:
 
     def begin_forward(self) -> None:
         """Memory that the last backward's gradients still leave is there for parameters."""
-        self._memory.settle()
+        self._memory.num_threads = kernel_threads()
+        self.settle()
+
+    def settle(self) -> bool:
+        """Pages of gradients that leave for drives are there for others. True if there were any."""
+        if self._downloads is not None:
+            self._downloads.advance()
+        return self._room.settle()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -253,7 +267,7 @@ class Gradients:
 
     def _complete(self, section: GradSection, *, of_one: bool = True) -> None:
         """All of this backward's gradients of a section are here; `of_one` micro-batch, whose ranks have the same."""
-        if section.is_gathered:
+        if section.partial.is_open:
             self._reduce(section, of_one)
             return
         section.arrived.clear()
@@ -290,37 +304,44 @@ class Gradients:
             section.holding |= anywhere
             if section.joined is not None:  # on all ranks: these gradients have crossed with others
                 section.joined, section.whole = None, True
-                section.forget_zeros()
+                self._forget_zeros(section)
             elif anywhere:
                 self._open_partial(section)
-                self._partials.widen(section)
+                section.partial.widen()
                 self._complete(section)
         self._reductions.finish()
 
     def _open_partial(self, section: GradSection) -> None:
         """This rank's sum of a section may be filled: no collective reads it."""
-        if section.is_gathered:
+        if section.partial.is_open:
             if not self._reductions.has(section):
                 return
             self._reductions.finish()
-        if not self._partials.has_room(section):
-            self._reductions.finish_oldest()
-        if not self._partials.has_room(section):
-            self._set_aside()
-        self._partials.open(section)
+        if section.partial.takes_pages:
+            if len(self._with_pages) >= GRADS_IN_FLIGHT:
+                self._reductions.finish_oldest()
+            if len(self._with_pages) >= GRADS_IN_FLIGHT:
+                self._set_aside()
+        section.partial.open()
+        if section.partial.takes_pages:
+            self._with_pages.append(section)
+
+    def _drop_partial(self, section: GradSection) -> None:
+        section.partial.drop()
+        self._with_pages = [each for each in self._with_pages if each is not section]
 
     def _set_aside(self) -> None:
         """The oldest sum that lacks some, which other micro-batches or parameters that get none leave out, waits for
         them as those of earlier backwards do."""
-        open_ = (each for each in self._partials.attached if not self._reductions.has(each))
+        open_ = (each for each in self._with_pages if not self._reductions.has(each))
         # An update inside of backward takes whole sections.
         chosen = (each for each in open_ if not self.passing or self._awaits_more(each))
         if (section := next(chosen, None)) is None:
             return
-        gathered, local = self._partials.here(section), section.local
+        gathered, local = section.partial.here(), section.local
         assert local is not None
         self._deferred = True
-        local.make_wide()
+        local.open_pages()
         section.aside = True
         for index in sorted(section.arrived):
             piece = section.layout.params[index]
@@ -329,15 +350,15 @@ class Gradients:
             section.waiting.add(index)
         section.arrived.clear()
         section.joined = None  # what had joined this sum waits again with the rest
-        self._partials.drop(section)
+        self._drop_partial(section)
         local.flush()
 
     def _reduce(self, section: GradSection, of_one: bool) -> None:
         """Launch the reduction of what was gathered."""
         if self._deferred:
             # Some ranks add sums of earlier backwards, which are fp32; all send what one of them sends.
-            self._partials.widen(section)
-        wide = ", in fp32" if self._partials.is_wide(section) else ""
+            section.partial.widen()
+        wide = ", in fp32" if section.partial.is_wide else ""
         self._collectives.agreement.same(f"the reduction of gradients of {_describe(section, of_one)}{wide}")
         taken = section.arrived | section.waiting
         if self._deferred and self.passing:  # its update follows at once
@@ -346,7 +367,7 @@ class Gradients:
         elif self._deferred:
             section.joined = (section.joined or set()) | taken
         self._add_waiting(section)
-        self._partials.fill(section)
+        section.partial.fill(section.arrived)
         section.arrived.clear()
         self._reductions.add(section)
 
@@ -354,36 +375,35 @@ class Gradients:
         """A section's reduction is over: `shard`, (shard_numel,) fp32 on the device, ours, goes to rest."""
         # The gradients may be another rank's alone: then this rank has not waited for the last step's update of them.
         section.unit.wait_for_update()
-        store, path = section.store, self._memory.path
-        if path is not None and not store.on_device:
-            path.downloads.make_room(shard.nbytes)
-        parts = store.parts()
-        store.add_shard(Gathered(shard, 0, parts, frozenset(section.reduced)))
-        section.reduced.update(parts)
-        if path is not None:
-            path.downloads.advance()
-        self._partials.drop(section)
+        store, downloads = section.store, self._downloads
+        if downloads is not None and not store.on_device:
+            downloads.make_room(shard.nbytes)
+        store.add_shard(Gathered(shard, 0, store.parts, frozenset(section.reduced)))
+        section.reduced.update(store.parts)
+        if downloads is not None:
+            downloads.advance()
+        self._drop_partial(section)
         section.whole = section.joined is None
         if section.whole and not section.holding:
-            section.entry.land()
-            section.forget_zeros()
+            section.land()
+            self._forget_zeros(section)
 
     def _add_waiting(self, section: GradSection) -> None:
         """Add this rank's own sums of earlier backwards, and of what was set aside, to the partial one."""
         local = section.local
         if local is None or not (section.waiting or section.aside):
             return
-        section.entry.land()
+        section.land()
         if section.aside:
             local.open_pages()  # on all ranks
-        self._partials.widen(section)  # likewise
+        section.partial.widen()  # likewise
         if section.waiting:
-            self._partials.add_local(section, local)
+            section.partial.add_local(local, section.waiting, section.arrived)
         section.arrived |= section.waiting
         section.waiting.clear()
-        local.held = section.aside = False
+        section.aside = False
         local.drop()
-        local.close()
+        local.flush(changed=False)
 
     # What is held
 
@@ -400,10 +420,6 @@ class Gradients:
         """True if a gradient of `params` (None: of any parameter) waits for a step."""
         return any(indices for _, indices in self._chosen(params))
 
-    def factor(self, section: GradSection, index: int) -> float:
-        """What a gradient held now is to be multiplied by."""
-        return section.store.factors.get(index, 1.0) / self.loss_scale
-
     def view(self, param: nn.Parameter) -> torch.Tensor | None:
         """The gradient itself, in the parameter's shape, where it rests on the compute device; else None."""
         section, index = self._places[id(param)]
@@ -418,17 +434,19 @@ class Gradients:
         for section, indices in self._chosen(params):
             brought = section.store.on_disk
             for index in indices:
-                copy = section.store.view(index).to("cpu", torch.float32, copy=True).mul_(self.factor(section, index))
+                factor = section.store.factors.get(index, 1.0) / self.loss_scale
+                copy = section.store.view(index).to("cpu", torch.float32, copy=True).mul_(factor)
                 found[section.params[index]] = copy.view(section.layout.params[index].spec.shape)
             if indices:
-                section.store.close(changed=not brought)
+                section.store.flush(changed=not brought)
         return found
 
     def _chosen(self, params: Collection[nn.Parameter] | None) -> Iterator[tuple[GradSection, list[int]]]:
         """Sections, each with those of `params` (None: of all) in it whose gradients are held."""
         wanted = None if params is None else set(map(id, params))
         for section in self.sections:
-            section.entry.land()
+            if section.fresh is not None:
+                section.fresh.land()
             held = sorted(section.holding)
             yield section, [index for index in held if wanted is None or id(section.params[index]) in wanted]
 
@@ -463,8 +481,15 @@ class Gradients:
         """For each unit's sections, whether the gradients held of `params` are finite, on every rank. Collective."""
         for section in itertools.chain(*units):
             self._complete_sums([section])
-        fine = [all(each.finite for section in unit for each in _held_sums(section, params)) for unit in units]
-        return [not bad for bad in self._collectives.any_rank([not each for each in fine])]
+        bad = [
+            not all(
+                each.finite
+                for section in unit
+                for each in section.store.sums_of(i for i in section.holding if section.params[i] in params)
+            )
+            for unit in units
+        ]
+        return [not each for each in self._collectives.any_rank(bad)]
 
     def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
         """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
@@ -478,13 +503,15 @@ class Gradients:
     def _complete_sums(self, sections: Sequence[GradSection]) -> None:
         """Have the sums of these, those on their way too, and of what may have changed since."""
         for section in sections:
-            section.entry.land()
-            section.store.measure(section.exposed & section.holding)  # the user may have changed it through `.grad`
-        if self._memory.path is not None and sections:
-            self._memory.path.sums.read([each.store.sums for each in sections], sections[0].store.unit)
+            if section.fresh is not None:
+                section.fresh.land()
+            if section.exposed:  # the user may have changed it through `.grad`
+                section.store.measure(section.exposed & section.holding)
+        if self._downloads is not None and sections:
+            self._downloads.sums.read([each.store.sums for each in sections], sections[0].store.unit)
 
     def unscale(self, loss_scale: float, overflowed: bool) -> bool:
-        """Divide the loss scale out of all factors, once; says whether the step must not be taken. Collective.
+        """Divide the loss scale out of all factors, once. True if the step must not be taken. Collective.
 
         `overflowed` is what this rank knows of gradients that are elsewhere.
         """
@@ -517,7 +544,7 @@ class Gradients:
                 view.clamp_(-bound, bound)
             if indices:
                 section.store.measure(indices)
-                section.store.close()
+                section.store.flush()
 
     # Their end
 
@@ -530,6 +557,7 @@ class Gradients:
             self.zeroed.discard(param)
         for section, indices in taken.values():
             self._forget(section, indices)
+        self._end_if_none()
 
     def drop(self, params: Collection[nn.Parameter] | None = None) -> bool:
         """Drop the gradients (of `params`; by default all). True if there were any."""
@@ -539,41 +567,52 @@ class Gradients:
             found = found or bool(indices)
             self._forget(section, indices)
             if section.local is not None and not section.waiting:
-                section.local.held = False
                 section.local.drop()
+        self._end_if_none()
         return found
 
     def abandon(self) -> bool:
-        """Forget all gradients, those of a backward that broke off included; says whether there were any."""
+        """Forget all gradients, those of a backward that broke off included. True if there were any."""
         self._reductions.drop()
         self.close()
-        self._memory.room.drop()
+        self._room.drop()
         for section in self.sections:
             section.arrived.clear()
             section.awaits_more, section.aside, section.joined = False, False, None
-            self._partials.drop(section)
+            self._drop_partial(section)
         self._deferred = False
         return self.drop()
 
     def close(self) -> None:
         """Nothing is on its way from a GPU when this returns: memory that copies use may go."""
         for section in self.sections:
-            section.entry.cancel()
-        if self._memory.path is not None:
-            self._memory.path.drop()
+            if section.fresh is not None:
+                section.fresh.cancel()
+        if self._downloads is not None:
+            self._downloads.drop()
 
     def _forget(self, section: GradSection, indices: Iterable[int]) -> None:
         """These parameters' gradients are over, as far as they are held."""
         gone = section.holding.intersection(indices)
         if not gone:
             return
-        section.entry.land()
+        if section.fresh is not None:
+            section.fresh.land()
         section.store.shown |= bool(gone & section.exposed)
         for each in (section.holding, section.exposed, section.waiting, section.reduced):
             each -= gone
-        section.store.forget(gone)
-        section.forget_zeros()
-        if not any(each.holding for each in self.sections):
+        section.store.drop(gone)
+        self._forget_zeros(section)
+
+    def _forget_zeros(self, section: GradSection) -> None:
+        """Of a section without gradients nothing is kept: not what a reduction has made of none either."""
+        if not section.holding:
+            section.store.drop()
+            section.reduced.clear()
+
+    def _end_if_none(self) -> None:
+        """With the last gradients their loss scale ends."""
+        if not any(section.holding for section in self.sections):
             self.loss_scale, self.overflowed = 1.0, False
 
 
@@ -583,8 +622,8 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
     return grad.detach() if grad.requires_grad else grad  # create_graph=True
 
 
-def _settle(memory: weakref.ref[GradMemory]) -> bool:
-    found = memory()
+def _settle(gradients: weakref.ref[Gradients]) -> bool:
+    found = gradients()
     return found is not None and found.settle()
 
 
@@ -593,10 +632,6 @@ def _describe(section: GradSection, of_one: bool) -> str:
     some = of_one and 0 < len(section.arrived) < len(section.layout.params)
     names = [section.layout.params[index].spec.name for index in sorted(section.arrived)]
     return f"{section.unit.name}{', of ' + ', '.join(names) if some else ''}"
-
-
-def _held_sums(section: GradSection, params: Container[nn.Parameter]) -> list[GradSum]:
-    return section.store.sums_of(index for index in section.holding if section.params[index] in params)
 
 
 def check_closed(grads: Gradients, call: str) -> None:

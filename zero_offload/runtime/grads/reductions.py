@@ -14,48 +14,38 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zero_offload.base.spans import Cause
-from zero_offload.base.types import MIB
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.runtime.grads.section import GradSection
+from zero_offload.runtime.grads.section import GradSection, is_small
 from zero_offload.runtime.ranks.collectives import Collectives
 
 REDUCTIONS_IN_FLIGHT = GRADS_IN_FLIGHT - 1
 """Beside the section that backward fills."""
-BUCKET_BYTES = 1 * MIB
-"""Smaller sections share a collective: its start would take longer than its transfer."""
 
 Done = Callable[[GradSection, torch.Tensor], None]
-"""done(section, its reduced shard): what the section lent is its own again."""
-
-
-def is_small(grads: GradSection) -> bool:
-    """Whether a section goes into a bucket."""
-    return grads.layout.numel * 4 < BUCKET_BYTES
+"""done(section, its reduced shard): nothing reads the partial sum any more."""
 
 
 class Reductions:
     """Idle where a rank is alone."""
 
-    def __init__(self, collectives: Collectives, lend: Callable[[GradSection], torch.Tensor], done: Done) -> None:
-        """`lend` gives a section's `partial`, for what this thread launches."""
+    def __init__(self, collectives: Collectives, done: Done) -> None:
         self._collectives = collectives
-        self._lend = lend
         # Weak: the receiver of the results holds this object, and a cycle would outlive a dropped model.
         self._done = weakref.WeakMethod(done)
         self._bucket: list[GradSection] = []
         self._flying: deque[tuple[Sequence[GradSection], Callable[[], list[torch.Tensor]]]] = deque()
 
     def add(self, grads: GradSection) -> None:
-        """The section's `partial` is complete: reduce it, alone or with others."""
-        if not is_small(grads):
+        """The section's partial sum is complete: reduce it, alone or with others."""
+        if not is_small(grads.layout.numel):
             self._launch([grads])
             return
         self._bucket.append(grads)
-        if sum(each.layout.numel * 4 for each in self._bucket) >= BUCKET_BYTES:
+        if not is_small(sum(each.layout.numel for each in self._bucket)):
             self._launch_bucket()
 
     def has(self, grads: GradSection) -> bool:
-        """Whether the section's `partial` is lent."""
+        """True if a reduction reads the section's partial sum, or will."""
         return any(grads is each for each in self._bucket) or any(
             grads is each for sections, _ in self._flying for each in sections
         )
@@ -81,7 +71,7 @@ class Reductions:
                 done(grads, shard)
 
     def drop(self) -> None:
-        """Drop the results. What is launched is waited for, since it reads what the sections lent."""
+        """Drop the results. What is launched is waited for, since it reads the partial sums."""
         self._bucket.clear()
         while self._flying:
             self._flying.popleft()[1]()
@@ -94,5 +84,5 @@ class Reductions:
     def _launch(self, sections: Sequence[GradSection]) -> None:
         while len(self._flying) >= REDUCTIONS_IN_FLIGHT:
             self.finish_oldest()
-        partials = [self._lend(grads) for grads in sections if grads.partial is not None]
+        partials = [grads.partial.here() for grads in sections]
         self._flying.append((sections, self._collectives.launch_reduce(partials, sections[-1].unit.name)))

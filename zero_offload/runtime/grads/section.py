@@ -1,36 +1,34 @@
-"""One section's gradients in this step: which have arrived, where they go, and who holds them.
+"""One section's gradients in this step: which have arrived, and what holds them while backward makes them.
 
-A value that the rest of this folder shares: `Gradients` enters what arrives and ends it.
+`GradSection` is a value that the rest of this folder shares: `Gradients` enters what arrives and ends it. On one rank
+a GPU's gradients are in `FreshGrads` until the section is complete, and leave in few copies. What goes over ranks is a
+section's gradients whole, on the compute device, with zeros where there are none: `HostPartial` copies each gradient as
+it comes, `DevicePartial` holds them until the section is complete, and copies them together. Launches cost the host
+more than memory. The calls of a partial sum: `open` before a section's first gradient; `put` for each; `add_local` for
+sums of earlier backwards; `fill` when no more come; `drop` when the sum is at rest.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from zero_offload.base.types import MIB, Tier
+from zero_offload.hardware.device import Device
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.runtime.units.unit import Section, Unit
-from zero_offload.storage.memory.arena import MovableBuffer
-from zero_offload.storage.shards.grad_store import GradStore
+from zero_offload.storage.memory.arena import Arena, MovableBuffer
+from zero_offload.storage.shards.drive_grads import AttachBuffer
+from zero_offload.storage.shards.grad_downloads import GradDownloads, neighbours
+from zero_offload.storage.shards.grad_store import Gathered, GradStore
 
-
-class GradEntry(Protocol):
-    """Where gradients of a section go as they arrive: a store, or on a GPU `FreshGrads`."""
-
-    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        """Take a parameter's gradient: it `adds` to the one at rest, or is the first."""
-
-    def flush(self) -> None:
-        """The section is complete."""
-
-    def land(self) -> None:
-        """Return when all that has arrived is where it rests."""
-
-    def cancel(self) -> None:
-        """What is on its way is not wanted."""
+BUCKET_BYTES = 1 * MIB
+"""Smaller sections share a collective: its start would take longer than its transfer."""
 
 
 @dataclass
@@ -43,8 +41,10 @@ class GradSection:
     """Where they rest; several ranks: this rank's part of their sum."""
     local: GradStore | None
     """Several ranks: this rank's own sums of backwards that were not reduced, over the whole section."""
-    entry: GradEntry
-    """On one rank of `store`, else of `local`."""
+    fresh: FreshGrads | None
+    """On a GPU: what has arrived for the store and has not left; several ranks: for `local`."""
+    partial: HostPartial | DevicePartial
+    """Several ranks: this backward's sum on this rank alone."""
     params: list[nn.Parameter] = field(default_factory=list)
     waiting: set[int] = field(default_factory=set)
     """Parameters with a gradient in `local`."""
@@ -67,26 +67,347 @@ class GradSection:
     """Parameters with a gradient that no step has consumed."""
     exposed: set[int] = field(default_factory=set)
     """Parameters whose gradient the user has in hand, and may have changed."""
-    is_gathered: bool = False
-    """Several ranks: True from this backward's first gradient until their sum over ranks is at rest."""
-    partial: torch.Tensor | None = None
-    """Their sum on this rank alone, (numel,), in the section's dtype or fp32; on a GPU only when they are complete."""
-    pages: MovableBuffer | None = None
-    """On a CPU, the memory of `partial`."""
 
-    @property
-    def layout(self) -> SectionLayout:
-        return self.section.layout
+    def __post_init__(self) -> None:
+        self.layout: SectionLayout = self.section.layout
+        self.entry: FreshGrads | GradStore = self.fresh or self.local or self.store
+        """Takes gradients that are not reduced as they arrive."""
+
+    def land(self) -> None:
+        """Return when all that has arrived is where it rests."""
+        if self.fresh is not None:
+            self.fresh.land()
 
     @property
     def device_bytes(self) -> int:
         """Of the compute device's own memory, under gradients at rest."""
         return self.store.device_bytes + (0 if self.local is None else self.local.device_bytes)
 
-    def forget_zeros(self) -> None:
-        """Of a section without gradients nothing is kept: not what a reduction has made of none either."""
-        if not self.holding:
-            self.store.sums.clear()
-            self.reduced.clear()
-            self.store.held = False
-            self.store.drop()
+
+class Fresh(NamedTuple):
+    """A gradient that backward has made on a GPU, and that has not left with its section."""
+
+    grad: torch.Tensor
+    stream: Any
+    """The one on which it is valid."""
+    adds: bool = False
+    """True if it adds to what the step holds."""
+    is_sum: bool = False
+    """True if it is a sum in fp32, in memory of its own."""
+
+
+class FreshGrads:
+    """The way of one section's gradients from a GPU's backward to their store, which takes them together.
+
+    A parameter that gets a second gradient before its section leaves has their sum, in fp32.
+    """
+
+    def __init__(self, store: GradStore, device: Device, downloads: GradDownloads) -> None:
+        self._store = store
+        self._device = device
+        self._downloads = downloads
+        self._fresh: dict[int, Fresh] = {}
+
+    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Hold a parameter's gradient: it `adds` to the one at rest, or is the first."""
+        stream, before = self._device.stream(), self._fresh.get(index)
+        if before is not None and before.adds:
+            self._leave()  # its store adds one gradient after the other
+            before = None
+        if before is None:
+            self._fresh[index] = Fresh(grad, stream, adds)
+            return
+        use(self._device, [before])
+        wide = before.grad.to(torch.float32, copy=not before.is_sum).add_(grad)
+        self._fresh[index] = Fresh(wide, stream, is_sum=True)
+
+    def flush(self) -> None:
+        """The section is complete: what has arrived goes to rest."""
+        self._leave()
+        self._downloads.advance()
+
+    def land(self) -> None:
+        """Return when all that has arrived is where it rests."""
+        self._leave()
+        self._downloads.land(self._store.layout.index)
+
+    def cancel(self) -> None:
+        """What has arrived is not wanted."""
+        self._fresh.clear()
+
+    def _leave(self) -> None:
+        fresh, self._fresh = self._fresh, {}
+        for indices in neighbours(fresh):
+            self._store.add_shard(self._gathered({index: fresh.pop(index) for index in indices}))
+
+    def _gathered(self, fresh: Mapping[int, Fresh]) -> Gathered:
+        """Gradients of neighbours, in the widest of their dtypes and the section's."""
+        use(self._device, fresh.values())
+        store, layout = self._store, self._store.layout
+        dtypes = (store.dtype if store.on_device else layout.dtype, *(each.grad.dtype for each in fresh.values()))
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        pieces = {index: layout.params[index] for index in fresh}
+        origin = next(iter(pieces.values())).begin
+        parts = {index: slice(piece.begin - origin, piece.end - origin) for index, piece in pieces.items()}
+        numel = max(part.stop for part in parts.values())
+        adds = frozenset(index for index, each in fresh.items() if each.adds)
+        if not store.on_device:
+            self._downloads.make_room(numel * dtype.itemsize)
+        first, *more = fresh.values()
+        if more:
+            flat = side_by_side({index: each.grad for index, each in fresh.items()}, parts, numel).to(dtype)
+        elif store.on_device and not adds:
+            flat = own(first.grad, dtype)
+        else:
+            flat = first.grad.reshape(-1).to(dtype)
+        return Gathered(flat, origin, parts, adds)
+
+
+def is_small(numel: int) -> bool:
+    """True if a section of so many elements shares its reduction with others."""
+    return numel * 4 < BUCKET_BYTES
+
+
+class HostPartial:
+    """A section's sum in host memory: in the section's dtype, as backward makes it, and fp32 once it is added up.
+
+    Large sections have pages only while they are filled and reduced.
+    """
+
+    def __init__(self, layout: SectionLayout, arena: Arena, attach: AttachBuffer) -> None:
+        self._layout = layout
+        self._arena = arena
+        self._attach = attach
+        self._pages: MovableBuffer | None = None
+        self.takes_pages = not is_small(layout.numel)
+        """True if as many at once may be open as the plan counts."""
+        self.is_open = False
+        """True from this backward's first gradient until the sum over ranks is at rest."""
+        self.sum: torch.Tensor | None = None
+        """(numel,), on this rank alone."""
+
+    def open(self) -> None:
+        """Gradients are gathered from now on. Raises CapacityError."""
+        numel, dtype = self._layout.numel, self._layout.dtype
+        if self.takes_pages:
+            self._pages = self._pages or MovableBuffer(self._arena, numel * 4, claims=True)
+            self._attach(self._pages)
+            self.sum = self._pages.region.tensor(dtype, numel)
+        else:
+            self.sum = torch.empty(numel, dtype=dtype, device="cpu")
+        self.is_open = True
+
+    def here(self) -> torch.Tensor:
+        """The sum, (numel,), for what is launched from now on: gradients may be made on several streams."""
+        assert self.sum is not None
+        return self.sum
+
+    def put(self, index: int, grad: torch.Tensor, *, again: bool) -> None:
+        """A parameter's gradient has arrived, or one more of them in the same backward."""
+        partial, piece = self.here(), self._layout.params[index]
+        wide = self.widen() if again or grad.dtype != partial.dtype else partial
+        place = wide[piece.begin : piece.end]
+        place.add_(grad.reshape(-1)) if again else place.copy_(grad.reshape(-1))
+
+    def add_local(self, local: GradStore, waiting: Set[int], arrived: Set[int]) -> None:
+        """Add the gradients of `waiting`, which are in `local`, to those that have arrived."""
+        partial = self.widen()
+        for index in sorted(waiting):
+            piece = self._layout.params[index]
+            place = partial[piece.begin : piece.end]
+            place.add_(local.view(index)) if index in arrived else place.copy_(local.view(index))
+
+    def fill(self, arrived: Collection[int]) -> None:
+        """No more come: what has no gradient takes part as zeros."""
+        partial = self.here()
+        for begin, end in _holes(self._layout, arrived):
+            partial[begin:end].zero_()
+
+    def widen(self) -> torch.Tensor:
+        """Switch to fp32, keeping the values, which is exact."""
+        partial = self.here()
+        if partial.dtype == torch.float32:
+            return partial
+        if self._pages is None:
+            self.sum = partial.float()
+        else:
+            narrow = partial.clone()  # both begin at the same page
+            self.sum = self._pages.region.tensor(torch.float32, self._layout.numel).copy_(narrow)
+        return self.sum
+
+    @property
+    def is_wide(self) -> bool:
+        """True if the sum has another dtype than the section."""
+        return self.here().dtype != self._layout.dtype
+
+    def drop(self) -> None:
+        """The sum is of no use any more, if there is one."""
+        self.sum, self.is_open = None, False
+        if self._pages is not None and self._pages.attached:
+            self._pages.detach()
+
+
+class DevicePartial:
+    """A section's sum in a GPU's memory: made when the section is complete, or when a parameter's second gradient
+    comes.
+
+    All is fp32, since collectives of a GPU add in the dtype that they are given. The calls are those of `HostPartial`.
+    """
+
+    takes_pages = False
+
+    def __init__(self, layout: SectionLayout, device: Device) -> None:
+        self._layout = layout
+        self._device = device
+        self._fresh: dict[int, Fresh] = {}
+        """Gradients that are not in the sum yet."""
+        self._summed: set[int] = set()
+        """Parameters with a gradient in the sum; others have zeros there."""
+        self._home: Any = None
+        """The stream whose memory the sum is."""
+        self._last: Any = None
+        """The stream that used it last."""
+        self.is_open = False
+        self.sum: torch.Tensor | None = None
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def here(self) -> torch.Tensor:
+        assert self.sum is not None
+        self._device.join([self._last])
+        self._last = self._device.stream()
+        return self.sum
+
+    def put(self, index: int, grad: torch.Tensor, *, again: bool) -> None:
+        if index in self._fresh:
+            self._sum_up()  # one after the other, as in a loop over backwards
+        self._fresh[index] = Fresh(grad, self._device.stream())
+
+    def add_local(self, local: GradStore, waiting: Set[int], arrived: Set[int]) -> None:
+        brought = self._brought(local)
+        if self.sum is not None:
+            self._sum_up()
+            self._merge({index: brought[self._place(index)] for index in waiting})
+            return
+        if holes := [brought[begin:end] for begin, end in _holes(self._layout, waiting)]:
+            torch._foreach_zero_(holes)
+        self._adopt(brought, waiting)
+        self._sum_up()
+
+    def fill(self, arrived: Collection[int]) -> None:
+        self._sum_up()
+        if self.sum is None:
+            self._adopt(torch.zeros(self._layout.numel, dtype=torch.float32, device=self._device.torch_device), ())
+
+    def widen(self) -> None:
+        """It is fp32."""
+
+    @property
+    def is_wide(self) -> bool:
+        return self._layout.dtype != torch.float32
+
+    def drop(self) -> None:
+        if self.sum is not None:
+            self._device.join([self._last, self._device.stream()], into=self._home)
+        self._fresh.clear()
+        self._summed.clear()
+        self._home = self._last = self.sum = None
+        self.is_open = False
+
+    def _sum_up(self) -> None:
+        """Bring what has arrived since the last call into the sum."""
+        if not self._fresh:
+            return
+        use(self._device, self._fresh.values())
+        new = {index: each.grad for index, each in self._fresh.items()}
+        self._fresh.clear()
+        if self.sum is not None:
+            self._merge(new)
+            return
+        indices = set(new)
+        flat = side_by_side(new, {index: self._place(index) for index in sorted(new)}, self._layout.numel)
+        new.clear()  # this memory is there for the wide sum
+        self._adopt(flat.float(), indices)
+
+    def _merge(self, new: Mapping[int, torch.Tensor]) -> None:
+        """Add these to the sum, or copy them to where it has zeros: one launch for all neighbours of a kind."""
+        partial, summed = self.here(), self._summed
+        for indices in (*neighbours(new.keys() & summed), *neighbours(new.keys() - summed)):
+            first, last = self._place(indices[0]).start, self._place(indices[-1]).stop
+            place, parts = partial[first:last], {index: self._place(index, first) for index in indices}
+            flat = side_by_side({index: new[index] for index in indices}, parts, last - first)
+            place.add_(flat) if indices[0] in summed else place.copy_(flat)
+        summed |= new.keys()
+
+    def _brought(self, local: GradStore) -> torch.Tensor:
+        """What `local` holds, (numel,) fp32, on the device; between gradients it has any values."""
+        flat = torch.empty(self._layout.numel, dtype=local.dtype, device=self._device.torch_device)
+        pieces, waits = local.chunks(range(len(local.layout.chunks())))
+        for wait in waits:
+            wait()
+        for begin, end, held in pieces:
+            if local.tier is Tier.NVME or local.on_device:
+                flat[begin:end].copy_(held)  # pages that come and go are not pinned: no asynchronous copy
+            else:
+                self._device.upload(flat[begin:end], held).take()
+        return flat.float()
+
+    def _adopt(self, flat: torch.Tensor, indices: Collection[int]) -> None:
+        """`flat`, (numel,) fp32, of this thread's stream, is the sum, and has the gradients of `indices`."""
+        self.sum = flat
+        self._home = self._last = self._device.stream()
+        self._summed.update(indices)
+
+    def _place(self, index: int, origin: int = 0) -> slice:
+        """Of a parameter in the section, counted from element `origin`."""
+        piece = self._layout.params[index]
+        return slice(piece.begin - origin, piece.end - origin)
+
+
+def _holes(layout: SectionLayout, present: Collection[int]) -> Iterator[tuple[int, int]]:
+    """Elements [begin, end) of a section that are of none of these parameters."""
+    pieces = [layout.params[index] for index in sorted(present)]
+    begins: Iterable[int] = [0, *(piece.end for piece in pieces)]
+    ends: Iterable[int] = [*(piece.begin for piece in pieces), layout.numel]
+    return ((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)
+
+
+def use(device: Device, fresh: Iterable[Fresh]) -> None:
+    """This thread's stream computes with these."""
+    here = device.stream()
+    for each in fresh:
+        if each.stream != here:
+            device.join([each.stream])
+            device.use_here(each.grad)
+
+
+def side_by_side(grads: Mapping[int, torch.Tensor], parts: Mapping[int, slice], numel: int) -> torch.Tensor:
+    """One tensor, (numel,), in the widest of the gradients' dtypes: each lies at its part, with zeros between them.
+
+    `parts` are in order. This is one launch, and one for the zeros: on a GPU a copy of each gradient by itself would
+    cost the host more than the bytes cost the device.
+    """
+    found, gaps, at = list[torch.Tensor | int](), [0], 0
+    for index, part in [*parts.items(), (-1, slice(numel, numel))]:
+        if at < part.start:
+            gaps.append(part.start - at)
+            found.append(gaps[-1])
+        if index >= 0:
+            found.append(grads[index].reshape(-1))
+        at = part.stop
+    narrowest = min(grads.values(), key=lambda grad: grad.dtype.itemsize)
+    zeros = narrowest.new_zeros(max(gaps)) if max(gaps) else narrowest
+    return torch.cat([zeros[:each] if isinstance(each, int) else each for each in found])
+
+
+def own(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient that autograd has made, (numel,) `dtype`: itself if nothing else is in its memory, else a copy."""
+    alone = grad.nbytes == grad.untyped_storage().nbytes() and not _is_shared(grad)
+    return grad.detach().reshape(-1).to(dtype, copy=not alone)
+
+
+def _is_shared(grad: torch.Tensor) -> bool:
+    """True if another tensor is in its memory."""
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > 2  # the gradient and `storage`

@@ -2,29 +2,20 @@
 
 Owns a tensor for each parameter that has a gradient: a part of one that has those of its neighbours too, so that a
 section is widened, sent and used as one. None outlives the update that uses it, so forward has the memory for
-activations. There is no array and no `place`: gradients are adopted, and added to where they are. An update on the host
-takes a chunk by way of staging memory, beside whatever the device computes.
+activations. It has no array and no `add`: a GPU's gradients come together, are adopted, and added to where they are.
+An update on the host takes a chunk by way of staging memory, beside whatever the device computes.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from zero_offload.base.types import Tier
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.storage.shards.grad_memory import GradMemory
-from zero_offload.storage.shards.grad_store import (
-    Arrival,
-    Downloads,
-    Gathered,
-    GradPiece,
-    GradSource,
-    GradStore,
-    is_wider,
-)
+from zero_offload.storage.memory.arena import Region
+from zero_offload.storage.shards.grad_store import Gathered, GradMemory, GradPiece, GradStore, Wait, is_wider
 
 
 class DeviceGrads(GradStore):
@@ -34,13 +25,9 @@ class DeviceGrads(GradStore):
     comes_by_staging = True
 
     def __init__(self, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool) -> None:
-        super().__init__(layout, Tier.DEVICE, unit, memory.shard_index, sums_up=sums_up)
-        assert memory.path is not None
-        self._memory = memory
-        self._device_sums = memory.path.sums
-
-    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        raise AssertionError("a GPU's gradients come together")
+        super().__init__(memory, layout, Tier.DEVICE, unit, sums_up=sums_up)
+        assert memory.downloads is not None
+        self._device_sums = memory.downloads.sums
 
     def add_shard(self, new: Gathered) -> None:
         if new.adds or is_wider(new.flat.dtype, self.dtype):
@@ -60,7 +47,7 @@ class DeviceGrads(GradStore):
 
     def measure(self, indices: Iterable[int]) -> None:
         if views := {index: self.view(index) for index in sorted(indices)}:
-            self.sums |= self._device_sums.launch(self.layout.index, self.parts(), views)[0]
+            self.sums |= self._device_sums.launch(self.layout.index, self.parts, views)[0]
 
     @property
     def device_bytes(self) -> int:
@@ -78,24 +65,24 @@ class DeviceGrads(GradStore):
                 self._adopted[index] = wide[begin : begin + self._adopted[index].numel()]
         self.dtype = torch.float32
 
-    def chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
-        begin, end = self.layout.elements(rows)
-        found, size = [], self.dtype.itemsize
-        for piece in self.pieces(rows):
-            target = _host_tensor(staging + piece.begin * size, self.dtype, piece.end - piece.begin)
-            found.append(self._memory.device.download(target, piece.grad, after=self._made))
-            self._memory.store.counters.read(Tier.DEVICE, target.nbytes)
-        return [GradSource(0, end - begin, staging)], [Downloads(found)]
-
-    def pieces(self, rows: range) -> list[GradPiece]:
+    def chunks(
+        self, rows: range, staging: Region | None = None, offset: int = 0
+    ) -> tuple[list[GradPiece], Sequence[Wait]]:
         begin, end = self.layout.elements(rows)
         found = []
         for indices in self._neighbours():
-            whole, first = _together([self._adopted[index] for index in indices]), self._begin(indices[0])
+            whole, first = _together([self._adopted[index] for index in indices]), self.parts[indices[0]].start
             inside = slice(max(begin - first, 0), max(min(first + whole.numel(), end) - first, 0))
             if inside.start < inside.stop:
                 found.append(GradPiece(first + inside.start - begin, first + inside.stop - begin, whole[inside]))
-        return found
+        if staging is None:
+            return found, []
+        chunk, waits = staging.tensor(self.dtype, end - begin, offset), list[Wait]()
+        for piece in found:
+            target = chunk[piece.begin : piece.end]
+            waits.append(self._memory.device.download(target, piece.grad, after=self._made).take_on_host)
+            self._memory.store.counters.read(Tier.DEVICE, target.nbytes)
+        return [GradPiece(0, end - begin, chunk)], waits
 
     def _neighbours(self) -> Iterator[list[int]]:
         """Parameters in order; together those whose gradients lie in one memory as they do in the section."""
@@ -103,7 +90,7 @@ class DeviceGrads(GradStore):
         for index, grad in sorted(self._adopted.items()):
             if run:
                 last = self._adopted[run[-1]]
-                apart = self._begin(index) - self._begin(run[-1])
+                apart = self.parts[index].start - self.parts[run[-1]].start
                 same = grad.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
                 if not same or grad.storage_offset() - last.storage_offset() != apart:
                     yield run
@@ -112,17 +99,8 @@ class DeviceGrads(GradStore):
         if run:
             yield run
 
-    def _begin(self, index: int) -> int:
-        """The first element of a parameter's gradient in the shard."""
-        return self.layout.in_shard(self.layout.params[index], self._shard_index)[0]
-
 
 def _together(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Neighbours in one memory, and what is between them, as one; (numel,)."""
     begin, last = grads[0].storage_offset(), grads[-1]
     return grads[0].as_strided((last.storage_offset() + last.numel() - begin,), (1,), begin)
-
-
-def _host_tensor(address: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """(numel,) of memory with another owner."""
-    return torch.frombuffer((ctypes.c_char * (numel * dtype.itemsize)).from_address(address), dtype=dtype)

@@ -1,30 +1,109 @@
 """Gradients at rest on a drive.
 
 They have pages in host memory only while backward writes the array, and until that is on the drive; `DriveRoom` says
-who has them. A large gradient that is its section's only one is written through four chunks, without a copy of all of
-it. `chunks` runs on any thread, and waits for what was launched before; everything else is the control thread's.
+which sections have them. A large gradient that is its section's only one is written through four chunks, without a copy
+of all of it. `chunks` runs on any thread, and waits for what was launched before; the rest is the control thread's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.base.types import Tier
 from zero_offload.hardware.kernels.grads import sum_of_squares
-from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, Transfer
-from zero_offload.storage.memory.arena import MovableBuffer
-from zero_offload.storage.shards import host_grads
-from zero_offload.storage.shards.grad_memory import GradMemory
-from zero_offload.storage.shards.grad_store import Arrival, Gathered, GradSource
-from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.memory.arena import MovableBuffer, Region
+from zero_offload.storage.shards import grad_store
+from zero_offload.storage.shards.grad_store import Gathered, GradMemory, GradPiece, HostGrads, Wait
 
 STREAM_CHUNKS = 4
 """Chunks of memory that a gradient is streamed through."""
+
+AttachBuffer = Callable[[MovableBuffer], None]
+"""Puts pages under a buffer, evicting others if need be. Raises CapacityError."""
+
+
+class DriveRoom:
+    """Which sections whose gradients rest on a drive have pages, and which give theirs back first.
+
+    Backward fills the pages of a section while those of the unit before are written; sections that wait for their last
+    gradients (some never come) rest on their drive until those arrive. The calls: `open` before a gradient is put in
+    its place, `leave` when the section is complete or `drop`, `settle` when the pages are wanted elsewhere. What
+    happens depends on the order of the calls alone, never on what is complete, so that it is the same on all ranks.
+    """
+
+    def __init__(self, counters: Counters, attach: AttachBuffer) -> None:
+        self._counters = counters
+        self.attach = attach
+        # Weak: stores hold this object, and a cycle would outlive a dropped model.
+        self._stores: dict[int, list[weakref.ref[DriveGrads]]] = {}
+        """By the section's index: with several ranks it has two, which leave together."""
+        self._units: dict[int, int] = {}
+        """The unit of each section."""
+        self._open: list[int] = []
+        """Sections with pages, the longest unused first."""
+        self._leaving: list[int] = []
+        """The oldest first."""
+
+    def add(self, store: DriveGrads) -> None:
+        self._stores.setdefault(store.layout.index, []).append(weakref.ref(store))
+        self._units[store.layout.index] = store.layout.unit
+
+    def open(self, section: int) -> None:
+        """There is room for this section's pages."""
+        if self._open and self._open[-1] == section and len(self._leaving) < GRADS_IN_FLIGHT:
+            return  # the next gradient of the same section
+        self._forget(section)
+        while self._num_units([*self._open, section]) > GRADS_IN_FLIGHT:
+            self.leave(self._open[0])
+        while self._num_units(self._leaving) >= GRADS_IN_FLIGHT:
+            self._settle_oldest()
+        self._open.append(section)
+
+    def leave(self, section: int) -> None:
+        """Launch its writes."""
+        self._forget(section)
+        for store in self._of(section):
+            store.leave()
+        self._leaving.append(section)
+
+    def drop(self) -> None:
+        """Drop what has not left."""
+        while self._open:
+            for store in self._of(self._open[-1]):
+                store.flush(changed=False)
+            self._open.pop()
+
+    def settle(self) -> bool:
+        """Wait for what was launched. True if anything was."""
+        found = bool(self._leaving)
+        while self._leaving:
+            self._settle_oldest()
+        return found
+
+    def _settle_oldest(self) -> None:
+        stores = self._of(self._leaving[0])
+        with self._counters.waiting(Cause.GRADS, stores[0].unit):
+            for store in stores:
+                store.settle()
+        self._leaving.pop(0)
+
+    def _forget(self, section: int) -> None:
+        self._open = [each for each in self._open if each != section]
+        self._leaving = [each for each in self._leaving if each != section]
+
+    def _num_units(self, sections: Iterable[int]) -> int:
+        return len({self._units[each] for each in sections})
+
+    def _of(self, section: int) -> list[DriveGrads]:
+        return [store for store in (each() for each in self._stores[section]) if store is not None]
 
 
 class DriveGrads(HostGrads):
@@ -32,54 +111,56 @@ class DriveGrads(HostGrads):
 
     comes_by_staging = True
 
-    def __init__(self, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool) -> None:
+    def __init__(self, room: DriveRoom, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool) -> None:
         super().__init__(memory, layout, Tier.NVME, unit, sums_up=sums_up)
+        self._room = room
         self._pages: MovableBuffer | None = None
         """Under the array."""
         self._stream_pages: MovableBuffer | None = None
         self._writes: tuple[Transfer, ...] = ()
         """Those out of attached pages which may be under way."""
         self._extents: dict[torch.dtype, Extent] = {}
-        memory.room.add(self)
+        room.add(self)
 
     # From backward
 
-    def add_shard(self, new: Gathered) -> None:
-        if self._memory.path is None:
-            super().add_shard(new)
-        else:
-            self._stage(new)
+    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        self._write(index, grad.contiguous(), adds=adds)
 
-    def make_wide(self) -> None:
-        self._memory.room.open(self.layout.index)
+    def add_shard(self, new: Gathered) -> None:
+        downloads = self._memory.downloads
+        if downloads is None:
+            self._take(new.parts, new.adds, new.flat)
+        else:
+            self._stage(downloads, new)
+
+    def open_pages(self) -> None:
         self.widen()
         self.open()
 
-    def open_pages(self) -> None:
-        self.open()
-
-    def flush(self) -> None:
-        self._memory.room.leave(self.layout.index)
-
-    def _keeps(self, grad: torch.Tensor) -> bool:
-        return False
+    def flush(self, *, changed: bool = True) -> None:
+        if changed:
+            self._room.leave(self.layout.index)
+        else:
+            self._forget_array()
+            self._settle()
 
     def _write(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
-        self._memory.room.open(self.layout.index)
+        self._room.open(self.layout.index)
         if adds or not self._may_stream(grad):
             super()._write(index, grad, adds=adds)
             return
         self.factors.pop(index, None)
         with self._store.counters.waiting(Cause.GRADS, self.unit):
             self.stream(grad.reshape(-1))
-        threads = kernel_threads()
+        threads = self._memory.num_threads
         self.sums[index] = sum_of_squares(grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
         self.held = True
 
     def _may_stream(self, grad: torch.Tensor) -> bool:
         """True if a gradient is large, and rests on a drive as it is, and alone."""
-        alone = len(self.layout.params) == 1 and self._array is None and self._store.grad_ring is None
-        return self._sums_up and alone and grad.nbytes >= host_grads.LARGE_BYTES and grad.dtype == self.dtype
+        alone = len(self.layout.params) == 1 and self._array is None
+        return self._sums_up and alone and grad.nbytes >= grad_store.LARGE_BYTES and grad.dtype == self.dtype
 
     def stream(self, grad: torch.Tensor) -> None:
         """Write `grad`, the shard's elements from the first on, chunk after chunk; the last few are under way then."""
@@ -101,6 +182,11 @@ class DriveGrads(HostGrads):
     def on_disk(self) -> bool:
         return self._array is None
 
+    def open(self) -> torch.Tensor:
+        if self._array is None:
+            self._room.open(self.layout.index)
+        return super().open()
+
     def _bring(self) -> torch.Tensor:
         numel = self.layout.shard_numel
         if self._pages is not None and self._pages.attached and self._writes:
@@ -114,15 +200,20 @@ class DriveGrads(HostGrads):
             self._store.disk.read_array(self._extent(self.dtype), array)
         return array
 
+    def _begin_wide(self) -> None:
+        super()._begin_wide()
+        self._settle()
+
     def leave(self) -> None:
         """Launch the write of the open array."""
-        if self._array is not None and self._span is None:
+        if self._array is not None:
             self._await_writes()
             write = self._store.disk.launch_write(self._extent(self.dtype), ALL_ROWS, self._array.data_ptr())
             self._writes = (write,)
             self._forget_array()
 
     def settle(self) -> None:
+        """What leaves is on its drive, and its pages go back."""
         if self._array is None:
             self._settle()
 
@@ -134,17 +225,6 @@ class DriveGrads(HostGrads):
                 pages.detach()
         self._writes = ()
 
-    def close(self, *, changed: bool = True) -> None:
-        if changed:
-            self.leave()
-        elif self._span is None:
-            self._forget_array()
-        self.settle()
-
-    def _kept(self, array: torch.Tensor) -> None:
-        self._await_writes()
-        self._store.disk.write_array(self._extent(array.dtype), array)
-
     def _await_writes(self) -> None:
         for write in self._writes:
             write.wait()
@@ -153,7 +233,7 @@ class DriveGrads(HostGrads):
         """With pages attached; its addresses are reserved once for each size."""
         if pages is None or pages.region.nbytes != nbytes:
             pages = MovableBuffer(self._store.arena, nbytes, claims=True)
-        self._memory.attach(pages)
+        self._room.attach(pages)
         return pages
 
     def _extent(self, dtype: torch.dtype) -> Extent:
@@ -164,10 +244,13 @@ class DriveGrads(HostGrads):
 
     # To the update
 
-    def chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
-        if not self.on_disk:
-            return super().chunks(rows, staging)
+    def chunks(
+        self, rows: range, staging: Region | None = None, offset: int = 0
+    ) -> tuple[list[GradPiece], Sequence[Wait]]:
+        if staging is None or not self.on_disk:
+            return super().chunks(rows)
         begin, end = self.layout.elements(rows)
         self._await_writes()
-        read = self._store.disk.launch_read(self._extent(self.dtype), slice(rows.start, rows.stop), staging)
-        return [GradSource(0, end - begin, staging)], [read]
+        extent, address = self._extent(self.dtype), staging.address + offset
+        read = self._store.disk.launch_read(extent, slice(rows.start, rows.stop), address)
+        return [GradPiece(0, end - begin, staging.tensor(self.dtype, end - begin, offset))], [read.wait]

@@ -1,52 +1,57 @@
 """Where one section's gradients rest on this rank between backward and update, and what is known of them.
 
-`GradStore` is what backward, the norm and the update see. `HostGrads` keeps gradients in host memory, `DriveGrads` on a
-drive, `DeviceGrads` in a GPU's memory; one is chosen for each section when the model is offloaded. A store owns values,
-their sums of squares, and the factors by which the update multiplies them. Values are in the compute dtype while a step
-has one micro-batch, and fp32 from the first addition on: this switch is exact. The calls: `add` for each gradient that
-backward has made in host memory, or `add_shard` for several that lie in one tensor; `flush` when the section is
-complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`.
+A `GradStore` is chosen for each section when the model is offloaded: `HostGrads` (here) in host memory, `DriveGrads` on
+a drive, `DeviceGrads` in a GPU's memory; with overlap="backward" the first two have a part of the ring (`ring_grads`).
+A store owns values, their sums of squares, and the factors by which the update multiplies them. Values are in the
+compute dtype while a step has one micro-batch, and fp32 from the first addition on: this switch is exact. The calls:
+`add` for each gradient that backward has made in host memory, or `add_shard` for several that lie in one tensor;
+`flush` when the section is complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`.
+Between them `view`, `measure`, `apply_factor` and `widen` work on gradients where they rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from zero_offload.base.types import Tier
-from zero_offload.hardware.device import Event, Handoff
+from zero_offload.base.types import KIB, MIB, Tier
+from zero_offload.hardware.device import Device, Event, Handoff
+from zero_offload.hardware.kernels.grads import accumulate_grad, store_grad, sum_of_squares
 from zero_offload.hardware.native import GradSum
+from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
-from zero_offload.storage.shards.device_sums import ComingSum, Sum
+from zero_offload.storage.memory.arena import Region
+from zero_offload.storage.shards.grad_downloads import ComingSum, GradDownloads, Sum
+from zero_offload.storage.shards.store import ShardStore
+
+LARGE_BYTES = 32 * MIB
+"""From this size on malloc gives a tensor pages of its own: keeping a gradient is then cheaper than a copy, and leaves
+no hole in the heap when it goes."""
+
+KEPT_MEAN_BYTES = 256 * KIB
+"""Each gradient that is kept is an update by itself: a section of many small ones is updated faster as one."""
+
+Wait = Callable[[], object]
+"""Returns when gradients on their way to host memory are there."""
 
 
-class Arrival(Protocol):
-    """Gradients on their way to host memory."""
+@dataclass
+class GradMemory:
+    """What the gradient stores of one model share."""
 
-    def wait(self) -> None:
-        """Return when they are there."""
-
-
-@dataclass(frozen=True)
-class Downloads:
-    """Gradients that a device sends to the host's memory."""
-
-    handoffs: Sequence[Handoff]
-
-    def wait(self) -> None:
-        for handoff in self.handoffs:
-            handoff.take_on_host()
-
-
-class GradSource(NamedTuple):
-    """Elements [begin, end) of chunks have their gradients at `address`, which is that of element 0 of them."""
-
-    begin: int
-    end: int
-    address: int
+    store: ShardStore
+    device: Device
+    shard_index: int
+    downloads: GradDownloads | None
+    """The way from a GPU; None where a CPU computes."""
+    num_threads: int = field(default_factory=kernel_threads)
+    """Of the kernels that write gradients: torch's setting, as it was when the last forward began."""
+    keeps_small: bool = False
+    """True where nothing of the model leaves memory: gradients may leave holes in the heap, for the next forward."""
 
 
 class GradPiece(NamedTuple):
@@ -78,20 +83,23 @@ class GradStore:
     comes_by_staging = False
     """True if `chunks` may have to bring gradients to staging memory."""
 
-    def __init__(self, layout: SectionLayout, tier: Tier, unit: str, shard_index: int, *, sums_up: bool) -> None:
+    def __init__(self, memory: GradMemory, layout: SectionLayout, tier: Tier, unit: str, *, sums_up: bool) -> None:
         """`layout` says how long the array is: a section cut into one shard has it whole. `unit` is the unit's name.
         Without `sums_up` no sums of squares are kept."""
         self.layout, self.tier, self.unit, self.dtype = layout, tier, unit, layout.dtype
+        index = memory.shard_index if layout.num_shards > 1 else 0
+        self.parts = {i: slice(*layout.in_shard(piece, index)) for i, piece in enumerate(layout.params)}
+        """Where this rank's part of each parameter is in the shard, by the parameter's index."""
         self.sums: dict[int, Sum] = {}
         """Sums of squares by the parameter's index; several ranks: of this rank's part. Some are on their way from a
         GPU until `DeviceSums.read`."""
         self.factors: dict[int, float] = {}
         """By the parameter's index, what its gradient is to be multiplied by; what has none is used as it is."""
         self.held = False
-        """True if a step's gradients are inside; their consumer clears it."""
+        """True if a step's gradients are inside."""
         self.shown = False
         """True if the user has seen gradients that are over, and may have kept them."""
-        self._shard_index = shard_index if layout.num_shards > 1 else 0
+        self._memory = memory
         self._sums_up = sums_up
         self._adopted: dict[int, torch.Tensor] = {}
         """By the parameter's index: (numel,) `dtype`, a tensor that autograd has made, or a part of one."""
@@ -111,20 +119,12 @@ class GradStore:
         """Take neighbours' gradients, (numel,) in one tensor of the compute device."""
         raise NotImplementedError
 
-    def flush(self) -> None:
-        """The section is complete: pages that only backward needs begin to leave."""
-
-    def land(self) -> None:
-        """Return when what was added is where it rests: in host memory it is."""
-
-    def cancel(self) -> None:
-        """What is on its way is not wanted: into host memory nothing is."""
-
-    def make_wide(self) -> None:
-        """Have the pages of fp32 gradients. All ranks do, whether or not they have any."""
-
     def open_pages(self) -> None:
-        """Have the pages of what is held. All ranks do."""
+        """Have the pages of fp32 gradients, where they come and go. All ranks do, whether or not they have any."""
+
+    def flush(self, *, changed: bool = True) -> None:
+        """The section is complete, or what `view` has brought is used: pages that only that needs go. What has
+        `changed` is written first, if gradients rest elsewhere."""
 
     # To the update
 
@@ -132,23 +132,39 @@ class GradStore:
         """An update is launched that takes gradients. On a GPU they are valid at the mark `made`."""
         self._made, self._lent = made, True
 
-    def chunks(self, rows: range, staging: int) -> tuple[list[GradSource], Sequence[Arrival]]:
-        """Where the update finds the gradients of neighbouring chunks, and what to wait for before using them; one
-        chunk where they are not in the host's memory."""
-        raise NotImplementedError
+    def chunks(
+        self, rows: range, staging: Region | None = None, offset: int = 0
+    ) -> tuple[list[GradPiece], Sequence[Wait]]:
+        """The gradients of neighbouring chunks, in order, none of them twice, and what to call before they are used.
 
-    def pieces(self, rows: range) -> list[GradPiece]:
-        """The gradients of neighbouring chunks where they are in memory, in order, none of them twice."""
+        With `staging`, at the byte `offset`, they are in host memory: one chunk, where they rest elsewhere. Without it
+        they are where they rest, or in pages of their own instead of on a drive.
+        """
         raise NotImplementedError
 
     def release(self) -> None:
         """The update has used them: what is kept here goes, unless some are still held."""
         self._lent = False
-        self.drop()
+        self._let_go()
 
-    def drop(self) -> None:
-        """Memory that is not held goes now; what an update takes goes when it calls `release`."""
-        # In this order it goes whichever thread comes last: the one that stops holding, or the one that releases.
+    def drop(self, indices: Iterable[int] | None = None) -> None:
+        """These gradients (None: all) are consumed, or not wanted: nothing is known of them any more.
+
+        With the last their memory goes: now, or when the update that takes it calls `release`.
+        """
+        if indices is not None:
+            for index in indices:
+                self.sums.pop(index, None)
+                self.factors.pop(index, None)
+            return
+        self.sums.clear()
+        self.factors.clear()
+        self.held = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        # `held` and `_lent` are set before: memory goes whichever thread comes last, the one that drops gradients, or
+        # the one that releases them.
         if not self.held and not self._lent:
             self._adopted.clear()
 
@@ -172,21 +188,6 @@ class GradStore:
         """Switch to fp32, keeping the values, which is exact."""
         raise NotImplementedError
 
-    def leave(self) -> None:
-        """What only backward needs of the host's memory begins to leave for where it rests."""
-
-    def settle(self) -> None:
-        """What leaves is where it rests, and its pages go back."""
-
-    def close(self, *, changed: bool = True) -> None:
-        """Bring what `view` has brought back to rest; it is written only if it has `changed`."""
-
-    def leave_ring(self) -> None:
-        """Give back what was leased, unless an update reads it; gradients that are still held move to memory of their
-        own. The ring asks again for what an update has used."""
-
-    # Sums and factors
-
     def measure(self, indices: Iterable[int]) -> None:
         """Sum up gradients where they rest."""
         raise NotImplementedError
@@ -203,18 +204,193 @@ class GradStore:
         view, factor = self.view(index), self.factors.pop(index, 1.0)
         return view if factor == 1.0 else view.mul_(factor)
 
-    def forget(self, indices: Iterable[int]) -> None:
-        """These gradients are consumed: nothing is known of them any more."""
+
+class HostGrads(GradStore):
+    """The gradients of one shard, in host memory.
+
+    One array has them. A large gradient that autograd has computed in host memory is kept as it is, others are copied
+    to their places. Where nothing leaves memory most are kept, and what they leave in the heap serves the next forward.
+    """
+
+    def __init__(self, memory: GradMemory, layout: SectionLayout, tier: Tier, unit: str, *, sums_up: bool) -> None:
+        super().__init__(memory, layout, tier, unit, sums_up=sums_up)
+        self._store = memory.store
+        self._array: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
+        """Into the open array, by the parameter's index: making one takes longer than writing a small gradient."""
+        self._arriving: Handoff | None = None
+        """The last download into the array: when it is over, all are. The host waits where it reads or writes."""
+        self._mean_bytes = layout.nbytes // len(layout.params)
+
+    # From backward
+
+    def add(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        grad = grad.contiguous()
+        large = grad.nbytes >= LARGE_BYTES or (self._memory.keeps_small and self._mean_bytes >= KEPT_MEAN_BYTES)
+        if adds or not large or not self._may_keep(grad):
+            self._write(index, grad, adds=adds)
+            return
+        self._adopted[index] = grad.detach().view(-1)
+        self.held = True
+        if self._sums_up:
+            self.measure([index])
+
+    def add_shard(self, new: Gathered) -> None:
+        downloads = self._memory.downloads
+        if downloads is None:
+            self._take(new.parts, new.adds, new.flat)
+            return
+        if is_wider(new.flat.dtype, self.dtype) and not self.held:
+            self.widen()  # nothing moves
+        if new.adds or new.flat.dtype != self.dtype:
+            self._stage(downloads, new)
+            return
+        if self._sums_up:
+            views = {index: new.flat[part] for index, part in new.parts.items()}
+            sums, made = downloads.sums.launch(self.layout.index, self.parts, views)
+            self.sums |= sums
+        else:
+            made = self._memory.device.mark()
+        target = self.open()[new.begin : new.begin + new.flat.numel()]
+        self._arriving, self.held = downloads.place(target, new.flat, made), True
+
+    def _stage(self, downloads: GradDownloads, new: Gathered) -> None:
+        """By way of staging: the host adds these gradients, converts them or writes them to a drive."""
+        downloads.stage(
+            self.layout.index, new.flat, self._memory.device.mark(), partial(self._take, new.parts, new.adds)
+        )
+
+    def _take(self, parts: Mapping[int, slice], adds: Container[int], flat: torch.Tensor) -> None:
+        """Write gradients that lie in one tensor of the host to their places, or add them."""
+        for index, part in parts.items():
+            self._write(index, flat[part], adds=index in adds)
+        self.flush()
+
+    def _may_keep(self, grad: torch.Tensor) -> bool:
+        """True if a gradient may stay as autograd has made it."""
+        return grad.nbytes == grad.untyped_storage().nbytes() and grad.dtype == self.dtype
+
+    def _write(self, index: int, grad: torch.Tensor, *, adds: bool) -> None:
+        """Write a gradient to its place, or add it to what a step would make of the one there."""
+        if adds or grad.dtype.itemsize > self.dtype.itemsize:
+            self.widen()
+        if self._adopted:
+            self._adopted.pop(index, None)
+        if self.shown and not self.held:
+            self._leave_to_user()
+        # In the first place, so that a gradient costs no call for it.
+        place = self._views.get(index)
+        if place is None or self._arriving is not None:
+            place = self._in_array(index)
+        factor, threads = self.factors.pop(index, 1.0), self._memory.num_threads
+        if adds:
+            assert place.dtype == torch.float32
+            if factor != 1.0:
+                place.mul_(factor)
+            found = accumulate_grad(place.data_ptr(), grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads)
+        else:
+            found = store_grad(
+                place.data_ptr(), place.dtype, grad.data_ptr(), grad.dtype, grad.numel(), num_threads=threads
+            )
+        if self._sums_up:
+            self.sums[index] = found
+        self.held = True
+
+    def _leave_to_user(self) -> None:
+        """An array of which the user has views stays what it is; the next gradients get another."""
+        self.shown = False
+        if self._array is not None and _has_more_views(self._array, len(self._views)):
+            self._forget_array()
+
+    # The array
+
+    def open(self) -> torch.Tensor:
+        """The array, (shard_numel,) `dtype`, with the gradients it holds; what a device sends is there after
+        `_await_arrival`."""
+        if self._array is None:
+            self._array = self._bring()
+        return self._array
+
+    def _bring(self) -> torch.Tensor:
+        """An array with the gradients that are held."""
+        return self._store.arena.array(self.dtype, self.layout.shard_numel)
+
+    def view(self, index: int) -> torch.Tensor:
+        return self._adopted[index] if index in self._adopted else self._in_array(index)
+
+    def _in_array(self, index: int) -> torch.Tensor:
+        """A gradient's place in the array, which is complete."""
+        array = self.open()
+        self._await_arrival()
+        if index not in self._views:
+            self._views[index] = array[self.parts[index]]
+        return self._views[index]
+
+    def widen(self) -> None:
+        """Switch to fp32, keeping the values, which is exact; all are in the array then."""
+        while self._adopted:
+            index, grad = self._adopted.popitem()
+            self._in_array(index).copy_(grad)
+        if self.dtype == torch.float32:
+            return
+        narrow = self._complete_array().float() if self.held else None
+        self._forget_array()
+        self._begin_wide()
+        if narrow is not None:
+            self.open().copy_(narrow)
+            self.held = True
+
+    def _begin_wide(self) -> None:
+        """The next array is fp32, and nothing is in it."""
+        self.dtype, self.held = torch.float32, False
+
+    def _complete_array(self) -> torch.Tensor:
+        array = self.open()
+        self._await_arrival()
+        return array
+
+    def _await_arrival(self) -> None:
+        """What a device sends is there."""
+        if self._arriving is not None:
+            self._arriving.take_on_host()
+            self._arriving = None
+
+    def _forget_array(self) -> None:
+        self._await_arrival()
+        self._array = None
+        self._views.clear()
+
+    def measure(self, indices: Iterable[int]) -> None:
         for index in indices:
-            self.sums.pop(index, None)
-            self.factors.pop(index, None)
+            view, threads = self.view(index), self._memory.num_threads
+            self.sums[index] = sum_of_squares(view.data_ptr(), view.dtype, view.numel(), num_threads=threads)
 
-    # Parts of the shard
+    # To the update
 
-    def parts(self) -> dict[int, slice]:
-        """This rank's part of each parameter."""
-        pieces = enumerate(self.layout.params)
-        return {index: slice(*self.layout.in_shard(piece, self._shard_index)) for index, piece in pieces}
+    def chunks(
+        self, rows: range, staging: Region | None = None, offset: int = 0
+    ) -> tuple[list[GradPiece], Sequence[Wait]]:
+        begin, end = self.layout.elements(rows)
+
+        def in_array(first: int, last: int) -> list[GradPiece]:
+            """Where there are no elements, no array is made for them."""
+            return [GradPiece(first - begin, last - begin, self.open()[first:last])] if first < last else []
+
+        found, at, arriving = list[GradPiece](), begin, self._arriving
+        for index, grad in sorted(self._adopted.items()):
+            piece = self.layout.params[index]
+            first, last = max(piece.begin, at), min(piece.end, end)
+            if first < last:
+                kept = GradPiece(first - begin, last - begin, grad[first - piece.begin : last - piece.begin])
+                found += [*in_array(at, first), kept]
+                at = last
+        return [*found, *in_array(at, end)], [] if arriving is None else [arriving.take_on_host]
+
+
+def _has_more_views(array: torch.Tensor, num_views: int) -> bool:
+    """True if there are views of the array beside our own."""
+    storage = array.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > num_views + 2  # with the array and `storage`
 
 
 def is_wider(dtype: torch.dtype, than: torch.dtype) -> bool:

@@ -35,7 +35,6 @@ from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Tra
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.device_staging import DeviceStaging
-from zero_offload.storage.shards.grad_ring import GradRing
 from zero_offload.storage.shards.shard import (
     Component,
     Replica,
@@ -135,8 +134,6 @@ class ShardStore:
         self.snapshots = Snapshots(self.shards, swap, self.counters, DeviceStaging(device, arena))
         self._reserved: dict[int, tuple[dict[Component, Extent], ...]] = {}
         """The slots of sections that a generation has and no shard yet; by index."""
-        self.grad_ring: GradRing | None = None
-        """Where gradients pass through, if the update runs inside of backward."""
         self._size_staging()
 
     @property

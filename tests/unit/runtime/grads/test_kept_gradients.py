@@ -13,13 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_offload as zo
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
 from tests.helpers.reference import read_masters
-from zero_offload.storage.shards import host_grads
-from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards import grad_store
+from zero_offload.storage.shards.grad_store import HostGrads
 
 
 @pytest.fixture(autouse=True)
 def gradients_are_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_grads, "KEPT_MEAN_BYTES", 1)
+    monkeypatch.setattr(grad_store, "KEPT_MEAN_BYTES", 1)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_kept_and_copied_gradients_make_the_same_steps(nvme: Path) -> None:
 def test_sections_of_many_small_gradients_are_updated_at_once(
     monkeypatch: pytest.MonkeyPatch, copied: list[HostGrads]
 ) -> None:
-    monkeypatch.setattr(host_grads, "KEPT_MEAN_BYTES", 1 << 20)
+    monkeypatch.setattr(grad_store, "KEPT_MEAN_BYTES", 1 << 20)
     model, _ = offloaded(**settings_of("memory", Path()))
     model(tokens_of(0)).backward()
     assert copied

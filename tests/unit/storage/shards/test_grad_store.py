@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.helpers.late_writes import make_writes_late
-from tests.helpers.stores import grads_of, open_store
+from tests.helpers.stores import close, grads_of, open_store
 from zero_offload.base.types import Tier
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.shards import host_grads
+from zero_offload.storage.shards import grad_store
 from zero_offload.storage.shards.drive_grads import DriveGrads
-from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.grad_store import HostGrads
 
 
 @contextmanager
@@ -31,10 +30,10 @@ def test_values_survive_closing(tier: Tier, nvme: Path) -> None:
         for step in range(3):
             shard.open().fill_(step)
             shard.held = True
-            shard.close()
+            close(shard)
             assert shard.on_disk == (tier is Tier.NVME)
             assert torch.all(shard.open() == step)
-            shard.close()
+            close(shard)
             shard.held = False
 
 
@@ -46,13 +45,13 @@ def test_widening_keeps_what_is_held(closed: bool, tier: Tier, nvme: Path) -> No
         shard.open().copy_(values)
         shard.held = True
         if closed:
-            shard.close()
+            close(shard)
         shard.widen()
         wide = shard.open()
         assert wide.dtype == shard.dtype == torch.float32 and torch.equal(wide, values.float()) and shard.held
         wide += 1e-6
         expected = wide.clone()
-        shard.close()
+        close(shard)
         shard.widen()
         assert torch.equal(shard.open(), expected)
 
@@ -64,19 +63,16 @@ def test_chunks_for_the_update(dtype: torch.dtype, tier: Tier, nvme: Path) -> No
         values = torch.randn(shard.layout.shard_numel).to(dtype)
         shard.open().copy_(values)
         shard.held = True
-        shard.close()
-        staging = Arena(0).allocate(4 << 20)
+        close(shard)
+        staging = Arena(0).allocate((4 << 20) + 4096)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            sources, reads = shard.chunks(range(row, row + 1), staging.address)
-            for read in reads:
-                read.wait()
-            assert bool(reads) == (tier is Tier.NVME)
-            address = staging.address
-            if reads:
-                assert torch.equal(staging.tensor(dtype, end - begin), values[begin:end])
-            else:
-                address = shard.open().data_ptr() + begin * dtype.itemsize
-            assert sources == [(0, end - begin, address)]
+            (piece,), waits = shard.chunks(range(row, row + 1), staging, 4096)
+            for wait in waits:
+                wait()
+            assert bool(waits) == (tier is Tier.NVME)
+            address = staging.address + 4096 if waits else shard.open().data_ptr() + begin * dtype.itemsize
+            assert piece[:2] == (0, end - begin) and piece.grad.data_ptr() == address
+            assert torch.equal(piece.grad, values[begin:end])
 
 
 def test_pages_are_taken_only_while_open(nvme: Path) -> None:
@@ -92,8 +88,8 @@ def test_pages_are_taken_only_while_open(nvme: Path) -> None:
         assert store.arena.free_frames == 0 and len(attached) == 1
         shard.open()
         assert len(attached) == 1
-        shard.close()
-        shard.close()
+        close(shard)
+        close(shard)
         assert store.arena.free_frames == 1
 
 
@@ -111,17 +107,17 @@ def test_values_survive_leaving(settles: bool, nvme: Path, monkeypatch: pytest.M
             if settles:
                 shard.settle()
             for row, (begin, end) in enumerate(shard.layout.chunks()):
-                _, (read,) = shard.chunks(range(row, row + 1), staging.address)
-                read.wait()
-                assert torch.all(staging.tensor(shard.dtype, end - begin) == step)
+                (piece,), (wait,) = shard.chunks(range(row, row + 1), staging)
+                wait()
+                assert piece[:2] == (0, end - begin) and torch.all(piece.grad == step)
             assert torch.all(shard.open() == step)
-            shard.close()
+            close(shard)
             shard.held = False
 
 
 def test_a_section_of_one_parameter_is_streamed(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_writes_late(monkeypatch)
-    monkeypatch.setattr(host_grads, "LARGE_BYTES", 1 << 20)
+    monkeypatch.setattr(grad_store, "LARGE_BYTES", 1 << 20)
     attached, streamed = list[int](), list[int]()
     stream = DriveGrads.stream
 
@@ -144,7 +140,7 @@ def test_a_section_of_one_parameter_is_streamed(nvme: Path, monkeypatch: pytest.
             shard.add(0, -grad, adds=False)
             assert not streamed, "the array is open"
             assert torch.equal(shard.view(0), -grad)
-            shard.close()
+            close(shard)
             shard.held = False
         shard.add(0, grad.float(), adds=False)
         assert not streamed, "it would be rounded"
@@ -156,7 +152,7 @@ def test_a_section_of_one_parameter_is_streamed(nvme: Path, monkeypatch: pytest.
 def adopted(shard: HostGrads, index: int) -> torch.Tensor:
     grad = torch.randn(shard.layout.params[index].spec.numel).to(shard.dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_grads, "LARGE_BYTES", 0)
+        patch.setattr(grad_store, "LARGE_BYTES", 0)
         shard.add(index, grad, adds=False)
     assert shard.view(index).data_ptr() == grad.data_ptr()
     return shard.view(index)
@@ -164,22 +160,20 @@ def adopted(shard: HostGrads, index: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_update_finds_adopted_gradients_where_they_are(dtype: torch.dtype, nvme: Path) -> None:
-    """A weight over two chunks, adopted; its bias behind it, copied: every element comes from one source."""
+    """A weight over two chunks, adopted; its bias behind it, copied: every element comes in one piece."""
     with grad_shard("cpu", nvme, dtype) as shard:
         weight, bias = (piece.begin for piece in shard.layout.params)
         grad = adopted(shard, 0)
-        shard.place(1).fill_(3)
+        shard.view(1).fill_(3)
         expected = shard.open().clone()
         expected[weight : weight + grad.numel()] = grad
         found = torch.empty_like(expected)
         for row, (begin, end) in enumerate(shard.layout.chunks()):
-            sources, reads = shard.chunks(range(row, row + 1), 0)
-            assert not reads and [s.begin for s in sources] == [0, *(s.end for s in sources)][: len(sources)]
-            assert sources[-1].end == end - begin
-            for source in sources:
-                at = source.address + source.begin * dtype.itemsize
-                part = found[begin + source.begin : begin + source.end]
-                ctypes.memmove(part.data_ptr(), at, part.nbytes)
+            pieces, waits = shard.chunks(range(row, row + 1))
+            assert not waits and [p.begin for p in pieces] == [0, *(p.end for p in pieces)][: len(pieces)]
+            assert pieces[-1].end == end - begin
+            for piece in pieces:
+                found[begin + piece.begin : begin + piece.end] = piece.grad
         assert torch.equal(found, expected) and found[bias] == 3
         assert torch.equal(shard.view(0), grad) and torch.all(shard.view(1) == 3)
 
@@ -191,7 +185,7 @@ def test_widening_takes_adopted_gradients_in(dtype: torch.dtype, nvme: Path) -> 
         piece = shard.layout.params[0]
         shard.widen()
         assert torch.equal(shard.open()[piece.begin : piece.end], grad.float())
-        shard.place(0).fill_(1)
+        shard.add(0, torch.ones_like(grad), adds=False)
         assert torch.all(shard.view(0) == 1)
 
 
@@ -204,5 +198,5 @@ def test_adopted_gradients_live_until_released(nvme: Path) -> None:
         shard.release()
         assert grad() is None
         replaced = weakref.ref(adopted(shard, 0))
-        shard.place(0)
+        shard.add(0, torch.zeros(shard.layout.params[0].spec.numel).to(shard.dtype), adds=False)
         assert replaced() is None

@@ -4,27 +4,30 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers.stores import grads_of, open_store
+from tests.helpers.stores import close, grads_of, open_store
 from zero_offload.base.events import Counters
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import SECTOR, Tier
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.grad_ring import LAUNCHED_MAX, GradRing
-from zero_offload.storage.shards.host_grads import HostGrads
+from zero_offload.storage.shards.grad_store import HostGrads
+from zero_offload.storage.shards.ring_grads import LAUNCHED_MAX, GradRing
 from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 class Part:
     """Leases on request, and gives back when told."""
 
-    def __init__(self, ring: GradRing) -> None:
+    def __init__(self, ring: GradRing, unit: int = 0) -> None:
         self._ring = ring
-        self.region = ring.lease(SECTOR)
+        self.layout = SimpleNamespace(unit=unit, index=unit)
+        self.region = ring.lease(cast(Any, self), SECTOR)
 
     def leave_ring(self) -> None:
         if self.region is not None:
@@ -42,33 +45,33 @@ def ring() -> GradRing:
 
 def launch(ring: GradRing, part: Part) -> UnitUpdate:
     update = UnitUpdate(FirstError(), Counters())
-    ring.passing(update, [part])
+    ring.passing(update, part.layout.unit)
     return update
 
 
 def test_a_closed_ring_gives_nothing(ring: GradRing) -> None:
     ring.close()
-    assert ring.lease(SECTOR) is None
+    assert Part(ring).region is None
 
 
 def test_what_waits_for_no_update_is_not_waited_for(ring: GradRing) -> None:
-    parts = [Part(ring) for _ in range(3)]
+    parts = [Part(ring, unit) for unit in range(3)]
     assert [part.region is not None for part in parts] == [True, True, False]
 
 
 def test_a_full_ring_waits_for_the_oldest_update(ring: GradRing) -> None:
-    first, second = Part(ring), Part(ring)
+    first, second = Part(ring), Part(ring, 1)
     oldest = launch(ring, first)
     launch(ring, second)
     waiting = threading.Timer(0.05, oldest.complete)
     waiting.start()
-    assert Part(ring).region is not None
+    assert Part(ring, 2).region is not None
     waiting.join()
     assert first.region is None and second.region is not None
 
 
 def test_what_was_used_is_given_back_whichever_came_first(ring: GradRing) -> None:
-    first, second = Part(ring), Part(ring)
+    first, second = Part(ring), Part(ring, 1)
     updates = [launch(ring, part) for part in (first, second)]
     updates[1].complete()
     ring.collect()
@@ -81,7 +84,7 @@ def test_what_was_used_is_given_back_whichever_came_first(ring: GradRing) -> Non
 def test_no_more_updates_than_the_ring_has_room_for() -> None:
     ring = GradRing(Arena(0), 8 * SECTOR)
     ring.open()
-    oldest, *_ = [launch(ring, Part(ring)) for _ in range(LAUNCHED_MAX)]
+    oldest, *_ = [launch(ring, Part(ring, unit)) for unit in range(LAUNCHED_MAX)]
     waiting = threading.Timer(0.05, oldest.complete)
     waiting.start()
     launch(ring, Part(ring))
@@ -95,9 +98,9 @@ def shard(request: pytest.FixtureRequest, nvme: Path) -> Iterator[HostGrads]:
     """Of a store with a ring."""
     with open_store(nn.Linear(64, 64), ("cpu", request.param, "cpu"), nvme, dtype=torch.bfloat16) as store:
         layout = store.shards[0].layout
-        ring = store.grad_ring = GradRing(store.arena, 4 * layout.shard_numel)
+        ring = GradRing(store.arena, 4 * layout.shard_numel)
         ring.open()
-        made = grads_of(store)
+        made = grads_of(store, ring=ring)
         RINGS[made] = ring
         yield made
 
@@ -106,7 +109,8 @@ RINGS: weakref.WeakKeyDictionary[HostGrads, GradRing] = weakref.WeakKeyDictionar
 
 
 def leased(shard: HostGrads) -> bool:
-    whole = RINGS[shard].lease(4 * shard.layout.shard_numel)
+    other = cast(Any, SimpleNamespace(layout=SimpleNamespace(unit=1, index=1), leave_ring=lambda: None))
+    whole = RINGS[shard].lease(other, 4 * shard.layout.shard_numel)
     if whole is not None:
         RINGS[shard].release(whole)
     return whole is None
@@ -116,21 +120,21 @@ def test_a_shard_leases_whatever_its_tier(shard: HostGrads) -> None:
     shard.open().fill_(1)
     assert leased(shard) and not shard.on_disk
     shard.held = True
-    shard.close()
+    close(shard)
     assert leased(shard) and torch.all(shard.open() == 1)
     shard.held = False
-    shard.leave_ring()
+    RINGS[shard].leave(shard.layout.unit)
     assert not leased(shard)
 
 
 def test_what_is_held_moves_to_memory_of_its_own(shard: HostGrads) -> None:
     shard.open().fill_(3)
     shard.held = True
-    shard.leave_ring()
+    RINGS[shard].leave(shard.layout.unit)
     assert not leased(shard)
     assert shard.on_disk == (shard.tier is Tier.NVME)
     assert torch.all(shard.open() == 3)
-    shard.close()
+    close(shard)
 
 
 def test_widening_leases_anew(shard: HostGrads) -> None:
@@ -138,7 +142,7 @@ def test_widening_leases_anew(shard: HostGrads) -> None:
     shard.held = True
     shard.widen()
     assert shard.open().dtype == torch.float32 and torch.all(shard.open() == 5)
-    shard.close()
+    close(shard)
 
 
 def test_what_is_held_elsewhere_is_added_to_there(shard: HostGrads) -> None:
@@ -146,7 +150,7 @@ def test_what_is_held_elsewhere_is_added_to_there(shard: HostGrads) -> None:
     ring.close()
     shard.open().fill_(7)
     shard.held = True
-    shard.close()
+    close(shard)
     ring.open()
     assert torch.all(shard.open() == 7) and not leased(shard)
-    shard.close()
+    close(shard)

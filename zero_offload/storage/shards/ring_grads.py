@@ -1,0 +1,169 @@
+"""Gradients where the update runs inside of backward: in memory of a few units' size, which they pass through.
+
+`GradRing` is that memory, and knows whose update still reads its part. `RingGrads` and `RingDriveGrads` are the stores
+of sections that lease parts of it; gradients that no update of their backward takes move to where `HostGrads` and
+`DriveGrads` have them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from zero_offload.base.types import Tier
+from zero_offload.hardware.device import Event
+from zero_offload.plan.layout import SectionLayout
+from zero_offload.plan.memory import GRAD_RING_UNITS
+from zero_offload.storage.memory.arena import Arena, Region
+from zero_offload.storage.memory.pool import SpanPool
+from zero_offload.storage.shards.drive_grads import DriveGrads, DriveRoom
+from zero_offload.storage.shards.grad_store import GradMemory, HostGrads
+from zero_offload.storage.shards.unit_update import UnitUpdate
+
+LAUNCHED_MAX = GRAD_RING_UNITS - 3
+"""Units whose update is launched and not computed, beside those that backward fills."""
+
+
+class GradRing:
+    """A pool that the shards of a model lease parts of. Control thread only.
+
+    The calls: `open` when a backward begins that updates; `lease` for a shard's first gradient, which waits for the
+    oldest update while there is no room; `passing` when an update has taken a unit's shards; `collect` gives back what
+    updates have used; `close` when backward ends.
+    """
+
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._pool = SpanPool(arena, nbytes)
+        self._filling: dict[int, dict[int, RingGrads]] = {}
+        """By the unit's index: shards with a part that no update has taken, by the section's index."""
+        self._launched: deque[tuple[UnitUpdate, Sequence[RingGrads]]] = deque()
+        self._is_open = False
+
+    def open(self) -> None:
+        """Gradients that come from now on are used by this backward."""
+        self._is_open = True
+
+    def close(self) -> None:
+        """Gradients that come from now on are held until later, and so are those that no update has taken."""
+        self._is_open = False
+        for unit in list(self._filling):
+            self.leave(unit)
+
+    def lease(self, shard: RingGrads, nbytes: int) -> Region | None:
+        """Memory until `release`; None where gradients are to be held elsewhere."""
+        if not self._is_open:
+            return None
+        while not self._pool.fits(nbytes) and self._launched:
+            self._await_oldest()
+        # Units that backward completes only at its end, such as those with unused parameters, may fill the ring.
+        if not self._pool.fits(nbytes):
+            return None
+        self._filling.setdefault(shard.layout.unit, {})[shard.layout.index] = shard
+        return self._pool.lease(nbytes)
+
+    def release(self, region: Region) -> None:
+        self._pool.release(region)
+
+    def leave(self, unit: int) -> None:
+        """No update of this backward takes the unit's gradients."""
+        for shard in self._filling.pop(unit, {}).values():
+            shard.leave_ring()
+
+    def passing(self, update: UnitUpdate, unit: int) -> None:
+        """An update is launched that uses the unit's gradients; waits while too many are."""
+        self._launched.append((update, tuple(self._filling.pop(unit, {}).values())))
+        while self._is_open and len(self._launched) > LAUNCHED_MAX:
+            self._await_oldest()
+
+    def collect(self) -> None:
+        """Give back what updates that are computed have used."""
+        for _ in range(len(self._launched)):
+            update, shards = self._launched.popleft()
+            if not update.is_done:
+                self._launched.append((update, shards))
+                continue
+            for shard in shards:
+                shard.leave_ring()
+
+    def _await_oldest(self) -> None:
+        update, shards = self._launched.popleft()
+        update.wait()
+        for shard in shards:
+            shard.leave_ring()
+
+
+class RingGrads(HostGrads):
+    """The gradients of one shard: in the ring, or in host memory of their own."""
+
+    _span: Region | None = None
+    """Of the ring, under the array."""
+
+    def __init__(
+        self, ring: GradRing, memory: GradMemory, layout: SectionLayout, tier: Tier, unit: str, *, sums_up: bool
+    ) -> None:
+        super().__init__(memory, layout, tier, unit, sums_up=sums_up)
+        self._ring = ring
+
+    def open(self) -> torch.Tensor:
+        if self._array is None and not self.held:
+            self._span = self._ring.lease(self, self.layout.shard_numel * self.dtype.itemsize)
+            if self._span is not None:
+                self._array = self._span.tensor(self.dtype, self.layout.shard_numel)
+        return super().open()
+
+    def leave_ring(self) -> None:
+        """Give back what was leased, unless an update reads it; gradients that are still held move to memory of their
+        own. The ring asks again for what an update has used."""
+        if self._lent or self._span is None:
+            return
+        array = self._complete_array()
+        own = self._moved(array) if self.held else None
+        self._forget_array()
+        self._array = own
+
+    def lend(self, made: Event | None) -> None:
+        # The ring is not for the update's thread, which may want to see what is between gradients.
+        if not self.on_disk:
+            self.open()
+        super().lend(made)
+
+    def _moved(self, array: torch.Tensor) -> torch.Tensor | None:
+        """An array with the same gradients, or None where they went to a drive."""
+        return self._store.arena.array(self.dtype, self.layout.shard_numel).copy_(array)
+
+    def _forget_array(self) -> None:
+        super()._forget_array()
+        if self._span is not None:
+            self._ring.release(self._span)
+        self._span = None
+
+    def _may_keep(self, grad: torch.Tensor) -> bool:
+        """The ring bounds what there is, and so has all of it."""
+        return False
+
+
+class RingDriveGrads(RingGrads, DriveGrads):
+    """The gradients of one shard: in the ring, or on a drive."""
+
+    def __init__(
+        self, ring: GradRing, room: DriveRoom, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool
+    ) -> None:
+        DriveGrads.__init__(self, room, memory, layout, unit, sums_up=sums_up)
+        self._ring = ring
+
+    def leave(self) -> None:
+        if self._span is None:
+            super().leave()
+
+    def flush(self, *, changed: bool = True) -> None:
+        if changed or self._span is None:
+            super().flush(changed=changed)
+
+    def _moved(self, array: torch.Tensor) -> None:
+        self._await_writes()
+        self._store.disk.write_array(self._extent(array.dtype), array)
+
+    def _may_stream(self, grad: torch.Tensor) -> bool:
+        return False
