@@ -7,6 +7,7 @@ need so many ranks, so one that passes and leaves ranks out of step breaks the n
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import math
 import os
@@ -194,6 +195,7 @@ def gloo_group(rank: int, world_size: int, store: str, backend: str = "gloo") ->
 
 
 def _serve(rank: int, world_size: int, store: str, connection: Connection, on_device: bool) -> None:
+    gc.freeze()  # what torch's modules hold is not garbage
     backend = "gloo"
     if on_device:
         from tests.fake_gpu import device

@@ -7,6 +7,10 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+
 #include "random.h"
 #include "tensors.h"
 
@@ -53,6 +57,71 @@ bool is_generator(const c10::Argument &argument) {
 bool is_tensor_type(const c10::Argument &result) {
     return result.type()->isSubtypeOf(*c10::TensorType::get()) ||
            result.type()->isSubtypeOf(*c10::ListType::ofTensors());
+}
+
+// What a meta kernel makes of arguments, by all that it can see of them. Most meta kernels are Python, which
+// takes a millisecond or two.
+class KnownShapes {
+  public:
+    // False where a value is of a kind that has no place in the key.
+    static bool add(std::string &key, const IValue &value) {
+        if (value.isTensor()) return add_tensor(key, value.toTensor()), true;
+        if (value.isList()) {
+            auto list = value.toListRef();
+            add_bytes(key, 'l', list.size());
+            return std::all_of(list.begin(), list.end(), [&](const IValue &item) { return add(key, item); });
+        }
+        if (value.isNone()) return add_bytes(key, 'n', 0), true;
+        if (value.isInt()) return add_bytes(key, 'i', value.toInt()), true;
+        if (value.isBool()) return add_bytes(key, 'b', value.toBool()), true;
+        if (value.isDouble()) return add_bytes(key, 'f', value.toDouble()), true;
+        if (!value.isString()) return false;
+        add_bytes(key, 's', value.toStringRef().size());
+        key += value.toStringRef();
+        return true;
+    }
+
+    template <class T>
+    static void add_bytes(std::string &key, char kind, const T &value) {
+        key += kind;
+        key.append(reinterpret_cast<const char *>(&value), sizeof(value));
+    }
+
+    bool find(const std::string &key, Values &values) {
+        std::lock_guard lock(mutex_);
+        auto found = values_.find(key);
+        if (found == values_.end()) return false;
+        values = found->second;
+        return true;
+    }
+
+    void keep(const std::string &key, const Values &values) {
+        std::lock_guard lock(mutex_);
+        values_.emplace(key, values);
+    }
+
+  private:
+    // A host's tensor is a number, whose value a kernel may look at.
+    static void add_tensor(std::string &key, const Tensor &tensor) {
+        add_bytes(key, !tensor.defined() ? 'u' : is_ours(tensor) ? 'd' : 'h', 0);
+        if (!tensor.defined()) return;
+        add_bytes(key, 't', tensor.scalar_type());
+        for (c10::IntArrayRef numbers : {tensor.sizes(), tensor.strides()}) {
+            add_bytes(key, 'l', numbers.size());
+            key.append(reinterpret_cast<const char *>(numbers.data()), numbers.size() * sizeof(int64_t));
+        }
+        if (is_ours(tensor)) return;
+        add_bytes(key, 'w', tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        key.append(static_cast<const char *>(tensor.data_ptr()), tensor.element_size());
+    }
+
+    std::mutex mutex_;
+    std::unordered_map<std::string, Values> values_;
+};
+
+KnownShapes &known_shapes() {
+    static auto *const one = new KnownShapes;
+    return *one;
 }
 
 // One call: its arguments, and what is to be known of them later.
@@ -217,6 +286,22 @@ class Call {
 
     // Results by the meta kernel, which raises what is wrong with the arguments.
     Values shapes() {
+        std::string key;
+        KnownShapes::add_bytes(key, 'o', &schema_);
+        KnownShapes::add_bytes(key, 't', c10::get_default_dtype_as_scalartype());
+        bool has_key = true;
+        for (size_t i = 0; i < arguments_.size() && has_key; i++) {
+            bool is_seen = !arguments_[i].isDevice() && !is_generator(schema_.arguments()[i]);
+            has_key = KnownShapes::add(key, is_seen ? arguments_[i] : IValue());
+        }
+        Values stack;
+        if (has_key && known_shapes().find(key, stack)) return stack;
+        stack = make_shapes();
+        if (has_key) known_shapes().keep(key, stack);
+        return stack;
+    }
+
+    Values make_shapes() {
         PlainKernels plain;
         Values stack;
         for (size_t i = 0; i < arguments_.size(); i++) {
