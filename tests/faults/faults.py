@@ -328,8 +328,8 @@ FAULTS = [
     fault(
         "the loss scale is not restored",
         "model/saving.py",
-        "        scaler.load_state_dict(state)",
-        "        pass",
+        "            scaler.load_state_dict(loss_scale)",
+        "            pass",
         KEPT + "test_one_rank_goes_on_with_the_same_bits",
     ),
     fault(

@@ -12,7 +12,6 @@ import math
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -189,6 +188,14 @@ class OffloadConfig:
 _TIERS = tuple(tier.value for tier in Tier)
 _STATES = ("params", "grads", "optimizer", "activations")
 _BUDGETS = ("device_memory", "cpu_memory", "nvme_capacity")
+_CHOICES = {
+    "existing": [each.value for each in Existing],
+    "durability": [each.value for each in Durability],
+    "grad_reduction": [each.value for each in GradReduction],
+    "branches": [each.value for each in Branches],
+    "overlap": [each.value for each in UpdateOverlap],
+    "io_engine": ["auto", *(each.value for each in EngineKind)],
+}
 
 
 def _no_classes(names: Sequence[str]) -> str:
@@ -306,20 +313,9 @@ def _check_budgets(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _check_choices(settings: Mapping[str, Any]) -> Iterator[str]:
-    choices: dict[str, type[Enum]] = {
-        "existing": Existing,
-        "durability": Durability,
-        "grad_reduction": GradReduction,
-        "branches": Branches,
-        "overlap": UpdateOverlap,
-    }
-    for name, enum in choices.items():
-        names = [member.value for member in enum]
-        if (value := settings[name]) not in names:
-            yield f"{name}={value!r} is unknown; use one of {', '.join(names)}"
-    engine, engines = settings["io_engine"], ["auto", *(kind.value for kind in EngineKind)]
-    if engine not in engines:
-        yield f"io_engine={engine!r} is unknown; use one of {', '.join(engines)}"
+    for name, choices in _CHOICES.items():
+        if (value := settings[name]) not in choices:
+            yield f"{name}={value!r} is unknown; use one of {', '.join(choices)}"
 
 
 def _check_backward(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -376,7 +372,7 @@ def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             shares = {_plain(tier): float(share) for tier, share in request.items() if share}
             values[name] = next(iter(shares)) if len(shares) == 1 else shares
-    for name in ("existing", "durability", "overlap", "grad_reduction", "branches"):
+    for name in _CHOICES:
         values[name] = _plain(settings[name])
     if isinstance(settings["commit_every"], str):
         values["commit_every"] = _compact(settings["commit_every"])

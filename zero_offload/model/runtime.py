@@ -338,10 +338,9 @@ class ModelRuntime:
         check_closed(self.grads, call)
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
-        """One step over the parameters of `hypers` that have gradients; returns when it is launched."""
+        """After `check_step`: launch one step over the parameters of `hypers` that have gradients."""
         spans = self.store.counters.spans
         opened = spans.open(Lane.STEP, "")
-        self.check_step()
         self._begin_states({param: hyper for param, hyper in hypers.items() if param in self.grads.zeroed})
         is_made = self._in_backward is not None and self._in_backward.close(hypers)
         if self._has_new_grads and not is_made:

@@ -136,22 +136,26 @@ def load_checkpoint(
 
     generation, rng = owner.load(source, check)
     with owner.together("zo.load_checkpoint"):
-        _restore(generation, model, (optimizer, scaler), rng, str(path))
+        _restore(generation, model, optimizer, scaler, rng, str(path))
     return _resumed(generation)
 
 
 def _restore(
     found: Generation,
     model: nn.Module,
-    into: tuple[torch.optim.Optimizer, GradScaler | None],
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None,
     rng: dict[str, Any] | None,
     where: str,
 ) -> None:
     """All that a generation has beside tensors."""
-    optimizer, scaler = into
     with reading(where):
         restore_groups(optimizer, _groups(found), where)
-        _restore_scaler(found, scaler, where)
+        loss_scale = found.payload.get("scaler")
+        if loss_scale is not None and scaler is not None:
+            scaler.load_state_dict(loss_scale)
+        elif loss_scale is not None:
+            warn_user(f"{where} has a loss scale of {loss_scale['scale']:g}; to go on with it pass scaler=")
         restore_buffers(model, _buffers(found), where)
         if rng is not None:
             restore_rng(rng)
@@ -167,16 +171,6 @@ def _buffers(generation: Generation) -> Saved:
     return buffers
 
 
-def _restore_scaler(generation: Generation, scaler: GradScaler | None, where: str) -> None:
-    state = generation.payload.get("scaler")
-    if state is None:
-        return
-    if scaler is None:
-        warn_user(f"{where} has a loss scale of {state['scale']:g}; to go on with it pass scaler=")
-    else:
-        scaler.load_state_dict(state)
-
-
 def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler | None = None) -> Resumed | None:
     """Go on from the generation that `zo.offload(existing="resume")` found; None when there was none.
 
@@ -186,38 +180,32 @@ def resume(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScale
     """
     owner = need_runtime(model, "zo.resume")
     with owner.together("zo.resume"):
-        return _resume(model, owner, optimizer, scaler)
-
-
-def _resume(
-    model: nn.Module, owner: ModelRuntime, optimizer: torch.optim.Optimizer, scaler: GradScaler | None
-) -> Resumed | None:
-    check_optimizer("zo.resume", optimizer)
-    _check_trains(optimizer, owner, "zo.resume")
-    keeper = owner.keeper
-    if keeper is None or keeper.found is None:
-        return None
-    found = keeper.found
-    owner.check_whole("zo.resume")
-    if owner.step_count != found.step:
-        raise ConfigError(
-            f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
-            f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
-            "before the first step; to go back, start again with OffloadConfig(existing='resume')"
-        )
-    check_closed(owner.grads, "zo.resume")
-    where = f"the generation of step {found.step}"
-    with reading(where):
-        check_buffers(model, _buffers(found), where)
-    owner.resume_pending = False
-    _restore(found, model, (optimizer, scaler), keeper.rng, where)
-    if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
-        warn_user(
-            f"{where} has the random number generators of {found.world_size} ranks, this run has "
-            f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
-            "hyperparameters are; seed the generators of each rank as for a new run",
-        )
-    return _resumed(found)
+        check_optimizer("zo.resume", optimizer)
+        _check_trains(optimizer, owner, "zo.resume")
+        keeper = owner.keeper
+        if keeper is None or keeper.found is None:
+            return None
+        found = keeper.found
+        owner.check_whole("zo.resume")
+        if owner.step_count != found.step:
+            raise ConfigError(
+                f"zo.resume goes on from the generation of step {found.step}, but this model is at step "
+                f"{owner.step_count}: steps were taken, or a checkpoint was loaded, since zo.offload. Call zo.resume "
+                "before the first step; to go back, start again with OffloadConfig(existing='resume')"
+            )
+        check_closed(owner.grads, "zo.resume")
+        where = f"the generation of step {found.step}"
+        with reading(where):
+            check_buffers(model, _buffers(found), where)
+        owner.resume_pending = False
+        _restore(found, model, optimizer, scaler, keeper.rng, where)
+        if keeper.rng is None and found.world_size != owner.ranks.world_size and owner.ranks.rank == 0:
+            warn_user(
+                f"{where} has the random number generators of {found.world_size} ranks, this run has "
+                f"{owner.ranks.world_size}: they are not restored. Parameters, optimizer states and "
+                "hyperparameters are; seed the generators of each rank as for a new run"
+            )
+        return _resumed(found)
 
 
 def _resumed(found: Generation) -> Resumed:

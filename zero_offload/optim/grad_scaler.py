@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_offload.base.errors import ConfigError, NonFiniteError, ZeroOffloadError
 from zero_offload.optim.groups import group_records
-from zero_offload.storage.shards.registry import Owner, check_adopted, owner_of
+from zero_offload.storage.shards.registry import Owner, by_owner, check_adopted
 
 INIT_SCALE = 2.0**16
 
@@ -123,6 +123,7 @@ class GradScaler:
         if not progress.overflowed:
             return optimizer.step(**kwargs)
         for owner in _owners(optimizer):
+            owner.check_step()
             records = group_records(optimizer) if owner.makes_generations else []
             owner.update({}, records)  # counts the step and drops its gradients
         return None
@@ -164,15 +165,14 @@ class GradScaler:
     def _unscale_ordinary(self, optimizer: torch.optim.Optimizer) -> bool:
         """Divide the gradients of parameters that are not offloaded; says whether one of them is not finite."""
         inverse, overflowed = 1 / self._scale, False
-        found = [(param, param.grad) for param in _params(optimizer) if owner_of(param) is None]
-        if any(grad is not None and grad.dtype == torch.float16 for _, grad in found):
+        ordinary = by_owner(_params(optimizer)).get(None, ())
+        found = [(param, param.grad) for param in ordinary if param.grad is not None]
+        if any(grad.dtype == torch.float16 for _, grad in found):
             raise ConfigError(
                 "a gradient of an ordinary fp16 parameter would lose its small values when it is unscaled; "
                 "offload the model with precision='fp16', or keep the parameter in fp32"
             )
         for param, grad in found:
-            if grad is None:
-                continue
             grad = grad.coalesce() if grad.is_sparse else grad
             values = grad._values() if grad.is_sparse else grad
             overflowed |= not torch.isfinite(values).all().item()
@@ -265,5 +265,4 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[torch.nn.Parameter]:
 
 def _owners(optimizer: torch.optim.Optimizer) -> list[Owner]:
     """The offloaded models that an optimizer updates, in the order of its parameters: the same on every rank."""
-    found = {id(owner): owner for param in _params(optimizer) if (owner := owner_of(param)) is not None}
-    return list(found.values())
+    return [owner for owner in by_owner(_params(optimizer)) if owner is not None]

@@ -288,14 +288,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             hook.remove()
-        for param, hyper in self._params_and_hypers():
-            entry = entries.get(param, {})
-            if owner_of(param) is not None:
-                write_offloaded(param, hyper, entry)
-            elif entry and _has_kernel(param):
-                # torch has cast the states to the parameter's dtype; the kernel's are fp32.
-                kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
-                restore_exact(param, self.state[param], kept, entry.get("residual"))
+        for group in self.param_groups:
+            hyper = self._hyper(group)
+            for param in group["params"]:
+                entry = entries.get(param, {})
+                if owner_of(param) is not None:
+                    write_offloaded(param, hyper, entry)
+                elif entry and _has_kernel(param):
+                    # torch has cast the states to the parameter's dtype; the kernel's are fp32.
+                    kept = {name: entry[name] for name in hyper.states if entry.get(name) is not None}
+                    restore_exact(param, self.state[param], kept, entry.get("residual"))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, a pickle, or torch's part of a load."""
@@ -337,12 +339,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _params(self) -> Iterable[nn.Parameter]:
         return (param for group in self.param_groups for param in group["params"])
-
-    def _params_and_hypers(self) -> Iterator[tuple[nn.Parameter, Hyper]]:
-        for group in self.param_groups:
-            hyper = self._hyper(group)
-            for param in group["params"]:
-                yield param, hyper
 
     def _check_ordinary(self, param: nn.Parameter, hyper: Hyper) -> None:
         """Raise for what no update takes, before one is made."""

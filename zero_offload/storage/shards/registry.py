@@ -182,7 +182,7 @@ class Owner(Protocol):
         """Raise where no step can be made now."""
 
     def update(self, hypers: Mapping[nn.Parameter, Hyper], groups: Sequence[dict[str, Any]]) -> None:
-        """Launch one step over the parameters that have gradients; `groups` goes into generations.
+        """Launch one step over the parameters that have gradients, after `check_step`; `groups` goes into generations.
 
         A step with a gradient that is not finite, here or where `unscale` was told so, changes no state.
         """
