@@ -73,7 +73,8 @@ class Counters:
             self.add(f"exposed.{cause.value}", (passed - inner.pop()) / 1e9)
             if inner:
                 inner[-1] += passed
-            self.spans.close(opened)
+            if opened is not None:
+                self.spans.close(opened)
 
     def hindering(self, cause: Cause) -> AbstractContextManager[None]:
         """The same on a thread that compute may be waiting for: only one that is `waiting` itself is compute's."""

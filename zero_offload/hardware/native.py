@@ -14,6 +14,7 @@ import ctypes as C
 import errno
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,6 +174,12 @@ def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
 
 def crc32c(seed: int, address: int, nbytes: int) -> int:
     return int(lib().zo_crc32c(seed, address, nbytes))
+
+
+def crc32c_each(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """Of each of these ranges (address, bytes), from seed 0."""
+    checksum = lib().zo_crc32c
+    return [checksum(0, address, nbytes) for address, nbytes in ranges]
 
 
 def word_post(word: int, value: int) -> None:

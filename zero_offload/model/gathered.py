@@ -19,7 +19,7 @@ from zero_offload.model.param_places import Place
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.prefetcher import replaced
-from zero_offload.runtime.units.unit import unguard
+from zero_offload.runtime.units.guard import unguard
 from zero_offload.storage.shards.registry import owner_of
 
 KINDS = ("params", "master", "grads")

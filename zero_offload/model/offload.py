@@ -56,8 +56,9 @@ from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
 from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.saved.activations import open_activations
+from zero_offload.runtime.units.guard import unguard
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
-from zero_offload.runtime.units.unit import Section, Unit, unguard
+from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap

@@ -254,6 +254,8 @@ class PassTracker:
         self._life = life
         self._prefetcher = prefetcher
         self._streams = prefetcher.streams
+        self._reads = None if self._streams is None else self._streams.use
+        """Told when an operation saves a parameter, which it reads on a stream that may be its own."""
         self._spans = prefetcher.spans
         self._records = False
         """True if spans are recorded of the forward that runs."""
@@ -323,13 +325,7 @@ class PassTracker:
         scope, inputs = Scope(units, _module_call()), (args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             self._enter_in_backward(scope, inputs, runtime)
-        else:
-            self._enter(scope, inputs, runtime)
-        if self._watches and self._prefetcher.room is not None:
-            refuse_graph_modes(module)
-
-    def _enter(self, scope: Scope, inputs: Iterable[Any], runtime: object) -> None:
-        units = scope.units
+            return
         if self.round is not None:
             self.round.enter(units, inputs)
         thread = threading.get_ident()
@@ -353,7 +349,7 @@ class PassTracker:
             except BaseException:
                 self.forwards.clear()
                 raise
-        scope.saving = self._hooks(runtime)
+        scope.saving = self._saved.hooks(partial(self._use_in_backward, runtime=runtime), self._reads)
         whole = len(self.forwards) == 1 and self.round is None
         if whole and self._records:
             names = f"{Lane.FORWARD.value}, {scope.name}" if units else Lane.FORWARD.value
@@ -365,6 +361,8 @@ class PassTracker:
         if units and (self.any_leaves or self._updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
+        if self._watches and self._prefetcher.room is not None:
+            refuse_graph_modes(module)
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """That forward ended, with a result or an exception; returns what replaces the result, or None."""
@@ -471,11 +469,6 @@ class PassTracker:
         if self._streams is not None:
             self._streams.use(unit)
 
-    def _hooks(self, runtime: object) -> saved_tensors_hooks | None:
-        """Entered, for a forward that begins, where it needs them."""
-        reads = None if self._streams is None else self._streams.use
-        return self._saved.hooks(partial(self._use_in_backward, runtime=runtime), reads)
-
     def resume(self, stack: list[Scope]) -> None:
         """In a round: the forwards on `stack` go on, on this thread."""
         self.forwards, self._thread = stack, threading.get_ident()
@@ -483,7 +476,7 @@ class PassTracker:
     def begin(self, inputs: Iterable[Any] = ()) -> None:
         """The outermost forward: whatever the last step left behind is put right first."""
         self._life.check_usable()
-        if self._backward_runs or any(unit.runs for unit in self._units):
+        if self._backward_runs or any(unit.forward_uses or unit.backward_uses for unit in self._units):
             self._recover()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"
         self._num_cycles[kind] += 1
@@ -554,7 +547,7 @@ class PassTracker:
         if self.ending() is None:
             self.note_backward()
         self._inner_forwards.append(scope)
-        scope.saving = self._hooks(runtime)
+        scope.saving = self._saved.hooks(partial(self._use_in_backward, runtime=runtime), self._reads)
         for unit in scope.units:
             if self._updates is not None:
                 self._updates.before_use(unit)

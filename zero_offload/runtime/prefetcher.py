@@ -20,7 +20,7 @@ from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.units.gather import Gatherer
-from zero_offload.runtime.units.param_loader import ParamLoader
+from zero_offload.runtime.units.param_loader import DeviceParamLoader, ParamLoader, UnitStreams
 from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
@@ -110,14 +110,16 @@ class Evictor:
         schedule: FetchSchedule,
         held_views: HeldViews,
         loader: ParamLoader,
+        streams: UnitStreams | None,
         gatherer: Gatherer | None,
         world_size: int,
     ) -> None:
-        """`gatherer`: None where this rank has all of every unit."""
+        """`streams`: of a device. `gatherer`: None where this rank has all of every unit."""
         self._units = units
         self._schedule = schedule
         self._held_views = held_views
         self._loader = loader
+        self._streams = streams
         self._gatherer = gatherer
         self._world_size = world_size
         self.num_evictions = 0
@@ -161,8 +163,8 @@ class Evictor:
         self.abandon(unit)
         # First: a Ctrl-C in the midst must not leave a unit that seems to be here.
         unit.advance(UnitState.AWAY)
-        if self._loader.streams is not None:
-            self._loader.streams.leave(unit)
+        if self._streams is not None:
+            self._streams.leave(unit)
         unit.detach()
         self.num_evictions += 1
 
@@ -293,7 +295,9 @@ class ParamPrefetcher:
         self._shard_index = collectives.shard_index
         self.gatherer = Gatherer(collectives, loader)
         self._loader = loader
-        self.streams = loader.streams
+        self._uploader = loader if isinstance(loader, DeviceParamLoader) else None
+        """The same, where a device computes."""
+        self.streams = None if self._uploader is None else self._uploader.streams
         """Told of every use; None where a CPU computes."""
         self._budget = budget
         self.room = room
@@ -304,13 +308,16 @@ class ParamPrefetcher:
         self.schedule = FetchSchedule()
         self._held_views = HeldViews(units, collectives.world_size)
         gatherer = None if self._is_alone else self.gatherer
-        self._evictor = Evictor(units, self.schedule, self._held_views, loader, gatherer, collectives.world_size)
+        self._evictor = Evictor(
+            units, self.schedule, self._held_views, loader, self.streams, gatherer, collectives.world_size
+        )
         self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._held_views)
 
     def grow(self, landing_bytes: int) -> None:
         """The list of units has become longer, and so have the limits of memory."""
         self._complete_at = -1
-        self._loader.make_room(landing_bytes)
+        if self._uploader is not None:
+            self._uploader.make_room(landing_bytes)
         if self.room is not None:
             self.room.measure()
         self.pool.measure()
@@ -366,7 +373,7 @@ class ParamPrefetcher:
         with self._store.counters.waiting(Cause.PARAMS, unit.name):
             if not self.gatherer.is_agreed or not self.gatherer.needs(unit):
                 self._fetch(unit)
-            while unit.state is not UnitState.PRESENT or unit.is_updating:
+            while unit.state is not UnitState.PRESENT or (unit.update is not None and not unit.update.is_done):
                 self._fetch(self._units[self.gatherer.agreement.next_unit(unit.index, unit.name)])
 
     def meet(self, place: str) -> None:
@@ -492,16 +499,17 @@ class ParamPrefetcher:
                         raise  # the others go on to gather it
                     self._note_refusal()
                     return  # its use asks for memory again
-            if unit.state is UnitState.AWAITING and self._is_readable(unit):
+            is_updated = unit.update is None or unit.update.is_done
+            if unit.state is UnitState.AWAITING and is_updated and self._is_readable(unit):
                 self._resolve(unit, Urgency.NORMAL)
-            if unit.state is UnitState.FETCHING and self.streams is not None:
-                self._loader.advance(unit)
+            if unit.state is UnitState.FETCHING and self._uploader is not None:
+                self._uploader.advance(unit)
         if all(unit.state is UnitState.PRESENT for unit in self._units):
             self._complete_at = self._evictor.num_evictions
 
     def _is_readable(self, unit: Unit) -> bool:
-        """True if reading the unit would wait neither for its update nor for memory to land in."""
-        if (unit.update is not None and not unit.update.is_done) or not self._loader.ready(unit):
+        """True if a read would neither wait for memory to land in nor for writes of the unit's new values."""
+        if self._uploader is not None and not self._uploader.ready(unit):
             return False
         return all(write.done() for section in unit.sections for write in section.shard.writes)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.base.host import host_empty, host_tensor, host_zeros
+from zero_offload.base.host import host_empty, host_zeros
 from zero_offload.hardware.kernels.choice import kernels
 
 ROW = 4096
@@ -62,8 +62,8 @@ def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """(len(tensors),) int64, where the tensors are: contiguous, of any dtype, all on one device."""
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return device_fingerprints(tensors)
-    crc32c = kernels().crc32c
-    return host_tensor([crc32c(0, tensor.data_ptr(), tensor.nbytes) for tensor in tensors], torch.int64)
+    words = kernels().crc32c_each([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors])
+    return torch.tensor(words, dtype=torch.int64, device="cpu")
 
 
 def device_fingerprints(tensors: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -49,6 +50,8 @@ class Kernels(Protocol):
     def sumsq(self, kind: Kind, values: int, numel: int, num_threads: int) -> native.GradSum: ...
 
     def crc32c(self, seed: int, address: int, nbytes: int) -> int: ...
+
+    def crc32c_each(self, ranges: Iterable[tuple[int, int]]) -> list[int]: ...
 
 
 @functools.cache

@@ -570,3 +570,10 @@ def _part_of(param: nn.Parameter) -> Tensor:
     """What this rank holds of it; asks no other rank."""
     kind: Any = type(param).__bases__[1] if isinstance(param, AtRest) else type(param)
     return cast(Tensor, kind.to_local(param)) if is_dtensor(param) else param
+
+
+def unguard(params: Iterable[nn.Parameter]) -> None:
+    """Make parameters plain until their unit is closed, or for good. `Unit.open` does it for a use."""
+    for param in params:
+        if isinstance(param, AtRest):
+            param.__class__ = type(param).__bases__[1]

@@ -1,10 +1,8 @@
 """How a unit's values get from their tier into its flat buffers.
 
 `HostParamLoader` reads straight into the buffers. `DeviceParamLoader` uploads: values in CPU memory go from where they
-rest, values on disk by way of pinned landing regions, room for `UNITS_IN_FLIGHT` of the largest. Both launch without
-waiting;
-`advance` pushes on what can go on, `finish` makes the values valid for compute, `abandon` ends it so that the
-buffers may be detached. After `finish` copies may be under way for all the host knows: `Shard.last_copy`.
+rest, values on disk by way of pinned landing regions, with room for `UNITS_IN_FLIGHT` of the largest units. After its
+`finish` copies may be under way for all the host knows: `Shard.last_copy`.
 """
 
 from __future__ import annotations
@@ -28,43 +26,29 @@ from zero_offload.storage.shards.store import ShardStore
 
 
 class ParamLoader(Protocol):
-    @property
-    def streams(self) -> UnitStreams | None:
-        """None where a CPU computes."""
-
-    def ready(self, unit: Unit) -> bool:
-        """Whether a launch would find all it needs."""
-
-    def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None: ...
-
-    def advance(self, unit: Unit) -> None: ...
+    def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
+        """Begin to bring the values of these sections, or this rank's part of them."""
 
     def ahead(self, unit: Unit) -> AbstractContextManager[None]:
         """What is launched inside comes after the values are in the buffers, and compute need not; `finish` follows."""
 
-    def finish(self, unit: Unit) -> None: ...
+    def finish(self, unit: Unit) -> None:
+        """Make what was launched valid for compute."""
 
     def keep(self, unit: Unit, section: Section) -> None:
         """Launch the copy of gathered values to the section's replica, if it has one; `abandon` waits for it."""
 
-    def abandon(self, unit: Unit) -> None: ...
-
-    def make_room(self, nbytes: int) -> None:
-        """From now on units on their way may take so many bytes of host memory."""
+    def abandon(self, unit: Unit) -> None:
+        """End what was launched: the buffers may be detached when this returns."""
 
 
 class HostParamLoader:
     """The compute device is the CPU."""
 
-    streams: None = None
-
     def __init__(self, store: ShardStore, shard_index: int) -> None:
         self._store = store
         self._shard_index = shard_index
         self._transfers: dict[int, list[Transfer]] = {}
-
-    def ready(self, unit: Unit) -> bool:
-        return True
 
     def launch(self, unit: Unit, sections: Sequence[Section], urgency: Urgency) -> None:
         transfers = self._transfers.setdefault(unit.index, [])
@@ -75,9 +59,6 @@ class HostParamLoader:
                 continue
             address = section.flat.data_ptr() + self._shard_index * section.layout.shard_nbytes
             transfers += self._store.launch_fetch(section.shard, address, urgency)
-
-    def advance(self, unit: Unit) -> None:
-        pass
 
     def keep(self, unit: Unit, section: Section) -> None:
         replica = section.shard.replica
@@ -96,9 +77,6 @@ class HostParamLoader:
         self._transfers.pop(unit.index, None)
 
     abandon = finish
-
-    def make_room(self, nbytes: int) -> None:
-        pass  # they have frames
 
 
 @dataclass
@@ -206,6 +184,7 @@ class DeviceParamLoader:
         self.streams = UnitStreams(device)
 
     def ready(self, unit: Unit) -> bool:
+        """True if there is memory for the unit's values to land in."""
         self._reclaim()
         return self._pool.fits(self._landing_bytes(unit.sections))
 
@@ -258,6 +237,7 @@ class DeviceParamLoader:
         return self._store.launch_fetch(section.shard, address, urgency)
 
     def advance(self, unit: Unit) -> None:
+        """Upload what was read."""
         landing = self._flying.get(unit.index)
         if landing is not None and landing.arrived():
             self._upload(landing)
@@ -304,6 +284,7 @@ class DeviceParamLoader:
         del self._flying[unit.index]
 
     def make_room(self, nbytes: int) -> None:
+        """From now on units on their way may take so many bytes of host memory."""
         if nbytes <= self._pool.nbytes:
             return
         while (oldest := self._oldest_kept()) is not None:

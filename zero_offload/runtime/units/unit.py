@@ -184,7 +184,9 @@ class Unit:
 
     def open(self) -> None:
         """Give the parameters plain tensors' speed for a use."""
-        unguard(self.params)
+        for param in self.params:
+            if isinstance(param, AtRest):
+                param.__class__ = type(param).__bases__[1]  # its class is (AtRest, the class in use)
         if self.writable:
             self._take_replaced()
         self._versions = [param._version for param in self.params]
@@ -314,14 +316,6 @@ class Unit:
         """It has to go in the middle of a use: whatever reads it next asks for it again."""
         self.forward_uses = self.backward_uses = 0
         self.close()
-
-
-def unguard(params: Iterable[nn.Parameter]) -> None:
-    """Switch parameters to use: plain, at plain speed."""
-    for param in params:
-        if isinstance(param, AtRest):
-            # Its class is (AtRest, the class in use).
-            param.__class__ = type(param).__bases__[1]
 
 
 def _equal(values: torch.Tensor, own: torch.Tensor) -> bool:

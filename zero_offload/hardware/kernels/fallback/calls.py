@@ -14,7 +14,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -102,6 +102,10 @@ def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
 def crc32c(seed: int, address: int, nbytes: int) -> int:
     """`seed` is the register's start, so that equal bytes in other places have other checksums."""
     return int(passes.crc32c(np.uint32(seed ^ 0xFFFFFFFF), address, nbytes, passes.crc_tables())) ^ 0xFFFFFFFF
+
+
+def crc32c_each(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    return [crc32c(0, address, nbytes) for address, nbytes in ranges]
 
 
 def _sum(kinds: tuple[int, int], mode: int, arrays: tuple[int, int], numel: int, num_threads: int) -> GradSum:
