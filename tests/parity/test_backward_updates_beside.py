@@ -18,12 +18,12 @@ from tests.helpers.late_writes import make_writes_late
 from tests.helpers.models import WIDE, TinyLM, tokens_of
 from tests.helpers.reference import Recipe, read_masters, train_plain
 from tests.parity.test_backward_updates import offloaded, train
+from zero_offload.base.threads import UnitUpdate
 from zero_offload.model.api import runtime_of
 from zero_offload.optim.pipeline import UpdatePipeline
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.storage.shards.ring_grads import LAUNCHED_MAX
 from zero_offload.storage.shards.snapshot import Snapshots
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 WIDE_LM = partial(TinyLM, WIDE, 4)
 

@@ -17,7 +17,7 @@ from torch import nn
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.spans import Cause
-from zero_offload.base.threads import FirstError
+from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.base.types import UpdateOverlap
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.device import Device
@@ -33,7 +33,6 @@ from zero_offload.runtime.grads.section import GradSection
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.store import ShardStore
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 class Updates:

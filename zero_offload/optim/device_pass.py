@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from zero_offload.base.threads import UnitUpdate
 from zero_offload.base.types import StateFormat
 from zero_offload.hardware.abi import STATE_BLOCK, Rule
 from zero_offload.hardware.device import Device, Event, Handoff
@@ -28,7 +29,6 @@ from zero_offload.storage.memory.pool import LazyRegion
 from zero_offload.storage.shards.grad_store import GradPiece
 from zero_offload.storage.shards.shard import Component, is_packed
 from zero_offload.storage.shards.store import ShardStore
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 Arrays = Mapping[Component, torch.Tensor]
 TOGETHER_NUMEL = 1 << 20

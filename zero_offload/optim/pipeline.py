@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from zero_offload.base.spans import Lane, Opened
+from zero_offload.base.threads import UnitUpdate
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import STATES, SegmentArray
 from zero_offload.hardware.kernels.update import UpdateBuffers, fused_update
@@ -27,7 +28,6 @@ from zero_offload.storage.memory.arena import Region
 from zero_offload.storage.shards.grad_store import GradPiece, GradStore, Wait
 from zero_offload.storage.shards.shard import Component, Shard, is_packed
 from zero_offload.storage.shards.store import OpenChunks, ShardStore
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 @dataclass(frozen=True)

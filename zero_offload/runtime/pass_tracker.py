@@ -106,7 +106,8 @@ class ModelLife:
     def check_usable(self) -> None:
         """Raise where there is nothing to compute with or to read."""
         self.check_alive()
-        self._errors.check_whole()
+        if self._errors.error is not None:
+            self._errors.check_whole()
         if self.half_updated and not in_backward():
             raise ZeroOffloadError(
                 f"a backward with overlap='backward' was left by an exception when {self.half_updated}, so this "

@@ -15,10 +15,9 @@ import weakref
 import pytest
 
 from zero_offload.base.events import Counters
-from zero_offload.base.threads import FirstError, UpdateInterrupted
+from zero_offload.base.threads import FirstError, UnitUpdate, UpdateInterrupted
 from zero_offload.optim import worker as worker_module
 from zero_offload.optim.worker import Worker
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 def test_jobs_run_in_order() -> None:

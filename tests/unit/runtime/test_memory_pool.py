@@ -21,7 +21,7 @@ from zero_offload.storage.memory.resizable import Budget, FrameBudget
 def pool_of(arena: Arena, budget: Budget) -> MemoryPool:
     """Without units: none moves, so nothing that moves them is asked."""
     held_views, nothing = HeldViews([], 1), cast(Any, None)
-    return MemoryPool(arena, budget, [], Evictor([], FetchSchedule(), held_views, nothing, None, 1), held_views)
+    return MemoryPool(arena, budget, [], Evictor([], FetchSchedule(), held_views, nothing, None, None, 1), held_views)
 
 
 def take(arena: Arena, pool: MemoryPool, *nums_frames: int) -> None:

@@ -12,12 +12,12 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, build
 from tests.helpers.reference import placed
+from zero_offload.base.threads import UnitUpdate
 from zero_offload.model.api import runtime_of
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.worker import Worker
 from zero_offload.runtime.units.unit import UnitState
 from zero_offload.storage.memory.pages import FRAME
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 @pytest.fixture

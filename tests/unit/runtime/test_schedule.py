@@ -107,7 +107,7 @@ def test_the_unit_that_leaves_is_used_last(uses: list[int], unused: list[int], n
         for index in range(8)
     ]
     nothing: Any = None
-    evictor = Evictor(units, schedule, nothing, nothing, nothing, 1)
+    evictor = Evictor(units, schedule, nothing, nothing, None, None, 1)
     victim = evictor.choose()
     if victim is None:
         assert not unused

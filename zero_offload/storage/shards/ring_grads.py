@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zero_offload.base.threads import UnitUpdate
 from zero_offload.base.types import Tier
 from zero_offload.hardware.device import Event
 from zero_offload.plan.layout import SectionLayout
@@ -20,7 +21,6 @@ from zero_offload.storage.memory.arena import Arena, Region
 from zero_offload.storage.memory.pool import SpanPool
 from zero_offload.storage.shards.drive_grads import DriveGrads, DriveRoom
 from zero_offload.storage.shards.grad_store import GradMemory, HostGrads
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 LAUNCHED_MAX = GRAD_RING_UNITS - 3
 """Units whose update is launched and not computed, beside those that backward fills."""

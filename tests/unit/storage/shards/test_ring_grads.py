@@ -13,12 +13,11 @@ from torch import nn
 
 from tests.helpers.stores import close, grads_of, open_store
 from zero_offload.base.events import Counters
-from zero_offload.base.threads import FirstError
+from zero_offload.base.threads import FirstError, UnitUpdate
 from zero_offload.base.types import SECTOR, Tier
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.grad_store import HostGrads
 from zero_offload.storage.shards.ring_grads import LAUNCHED_MAX, GradRing
-from zero_offload.storage.shards.unit_update import UnitUpdate
 
 
 class Part:

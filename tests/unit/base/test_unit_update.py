@@ -6,8 +6,7 @@ import time
 import pytest
 
 from zero_offload.base.events import Counters
-from zero_offload.base.threads import FirstError
-from zero_offload.storage.shards.unit_update import UnitUpdate
+from zero_offload.base.threads import FirstError, UnitUpdate
 
 
 @pytest.fixture
