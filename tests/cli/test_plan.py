@@ -13,7 +13,7 @@ from zero_offload.cli import measure
 from zero_offload.cli import plan as plan_command
 from zero_offload.cli.main import main
 from zero_offload.cli.planning import GpuHere
-from zero_offload.cli.recipes import products
+from zero_offload.cli.recipes import gpt
 from zero_offload.hardware import rates
 
 MEMORY = ["--cpu-memory", "64GiB"]
@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_not_predicted(capsys: pytest.CaptureFixture[str]) 
 def test_this_machine_is_measured_once_and_remembered(
     cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = {"_ROUNDS": 1, "_DRIVE_S": 0.1, "_LOST_S": 0.01, "_DRIVE_BYTES": 16 << 20, "_UPDATE_NUMEL": 1 << 20}
+    short = {"ROUNDS": 1, "_DRIVE_S": 0.1, "_LOST_S": 0.01, "_DRIVE_BYTES": 16 << 20, "_UPDATE_NUMEL": 1 << 20}
     for name, value in short.items():
         monkeypatch.setattr(measure, name, value)
     flags = ["--model", "tiny", "--precision", "fp32", "--nvme", str(tmp_path), "--optimizer-tier", "nvme"]
@@ -387,12 +387,12 @@ def test_rates_of_a_gpu_that_were_measured_here_are_used(
 def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """By way of fp32 where a CPU has no instructions for bf16."""
     widened = []
-    original = products._WideLinear.forward
-    monkeypatch.setattr(products, "has_products", lambda dtype: False)
+    original = gpt._WideLinear.forward
+    monkeypatch.setattr(gpt, "has_products", lambda dtype: False)
     monkeypatch.setattr(
-        products._WideLinear, "forward", staticmethod(lambda *values: (widened.append(1), original(*values))[1])
+        gpt._WideLinear, "forward", staticmethod(lambda *values: (widened.append(1), original(*values))[1])
     )
-    monkeypatch.setattr(measure, "_ROUNDS", 1)
+    monkeypatch.setattr(measure, "ROUNDS", 1)
     assert measure._block_flops("bfloat16") > 0
     assert len(widened) == 2 * 4
 

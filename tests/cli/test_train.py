@@ -24,7 +24,7 @@ import torch
 from tests.helpers.activations import make_small
 from zero_offload.cli.main import main
 from zero_offload.cli.recipes import train as recipe
-from zero_offload.cli.recipes.stop import StopRequest
+from zero_offload.cli.recipes.loop import StopRequest
 
 pytestmark = pytest.mark.usefixtures("quick_endings")
 STEPS = 14

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 import zero_offload as zo
 from tests.fake_gpu import device
 from tests.helpers.models import NARROW, TinyLM, build, tokens_of
-from zero_offload.cli import measure, measure_device
+from zero_offload.cli import measure
 from zero_offload.cli.main import main
 from zero_offload.hardware import rates
 
@@ -29,8 +29,7 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the user's is touched, and sizes are small."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name, value in {"ROUNDS": 1, "CALL_S": 0.0, "PRODUCT_MAX": 512, "WIDTH_MAX": 256}.items():
-        monkeypatch.setattr(measure_device, name, value)
-    monkeypatch.setattr(measure, "_ROUNDS", 1)
+        monkeypatch.setattr(measure, name, value)
     monkeypatch.setattr(measure, "_UPDATE_NUMEL", 1 << 20)
 
 

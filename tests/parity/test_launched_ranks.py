@@ -16,7 +16,7 @@ from tests.helpers import ranks
 from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool
 from tests.helpers.trainer import fork_server
-from zero_offload.cli.recipes.ranks import joined_ranks
+from zero_offload.cli.recipes.loop import joined_ranks
 from zero_offload.hardware import device
 from zero_offload.hardware.device import DeviceChoice, choose_gpus
 from zero_offload.model.api import runtime_of

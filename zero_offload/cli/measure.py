@@ -1,15 +1,19 @@
 """What this machine does in a second, measured shortly: what `zero-offload plan` and `bench --device` remember.
 
-Owns the measurements of CPU and drives; a GPU's are in `measure_device`, the file in `rates`. The calls: `measure`
-takes all figures of a plan anew, `measure_gpu` those of the GPU; `remembered` makes a machine of what is known of the
-CPU, with defaults for the rest.
+Owns how each figure is taken; the file is `hardware/rates.py`'s. A GPU's copies go the runtime's way: through the two
+copy lanes, from host memory that it registers. Its sizes grow until a call takes `CALL_S`, so that launches do not
+count, up to those of a large model. The calls: `measure` takes all figures of a plan anew, `measure_gpu` those of the
+GPU; `remembered` makes a machine of what is known of the CPU, with defaults for the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import tempfile
+import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,7 +26,7 @@ from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import MIB, format_bytes
-from zero_offload.cli.measure_device import block_flops, device_rates, median_s
+from zero_offload.cli.recipes.gpt import GPT, GPTConfig
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.device import Device, compute_device
 from zero_offload.hardware.kernels.arguments import Segment, segment_array
@@ -38,7 +42,6 @@ from zero_offload.storage.memory.arena import Arena
 _WIDTH, _SEQUENCE = 256, 128
 """Of the block that is timed: small, since some processors have no instructions for a bf16 product."""
 _UPDATE_NUMEL = 1 << 22
-_ROUNDS = 5
 _DRIVE_BYTES = 128 * MIB
 _COPY_BYTES = 256 * MIB
 _DRIVE_S = 2.0
@@ -46,6 +49,13 @@ _LOST_S = 0.25
 """Of the products beside which bytes are moved."""
 _APART = 0.75
 """Reads and writes that together take less than this share of one after the other do not take turns."""
+ROUNDS = 5
+CALL_S = 0.01
+PRODUCT_MAX = 8192
+"""Rows and columns of a GPU's matrices."""
+WIDTH_MAX, HEAD_WIDTH = 4096, 64
+SEQUENCE, SEQUENCES_MAX = 1024, 4
+_DTYPES = ("bfloat16", "float16", "float32")
 
 
 def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
@@ -60,7 +70,8 @@ def measure(config: OffloadConfig, directories: Sequence[Path]) -> None:
     rates = load()
     if device.is_host:
         precision, dtype_name = config.numerics.compute, config.compute_dtype_name
-        flops = rates.flops | {precision: _taken() | {"flops": _block_flops(dtype_name)}}
+        rate = block_flops(device.torch_device, dtype_name, _WIDTH, 1, _SEQUENCE, partial(median_s, ROUNDS))
+        flops = rates.flops | {precision: _taken() | {"flops": rate}}
         rates = replace(rates, host=_taken() | update_rates(dtype_name), flops=flops)
     save(replace(rates, drives=rates.drives | drives))
 
@@ -93,7 +104,7 @@ def remembered(config: OffloadConfig, directories: Sequence[Path], num_cores: in
     """One rank's share of this machine, by what was measured; `Machine.source` says what was not."""
     rates = load()
     usual = default_machine("cpu", num_cores, cluster=cluster)
-    drives, io_source = _drives(rates, directories)
+    drives, io_source = remembered_drives(directories)
     here = cluster.ranks_per_node
     found = replace(
         usual,
@@ -123,10 +134,7 @@ def remembered(config: OffloadConfig, directories: Sequence[Path], num_cores: in
 
 def remembered_drives(directories: Sequence[Path]) -> tuple[Drives, str]:
     """All drives together, each once, and where their rates come from."""
-    return _drives(load(), directories)
-
-
-def _drives(rates: Rates, directories: Sequence[Path]) -> tuple[Drives, str]:
+    rates = load()
     known = {_drive_of(each): _known_drive(rates, each) for each in directories}
     if not known:
         return ONE_DRIVE, ""
@@ -150,11 +158,6 @@ def _drive_of(directory: Path) -> str:
     return str(existing_parent(directory).stat().st_dev)
 
 
-def _block_flops(dtype_name: str) -> float:
-    """Of a transformer's block, forward and backward."""
-    return block_flops(torch.device("cpu"), dtype_name, _WIDTH, 1, _SEQUENCE, partial(median_s, _ROUNDS))
-
-
 def update_rates(dtype_name: str) -> Table:
     """Bytes that AdamW reads and writes in a second: on all cores, and on those that it has beside forward."""
     dtype, numel = getattr(torch, dtype_name), _UPDATE_NUMEL
@@ -170,7 +173,7 @@ def update_rates(dtype_name: str) -> Table:
     rates = {}
     for name, beside in (("bytes_per_s", False), ("bytes_per_s_beside", True)):
         threads = update_threads(num_cores, beside, is_host=True)
-        seconds = median_s(_ROUNDS, partial(fused_update, Rule.ADAMW, buffers, segments, threads))
+        seconds = median_s(ROUNDS, partial(fused_update, Rule.ADAMW, buffers, segments, threads))
         # States and value are read and written, gradients read.
         rates[name] = numel * (2 * sum(sizes) - dtype.itemsize) / seconds
     return {"num_cores": num_cores, **rates}
@@ -194,8 +197,8 @@ def drive_rates(directory: Path) -> Table:
     region = Arena(0).allocate(_DRIVE_BYTES)
     with private_directory(existing_parent(directory)) as place, RunDirectory.look(place) as looked:
         scratch, settings = engines.Scratch(region.address, region.nbytes), engines.pick("auto")
-        (rates,) = engines.measure(looked, [settings], scratch, _ROUNDS, _DRIVE_S)
-        lost_s = engines.lost_beside(looked, settings, scratch, _products(), _ROUNDS)
+        (rates,) = engines.measure(looked, [settings], scratch, ROUNDS, _DRIVE_S)
+        lost_s = engines.lost_beside(looked, settings, scratch, _products(), ROUNDS)
     read, write, mixed = (rates.bytes_per_s[engines.Pattern(name)] for name in ("read", "write", "mixed"))
     in_turn_s = (1 / read + 1 / write) / 2
     return {
@@ -210,7 +213,7 @@ def _products() -> Callable[[], None]:
     """Products of matrices on all cores, as a block makes them, for some tenths of a second."""
     shapes = (_SEQUENCE, 4 * _WIDTH), (16 * _WIDTH, 4 * _WIDTH)
     inputs, weight = (host_empty(shape, torch.float32).normal_() for shape in shapes)
-    once_s = median_s(_ROUNDS, lambda: inputs @ weight.T)
+    once_s = median_s(ROUNDS, lambda: inputs @ weight.T)
     count = max(round(_LOST_S / once_s), 1)
 
     def work() -> None:
@@ -218,3 +221,117 @@ def _products() -> Callable[[], None]:
             inputs @ weight.T
 
     return work
+
+
+# A GPU
+
+
+def device_rates(device: Device, nbytes: int) -> Table:
+    """Of a GPU, with copies of so many bytes.
+
+    `matmul_flops` by dtype and "tf32"; `training_flops` by the model's dtype: forward and backward of one block, with
+    its attention, norms and launches; `memory_bytes_per_s`; `upload_bytes_per_s`, `download_bytes_per_s`, and
+    `both_bytes_per_s` in each direction while the other runs; `host_memory`, "registered" or "pageable".
+    """
+
+    def seconds(call: Callable[[], object]) -> float:
+        """Until the GPU has done what the call launches."""
+
+        def launch_and_wait() -> None:
+            call()
+            device.mark().synchronize()
+
+        return median_s(ROUNDS, launch_and_wait)
+
+    target = device.torch_device
+    matmul = {name: _product_flops(target, getattr(torch, name), seconds) for name in _DTYPES}
+    if target.type == "cuda":
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high")
+        try:
+            matmul["tf32"] = _product_flops(target, torch.float32, seconds)
+        finally:
+            torch.set_float32_matmul_precision(before)
+    training = {name: _training_flops(target, name, seconds) for name in _DTYPES}
+    return {
+        "matmul_flops": matmul,
+        "training_flops": training,
+        "memory_bytes_per_s": _memory_rate(target, nbytes, seconds),
+        **_copy_rates(device, nbytes),
+    }
+
+
+def median_s(rounds: int, call: Callable[[], object]) -> float:
+    """Of a few calls after a first one, which takes memory and starts threads."""
+    call()
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
+
+
+Seconds = Callable[[Callable[[], object]], float]
+
+
+def block_flops(target: torch.device, dtype_name: str, width: int, sequences: int, length: int, s: Seconds) -> float:
+    """Arithmetic of a transformer's block in a second, forward and backward; `s` times a call."""
+    dtype = getattr(torch, dtype_name)
+    heads = max(width // HEAD_WIDTH, 1)
+    model = GPT(GPTConfig(num_layers=1, width=width, num_heads=heads, seq_max=length)).to(target, dtype)
+    shape = (sequences, length, width)
+    inputs = torch.randn(shape, dtype=torch.float32, device=target).to(dtype).requires_grad_()
+    block, rotation = model.blocks[0], model.rotation
+    taken = s(lambda: block(inputs, rotation).sum().backward())
+    numel = sum(param.numel() for param in block.parameters())
+    return 3 * (2.0 * numel + 2.0 * width * length) * sequences * length / taken
+
+
+def _training_flops(target: torch.device, dtype_name: str, seconds: Seconds) -> float:
+    """Of the first size whose call is long enough."""
+    width, sequences, length, flops = 256, 1, 128, 0.0
+    while True:
+        flops = block_flops(target, dtype_name, width, sequences, length, seconds)
+        call_s = 3 * 24.0 * width * width * sequences * length / flops
+        if call_s >= CALL_S or (width, sequences) == (WIDTH_MAX, SEQUENCES_MAX):
+            return flops
+        width, sequences, length = min(2 * width, WIDTH_MAX), min(2 * sequences, SEQUENCES_MAX), SEQUENCE
+
+
+def _product_flops(target: torch.device, dtype: torch.dtype, seconds: Seconds) -> float:
+    size = 512
+    while True:
+        one, other = (torch.randn(size, size, dtype=torch.float32, device=target).to(dtype) for _ in range(2))
+        taken = seconds(partial(torch.matmul, one, other))
+        if taken >= CALL_S or size == PRODUCT_MAX:
+            return 2.0 * size**3 / taken
+        size *= 2
+
+
+def _memory_rate(target: torch.device, nbytes: int, seconds: Seconds) -> float:
+    """Read and written by a copy in the GPU's own memory."""
+    source, copy = (torch.zeros(nbytes, dtype=torch.uint8, device=target) for _ in range(2))
+    return 2 * nbytes / seconds(lambda: copy.copy_(source))
+
+
+def _copy_rates(device: Device, nbytes: int) -> Table:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        region = Arena(0, pinner=device).allocate(2 * nbytes)
+    out, back = region.tensor(torch.uint8, 2 * nbytes).split(nbytes)
+    there, from_there = (torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device) for _ in range(2))
+
+    def upload() -> None:
+        device.upload(there, out).take_on_host()
+
+    def download() -> None:
+        device.download(back, from_there).take_on_host()
+
+    def both() -> None:
+        up, down = device.upload(there, out), device.download(back, from_there)
+        up.take_on_host(), down.take_on_host()
+
+    names = {"upload": upload, "download": download, "both": both}
+    rates: Table = {f"{name}_bytes_per_s": nbytes / median_s(ROUNDS, call) for name, call in names.items()}
+    return rates | {"host_memory": "pageable" if caught else "registered"}

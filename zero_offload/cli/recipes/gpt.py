@@ -14,6 +14,8 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.cli.recipes.products import causal_attention, linear
 
 NUM_BYTES = 256
 _ROPE_BASE = 10_000.0
@@ -216,3 +217,52 @@ def _rotate(x: Tensor, rotation: Tensor) -> Tensor:
     cosine, sine = rotation.to(x.dtype).unbind()
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+# [Note: products on a CPU without instructions for bf16 or fp16]
+# torch multiplies such matrices by a plain loop there, up to a hundred times slower than fp32. Here both sides are
+# widened, which is exact, and multiplied in fp32; the result is rounded once. That is what the loop computes, up to the
+# order of its sums. Backward saves what was given, not what was widened. Elsewhere these are torch's own functions.
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """(..., num_in) times the transpose of (num_out, num_in): (..., num_out)."""
+    if not _is_slow(x):
+        return F.linear(x, weight)
+    out: Tensor = _WideLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Scaled dot products over (batch, heads, seq, head width); each position sees itself and those before it."""
+    if not _is_slow(query):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    wide = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), is_causal=True)
+    return wide.to(query.dtype)
+
+
+def _is_slow(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) and not has_products(x.dtype)
+
+
+@cache
+def has_products(dtype: torch.dtype) -> bool:
+    """True if torch multiplies matrices of this dtype by more than a loop on this CPU."""
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype is torch.bfloat16 else ops._is_mkldnn_fp16_supported())
+
+
+class _WideLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wide = grad.float()
+        grad_x = (wide @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return grad_x, None
+        return grad_x, (wide.flatten(0, -2).T @ x.float().flatten(0, -2)).to(weight.dtype)

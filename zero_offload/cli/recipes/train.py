@@ -34,12 +34,9 @@ from zero_offload.base.host import host_empty
 from zero_offload.base.types import KIB, Durability, Existing, StateKind, Tier
 from zero_offload.cli.recipes.data import BatchShape, Corpus, load_corpus, train_batch, validation_batch
 from zero_offload.cli.recipes.gpt import GPT, Recompute, generate, next_token_loss, num_parameters
-from zero_offload.cli.recipes.progress import Progress
-from zero_offload.cli.recipes.ranks import Ranks, joined_ranks
+from zero_offload.cli.recipes.loop import Progress, Ranks, StepTrace, StopRequest, joined_ranks, requested_stop
 from zero_offload.cli.recipes.run_dir import METRICS_FILE, TRACE_FILE, Metrics, Row, RunDir
 from zero_offload.cli.recipes.settings import TrainConfig
-from zero_offload.cli.recipes.step_trace import StepTrace
-from zero_offload.cli.recipes.stop import StopRequest, requested_stop
 from zero_offload.model.api import need_runtime
 from zero_offload.plan.memory import Budget, Placement, UnitNumel, estimate_memory, measure_units
 from zero_offload.storage.files.directory import RunDirectory

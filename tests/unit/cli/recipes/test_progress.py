@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 
-from zero_offload.cli.recipes.progress import Progress
+from zero_offload.cli.recipes.loop import Progress
 
 
 class _Terminal(io.StringIO):

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from zero_offload.cli.recipes.ranks import joined_ranks
-from zero_offload.cli.recipes.stop import requested_stop
+from zero_offload.cli.recipes.loop import joined_ranks, requested_stop
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
