@@ -24,12 +24,11 @@ NAMES_SHOWN = 10
 class Wanted:
     """A parameter or buffer of the model."""
 
+    tensor: torch.Tensor
     names: tuple[str, ...]
     """Several when it is tied."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
     optional: bool = False
-    """May be missing in the files."""
+    """True if it may be missing in the files: none of its names is in a state dict."""
 
 
 def match(
@@ -44,8 +43,8 @@ def match(
     known = {name for want in wanted for name in want.names}
     missing = [want.names[0] for want, here in zip(wanted, found, strict=True) if not here and not want.optional]
     unknown = [name for name in stored if prefix + name not in known]
-    pairs = [(want, named[name], name) for want in wanted for name in want.names if name in named]
-    shapes = [f"{n} {list(t.shape)} (model: {list(w.shape)})" for w, t, n in pairs if t.shape != w.shape]
+    pairs = [(want.tensor, named[name], name) for want in wanted for name in want.names if name in named]
+    shapes = [f"{n} {list(t.shape)} (model: {list(w.shape)})" for w, t, n in pairs if t.shape != tuple(w.shape)]
     dtypes = [f"{n} {t.dtype_name} (model: {w.dtype})" for w, t, n in pairs if not _convertible(t.dtype, w.dtype)]
     problems = [
         *_listed("missing in the files", missing),
@@ -93,7 +92,7 @@ def _prefix_hint(missing: Sequence[str], unknown: Sequence[str], prefix: str) ->
 
 
 def same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two tensors of one shape hold the same numbers."""
+    """True if two tensors of one shape hold the same numbers."""
     for begin in range(0, one.numel, CHUNK_NUMEL):
         end = min(begin + CHUNK_NUMEL, one.numel)
         mine, theirs = one.read(begin, end), other.read(begin, end)

@@ -162,12 +162,4 @@ def _write_report(out: Path) -> Path | None:
 
 
 def _summary(result: TrainResult, report: Path | None) -> dict[str, Any]:
-    return {
-        "ending": result.ending.value,
-        "step": result.step,
-        "validation_loss": result.validation_loss,
-        "unigram_nats": result.unigram_nats,
-        "out": str(result.out),
-        "report": str(report) if report else None,
-        "sample": result.sample,
-    }
+    return vars(result) | {"out": str(result.out), "report": str(report) if report else None}

@@ -14,9 +14,9 @@ import hashlib
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.shards.registry import Recipe
 from zero_offload.storage.shards.shard import Component
-from zero_offload.storage.shards.store import ShardStore
 
 EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CONFIGS = ("config", "generation_config")
@@ -85,14 +84,16 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
     with contextlib.ExitStack() as files:
         with exchange.together():
             stored = files.enter_context(open_weights(Path(path)))
-            params, buffers = _match(model, stored, prefix, Path(path))
+            params, buffers = _sources(model, stored, prefix, Path(path))
             fresh = _fresh(model, owner, params)
         _check_same_draws(owner, fresh)
         owner.grads.drop()
         try:
             with exchange.together(), _saying_what_is_left(path):
                 _write_params(owner, params, fresh)
-                _write_buffers(buffers)
+                with torch.no_grad():
+                    for buffer, source in buffers:
+                        buffer.copy_(source.read(0, source.numel).view(source.shape))
         finally:
             torch.autograd.graph.increment_version([param for unit in owner.units for param in unit.params])
             for unit in owner.units:
@@ -125,14 +126,24 @@ def export_pretrained(
         _export_adapters(model, owner, Path(path), target)
         return
     with owner.together("zo.export_pretrained"):
-        if names := adapter_names(name for name, _ in model.named_parameters()):
+        if wrapped := adapter_names(name for name, _ in model.named_parameters()):
             raise ConfigError(
-                f"{len(names)} parameters are an adapter's or wrapped by one ({names[0]}); from_pretrained does not "
-                "know their names. Export the peft.PeftModel, which writes its adapters, or merge and unload the "
+                f"{len(wrapped)} parameters are an adapter's or wrapped by one ({wrapped[0]}); from_pretrained does "
+                "not know their names. Export the peft.PeftModel, which writes its adapters, or merge and unload the "
                 "adapters first"
             )
-        entries = _entries(model, owner, target)
-        plans = plan_files([*entries.params.values(), *entries.buffers], parse_bytes(max_shard_size))
+        names = {id(each.tensor): each.names[0] for each in _named_params(model)}
+        params = {
+            piece: TensorEntry(names[id(param)], _written_dtype(section, target), piece.spec.shape)
+            for unit in owner.units
+            for section, piece, param in unit.placed_params
+        }
+        buffers = {
+            TensorEntry(each.names[0], each.tensor.dtype, tuple(each.tensor.shape)): each.tensor
+            for each in _named_buffers(model)
+            if not each.optional
+        }
+        plans = plan_files([*params.values(), *buffers], parse_bytes(max_shard_size))
     exchange, is_writer = owner.ranks.exchange, owner.ranks.rank == 0
     with contextlib.ExitStack() as files:
         writer = None
@@ -141,15 +152,17 @@ def export_pretrained(
                 check_target(Path(path))
                 folder = files.enter_context(new_folder(Path(path)))
                 writer = files.enter_context(FolderWriter(folder, plans))
-                _save_configs(model, folder, _usual_dtype(entries.params.values()))
+                _save_configs(model, folder, _usual_dtype(params.values()))
         for unit in owner.units:
             with _whole(owner, unit, target) as read, exchange.together():
                 if writer is not None:
-                    _write_unit(unit, read, entries.params, writer)
+                    for section in unit.sections:
+                        for piece, begin, values in _parts(section, read):
+                            writer.write(params[piece].name, begin, values.to(params[piece].dtype))
                     trim_heap()
         with exchange.together():
             if writer is not None:
-                for entry, buffer in entries.buffers.items():
+                for entry, buffer in buffers.items():
                     writer.write(entry.name, 0, buffer.detach().reshape(-1).cpu())
                 writer.finish()
             files.close()
@@ -197,29 +210,23 @@ def _check_untrained(owner: ModelRuntime) -> None:
         )
 
 
-BufferSources = list[tuple[torch.Tensor, StoredTensor]]
-
-
-def _match(
+def _sources(
     model: nn.Module, stored: Mapping[str, StoredTensor], prefix: str, path: Path
-) -> tuple[dict[int, StoredTensor], BufferSources]:
+) -> tuple[dict[int, StoredTensor], list[tuple[torch.Tensor, StoredTensor]]]:
     """What each parameter (by id) and each buffer is read from; adapters are in no file."""
     check_adapters(model)
-    params = _as_files_say(_named_params(model), base_names(model))
-    buffers = _as_files_say(_named_buffers(model), base_names(model))
-    wanted = [
-        Wanted(each.names, tuple(each.tensor.shape), each.tensor.dtype, each.optional) for each in params + buffers
-    ]
-    found = match(wanted, stored, prefix, path)
-    of_param = {id(each.tensor): source for each, source in zip(params, found, strict=False) if source is not None}
-    rest = zip(buffers, found[len(params) :], strict=True)
-    return of_param, [(each.tensor, source) for each, source in rest if source is not None]
+    base_name = base_names(model)
 
+    def as_files_say(named: Iterable[Wanted]) -> list[Wanted]:
+        """Under the names of the base model's files; without what is an adapter's own."""
+        renamed = (replace(each, names=tuple(filter(None, map(base_name, each.names)))) for each in named)
+        return [each for each in renamed if each.names]
 
-def _as_files_say(named: Sequence[_Named], base_name: Callable[[str], str | None]) -> list[_Named]:
-    """Under the names of the base model's files; without what is an adapter's own."""
-    renamed = [replace(each, names=tuple(filter(None, map(base_name, each.names)))) for each in named]
-    return [each for each in renamed if each.names]
+    params, buffers = as_files_say(_named_params(model)), as_files_say(_named_buffers(model))
+    wanted = params + buffers
+    found = [(each.tensor, source) for each, source in zip(wanted, match(wanted, stored, prefix, path), strict=True)]
+    of_param = {id(param): source for param, source in found[: len(params)] if source is not None}
+    return of_param, [(buffer, source) for buffer, source in found[len(params) :] if source is not None]
 
 
 def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, StoredTensor]) -> dict[int, Recipe]:
@@ -245,55 +252,40 @@ def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
 
 def _write_params(owner: ModelRuntime, sources: Mapping[int, StoredTensor], fresh: Mapping[int, Recipe]) -> None:
     """Every section of this rank with something new, chunk by chunk; moments become zero."""
-    store, index = owner.store, owner.collectives.shard_index
     for unit in owner.units:
-        placed: dict[int, dict[ParamSlice, nn.Parameter]] = {}
-        for section, piece, param in unit.placed_params:
-            placed.setdefault(section.layout.index, {})[piece] = param
         for section in unit.sections:
-            params = placed[section.layout.index]
-            if not any(id(param) in sources or id(param) in fresh for param in params.values()):
-                continue
-            kept = _Kept(store, section, index)
-            readers = {
-                piece: sources[id(param)].read
-                if id(param) in sources
-                else _reader_of(fresh[id(param)].make())
-                if id(param) in fresh
-                else partial(kept.read, piece)
-                for piece, param in params.items()
-            }
-            fill = fill_from_readers(section.shard, index, readers)
-            store.write_components(section.shard, ComponentSource(section.shard, fill))
-            trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
-    store.staging.drop()
+            params = {piece: param for at, piece, param in unit.placed_params if at is section}
+            if any(id(param) in sources or id(param) in fresh for param in params.values()):
+                _write_section(owner, section, params, sources, fresh)
+                trim_heap()  # chunks of many sizes come and go: their holes would grow to several units
+    owner.store.staging.drop()
 
 
-def _reader_of(values: torch.Tensor) -> ReadElements:
-    flat = values.reshape(-1)
-    return lambda begin, end: flat[begin:end]
+def _write_section(
+    owner: ModelRuntime,
+    section: Section,
+    params: Mapping[ParamSlice, nn.Parameter],
+    sources: Mapping[int, StoredTensor],
+    fresh: Mapping[int, Recipe],
+) -> None:
+    store, shard, index = owner.store, section.shard, owner.collectives.shard_index
 
+    @cache
+    def kept() -> torch.Tensor:
+        """This rank's values, for parameters that keep theirs beside others that are replaced: (shard_numel,)."""
+        return read_master(store, shard)
 
-class _Kept:
-    """This rank's values of a section, for the parameters that keep theirs beside others that are replaced."""
+    def reader(piece: ParamSlice, param: nn.Parameter) -> ReadElements:
+        if id(param) in sources:
+            return sources[id(param)].read
+        if id(param) in fresh:
+            values = fresh[id(param)].make().reshape(-1)
+            return lambda begin, end: values[begin:end]
+        offset = piece.begin - index * section.layout.shard_numel
+        return lambda begin, end: kept()[offset + begin : offset + end]
 
-    def __init__(self, store: ShardStore, section: Section, shard_index: int) -> None:
-        self._store, self._section = store, section
-        self._begin = shard_index * section.layout.shard_numel
-
-    @cached_property
-    def _master(self) -> torch.Tensor:
-        return read_master(self._store, self._section.shard)
-
-    def read(self, piece: ParamSlice, begin: int, end: int) -> torch.Tensor:
-        offset = piece.begin - self._begin
-        return self._master[offset + begin : offset + end]
-
-
-@torch.no_grad()
-def _write_buffers(sources: BufferSources) -> None:
-    for buffer, source in sources:
-        buffer.copy_(source.read(0, source.numel).view(source.shape))
+    readers = {piece: reader(piece, param) for piece, param in params.items()}
+    store.write_components(shard, ComponentSource(shard, fill_from_readers(shard, index, readers)))
 
 
 # Export
@@ -334,25 +326,18 @@ def _values_of(
     wanted = {id(param) for param in params.values()}
     found: dict[int, torch.Tensor] = {}
     for unit in owner.units:
-        places = [place for place in unit.placed_params if id(place[2]) in wanted]
+        places = [(section, piece, id(param)) for section, piece, param in unit.placed_params if id(param) in wanted]
         if not places:
             continue
+        found |= {key: host_empty(piece.spec.shape, _written_dtype(at, target)) for at, piece, key in places}
+        keys = {piece: key for _, piece, key in places}
         with _whole(owner, unit, target) as read:
-            for section in {id(place[0]): place[0] for place in places}.values():
-                pieces = {piece: param for at, piece, param in places if at is section}
-                dtype = (
-                    target if target is not None and section.layout.dtype.is_floating_point else section.layout.dtype
-                )
-                for piece, param in pieces.items():
-                    found[id(param)] = host_empty(piece.end - piece.begin, dtype)
-                for begin, values in read(section):
-                    for piece, param in pieces.items():
-                        low, high = max(piece.begin, begin), min(piece.end, begin + values.numel())
-                        if low < high:
-                            out = found[id(param)][low - piece.begin : high - piece.begin]
-                            out.copy_(values[low - begin : high - begin])
-                for piece, param in pieces.items():
-                    found[id(param)] = found[id(param)].view(piece.spec.shape)
+            for section in unit.sections:
+                if keys.keys().isdisjoint(section.layout.params):
+                    continue
+                for piece, begin, values in _parts(section, read):
+                    if piece in keys:
+                        found[keys[piece]].view(-1)[begin : begin + values.numel()].copy_(values)
     return {name: found[id(param)] for name, param in params.items()}
 
 
@@ -365,28 +350,9 @@ def _export_dtype(name: str | None) -> torch.dtype | None:
     return EXPORT_DTYPES[name]
 
 
-@dataclass(frozen=True)
-class _Entries:
-    """What is written: parameters by their place in the layout, and buffers."""
-
-    params: dict[ParamSlice, TensorEntry]
-    buffers: dict[TensorEntry, torch.Tensor]
-
-
-def _entries(model: nn.Module, owner: ModelRuntime, target: torch.dtype | None) -> _Entries:
-    names = {id(each.tensor): each.names[0] for each in _named_params(model)}
-    params = {}
-    for unit in owner.units:
-        for section, piece, param in unit.placed_params:
-            own = section.layout.dtype
-            dtype = target if target is not None and own.is_floating_point else own
-            params[piece] = TensorEntry(names[id(param)], dtype, piece.spec.shape)
-    buffers = {
-        TensorEntry(each.names[0], each.tensor.dtype, tuple(each.tensor.shape)): each.tensor
-        for each in _named_buffers(model)
-        if not each.optional
-    }
-    return _Entries(params, buffers)
+def _written_dtype(section: Section, target: torch.dtype | None) -> torch.dtype:
+    own = section.layout.dtype
+    return target if target is not None and own.is_floating_point else own
 
 
 def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:
@@ -434,19 +400,13 @@ def _whole(owner: ModelRuntime, unit: Unit, target: torch.dtype | None) -> Itera
             unit.close()
 
 
-def _write_unit(
-    unit: Unit,
-    read: Callable[[Section], Pieces],
-    entries: Mapping[ParamSlice, TensorEntry],
-    writer: FolderWriter,
-) -> None:
-    for section in unit.sections:
-        for begin, values in read(section):
-            for piece in section.layout.params:
-                low, high = max(piece.begin, begin), min(piece.end, begin + values.numel())
-                if low < high:
-                    part = values[low - begin : high - begin].to(entries[piece].dtype)
-                    writer.write(entries[piece].name, low - piece.begin, part)
+def _parts(section: Section, read: Callable[[Section], Pieces]) -> Iterator[tuple[ParamSlice, int, torch.Tensor]]:
+    """A section's parameters in parts: (parameter, first element of it, values on the host, valid until the next)."""
+    for first, values in read(section):
+        for piece in section.layout.params:
+            low, high = max(piece.begin, first), min(piece.end, first + values.numel())
+            if low < high:
+                yield piece, low - piece.begin, values[low - first : high - first]
 
 
 def _gather_masters(owner: ModelRuntime, unit: Unit) -> dict[int, torch.Tensor]:
@@ -465,7 +425,7 @@ def _gather_masters(owner: ModelRuntime, unit: Unit) -> dict[int, torch.Tensor]:
 
 
 def _needs_master(section: Section, target: torch.dtype | None) -> bool:
-    """Whether the value that forward uses is not what is to be written, and there is a better one."""
+    """True if what is written is rounded from the fp32 master: forward uses a value of another dtype."""
     return section.layout.trainable and target not in (None, section.layout.dtype)
 
 
@@ -488,35 +448,26 @@ def _cut(flat: torch.Tensor) -> Pieces:
 # Names
 
 
-@dataclass(frozen=True)
-class _Named:
-    """A tensor of the model under all its names; `optional` ones belong to no state dict."""
-
-    tensor: torch.Tensor
-    names: tuple[str, ...]
-    optional: bool
+def _named_params(model: nn.Module) -> list[Wanted]:
+    return _under_all_names((name, param, True) for name, param in model.named_parameters(remove_duplicate=False))
 
 
-def _named_params(model: nn.Module) -> list[_Named]:
-    return _group([(name, param, True) for name, param in model.named_parameters(remove_duplicate=False)])
-
-
-def _named_buffers(model: nn.Module) -> list[_Named]:
+def _named_buffers(model: nn.Module) -> list[Wanted]:
     found = []
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            persistent = name not in module._non_persistent_buffers_set
-            found.append((f"{path}.{name}" if path else name, buffer, persistent))
+            persists = name not in module._non_persistent_buffers_set
+            found.append((f"{path}.{name}" if path else name, buffer, persists))
     # The name that a state dict has comes first.
-    return _group(sorted(found, key=lambda each: not each[2]))
+    return _under_all_names(sorted(found, key=lambda each: not each[2]))
 
 
-def _group(found: Sequence[tuple[str, torch.Tensor, bool]]) -> list[_Named]:
-    names: dict[int, list[str]] = {}
-    persistent: dict[int, bool] = {}
-    tensors = {}
-    for name, tensor, persists in found:
-        names.setdefault(id(tensor), []).append(name)
-        persistent[id(tensor)] = persistent.get(id(tensor), False) or persists
-        tensors[id(tensor)] = tensor
-    return [_Named(tensors[key], tuple(texts), not persistent[key]) for key, texts in names.items()]
+def _under_all_names(found: Iterable[tuple[str, torch.Tensor, bool]]) -> list[Wanted]:
+    """Each tensor once, of (name, tensor, True if a state dict has it under this name)."""
+    groups: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}
+    for each in found:
+        groups.setdefault(id(each[1]), []).append(each)
+    return [
+        Wanted(group[0][1], tuple(name for name, _, _ in group), not any(persists for _, _, persists in group))
+        for group in groups.values()
+    ]

@@ -21,7 +21,7 @@ def _stored(**shapes: tuple[int, ...]) -> dict[str, StoredTensor]:
 
 
 def _want(*names: str, shape: tuple[int, ...] = (2,), dtype: torch.dtype = torch.float32) -> Wanted:
-    return Wanted(names, shape, dtype)
+    return Wanted(torch.empty(shape, dtype=dtype), names)
 
 
 def _refusal(wanted: list[Wanted], stored: dict[str, StoredTensor], prefix: str = "") -> str:
@@ -65,7 +65,7 @@ def test_the_rest_does_not(name: str) -> None:
 
 
 def test_a_buffer_that_no_state_dict_has() -> None:
-    wanted = [Wanted(("a",), (2,), torch.float32, optional=True)]
+    wanted = [Wanted(torch.empty(2), ("a",), optional=True)]
     assert match(wanted, _stored(), "", WHERE) == [None]
     assert match(wanted, _stored(a=(2,)), "", WHERE) != [None]
     assert "another shape" in _refusal(wanted, _stored(a=(3,)))

@@ -3,7 +3,7 @@
 Owns the names, defaults and rules of the recipe's settings; those of tiers and storage are `OffloadConfig`'s.
 Never reads the data or the run directory.
 
-Calls, in order: `TrainConfig.from_tables` (or `from_toml`), which raises one ConfigError listing every
+Calls, in order: `TrainConfig.from_tables(*read_tables(path))`, which raises one ConfigError listing every
 problem of both tables; then read the fields, `gpt()` and `arguments()`.
 """
 
@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from zero_offload.base.config import OffloadConfig
@@ -81,18 +82,12 @@ class TrainConfig:
             settings["offload"] = _offload_config(offload, settings.get("out", cls.out))
         except ConfigError as error:
             messages.append(str(error))
-        unchecked = _Unchecked(**{item.name: settings.get(item.name, item.default) for item in fields(cls)})
-        problems += _find_problems(unchecked)
+        problems += _find_problems(SimpleNamespace(**{f.name: settings.get(f.name, f.default) for f in fields(cls)}))
         if problems:
             messages.insert(0, list_problems("the training settings have", problems))
         if messages:
             raise ConfigError("\n".join(messages))
         return cls(**settings)
-
-    @classmethod
-    def from_toml(cls, path: Path) -> TrainConfig:
-        """Build from the tables [train] and [offload] of a TOML file."""
-        return cls.from_tables(*read_tables(path))
 
     def gpt(self) -> GPTConfig:
         config = preset(self.model, seq_max=self.seq)
@@ -118,7 +113,9 @@ def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     problems = unknown_names(document, ["train", "offload"])
-    problems += [f"{name} is not a table; write [{name}]" for name in document if not _is_table(document, name)]
+    problems += [
+        f"{name} is not a table; write [{name}]" for name, table in document.items() if not isinstance(table, dict)
+    ]
     if problems:
         raise ConfigError(f"{path}: " + "; ".join(problems))
     return document.get("train", {}), document.get("offload", {})
@@ -127,16 +124,6 @@ def read_tables(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def default_out(data: tuple[Path, ...]) -> Path:
     """Where a run on this text goes unless told: runs on different text do not meet."""
     return RUNS / (data[0].absolute().stem or "text") if data else TrainConfig.out
-
-
-class _Unchecked:
-    """The fields of a TrainConfig before their rules were applied."""
-
-    def __init__(self, **settings: Any) -> None:
-        self.__dict__.update(settings)
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(name)
 
 
 def _offload_config(offload: Mapping[str, Any], out: Path) -> OffloadConfig:
@@ -155,7 +142,7 @@ def _as_paths(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"data": paths, "out": out}
 
 
-def _find_problems(config: TrainConfig | _Unchecked) -> Iterator[str]:
+def _find_problems(config: TrainConfig | SimpleNamespace) -> Iterator[str]:
     if not isinstance(config.model, str) or config.model not in PRESETS:
         near = difflib.get_close_matches(str(config.model), PRESETS, n=1, cutoff=0.0)[0]
         yield f"unknown preset model={config.model!r}; did you mean {near!r}? Choose one of {', '.join(PRESETS)}"
@@ -189,7 +176,3 @@ def _is_count(value: object, least: int) -> bool:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
-def _is_table(document: Mapping[str, Any], name: str) -> bool:
-    return isinstance(document[name], dict)

@@ -6,7 +6,7 @@ import pytest
 
 from zero_offload.base.errors import ConfigError
 from zero_offload.cli.recipes.gpt import Recompute
-from zero_offload.cli.recipes.settings import TrainConfig
+from zero_offload.cli.recipes.settings import TrainConfig, read_tables
 
 
 def test_defaults_put_parameters_and_optimizer_on_nvme() -> None:
@@ -30,7 +30,7 @@ def test_toml_is_read_and_sizes_reach_the_model(tmp_path: Path) -> None:
     file.write_text(
         '[train]\nmodel = "tiny"\nseq = 64\nrecompute = "block"\n[offload]\noptimizer = "cpu"\nparams = "cpu"\n'
     )
-    config = TrainConfig.from_toml(file)
+    config = TrainConfig.from_tables(*read_tables(file))
     assert config.gpt().seq_max == 64
     assert config.gpt().recompute is Recompute.BLOCK
     assert config.offload.optimizer == "cpu"
@@ -78,7 +78,7 @@ def test_bad_toml_is_one_message_with_the_file(tmp_path: Path, text: str) -> Non
     file = tmp_path / "run.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"run\.toml"):
-        TrainConfig.from_toml(file)
+        TrainConfig.from_tables(*read_tables(file))
 
 
 def test_arguments_tell_runs_apart_but_not_how_they_start() -> None:
