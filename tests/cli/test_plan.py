@@ -3,10 +3,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from zero_offload.base.types import GIB
 from zero_offload.cli import measure
@@ -392,8 +394,8 @@ def test_the_block_that_is_timed_multiplies_as_training_does(monkeypatch: pytest
     monkeypatch.setattr(
         gpt._WideLinear, "forward", staticmethod(lambda *values: (widened.append(1), original(*values))[1])
     )
-    monkeypatch.setattr(measure, "ROUNDS", 1)
-    assert measure._block_flops("bfloat16") > 0
+    seconds = partial(measure.median_s, 1)
+    assert measure.block_flops(torch.device("cpu"), "bfloat16", 256, 1, 128, seconds) > 0
     assert len(widened) == 2 * 4
 
 

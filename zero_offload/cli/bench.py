@@ -106,7 +106,7 @@ def _run_io(args: argparse.Namespace, nbytes: int) -> int:
             {
                 "path": str(path),
                 "measured": [_as_json(each) for each in rates],
-                "auto": describe(auto),
+                "auto": asdict(auto),
                 "weight": weight,
             }
             for (path, rates), weight in zip(results.items(), weights, strict=True)
@@ -169,10 +169,6 @@ def _checksum_s_per_gb() -> float:
     return (time.process_time() - began) / region.nbytes * 1e9
 
 
-def describe(settings: EngineSettings) -> dict[str, Any]:
-    return asdict(settings) | {"kind": settings.kind.value}
-
-
 def _as_json(rates: Rates) -> dict[str, Any]:
     speeds = {f"{pattern.value}_bytes_per_s": speed for pattern, speed in rates.bytes_per_s.items()}
-    return describe(rates.settings) | speeds | {"cpu_s_per_gb": rates.cpu_s_per_gb}
+    return asdict(rates.settings) | speeds | {"cpu_s_per_gb": rates.cpu_s_per_gb}

@@ -79,29 +79,35 @@ def run(args: argparse.Namespace) -> int:
 
 def examine(nvme_dirs: Sequence[Path]) -> tuple[Check, ...]:
     """Every check of this machine and of the given directories."""
-    checks = [_check_python(), _check_torch(), _check_native(), _check_kernels(), _check_compiler(), _check_cores()]
-    checks += [_check_memory(), _check_pinning(), _check_huge_pages(), _check_moving_pages()]
-    checks += [_check_io_uring(), _check_device(), *_check_rates()]
+    checks = [*_check_software(), *_check_host(), *_check_device()]
     for directory in nvme_dirs:
         checks += _check_directory(directory.expanduser())
     return tuple(checks)
 
 
-def _check_python() -> Check:
-    detail = f"{platform.python_version()} ({sys.executable})"
+def _check_software() -> Iterator[Check]:
+    status, fix = Status.OKAY, ""
     if sys.version_info < PYTHON_MIN:
-        return Check("python", Status.FAIL, detail, "install Python 3.11 or newer")
-    return Check("python", Status.OKAY, detail)
-
-
-def _check_torch() -> Check:
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return Check("torch", Status.FAIL, "not installed", "pip install torch")
+        status, fix = Status.FAIL, "install Python 3.11 or newer"
+    yield Check("python", status, f"{platform.python_version()} ({sys.executable})", fix)
+    version = importlib.metadata.version("torch")
     if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < TORCH_MIN:
-        return Check("torch", Status.FAIL, f"{version} is too old", "pip install --upgrade torch")
-    return Check("torch", Status.OKAY, version)
+        yield Check("torch", Status.FAIL, f"{version} is too old", "pip install --upgrade torch")
+    else:
+        yield Check("torch", Status.OKAY, version)
+    if (problem := _native_problem()) is not None:
+        yield Check("native library", *problem, "make native, or: pip install -e .")
+    else:
+        yield Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
+    try:
+        yield Check("kernels", Status.OKAY, choice.description())
+    except ZeroOffloadError as error:
+        yield Check("kernels", Status.FAIL, f"none run: {error}", "see the native library")
+    if (compiler := probe.find_compiler()) is not None:
+        yield Check("compiler", Status.OKAY, compiler)
+    else:
+        fix = "install g++ (for example: apt install g++), needed only to build from source"
+        yield Check("compiler", Status.WARNING, "no C++ compiler", fix)
 
 
 def _native_problem() -> tuple[Status, str] | None:
@@ -113,82 +119,46 @@ def _native_problem() -> tuple[Status, str] | None:
     return None if missing is None else (Status.WARNING, missing)
 
 
-def _check_native() -> Check:
-    if (problem := _native_problem()) is not None:
-        return Check("native library", *problem, "make native, or: pip install -e .")
-    return Check("native library", Status.OKAY, f"loaded, kernels for {native.isa().name.lower()}")
-
-
-def _check_kernels() -> Check:
-    try:
-        return Check("kernels", Status.OKAY, choice.description())
-    except ZeroOffloadError as error:
-        return Check("kernels", Status.FAIL, f"none run: {error}", "see the native library")
-
-
-def _check_compiler() -> Check:
-    compiler = probe.find_compiler()
-    if compiler is None:
-        fix = "install g++ (for example: apt install g++), needed only to build from source"
-        return Check("compiler", Status.WARNING, "no C++ compiler", fix)
-    return Check("compiler", Status.OKAY, compiler)
-
-
-def _check_cores() -> Check:
-    cores = probe.count_cores()
-    return Check("cpu", Status.OKAY, f"{cores} of {os.cpu_count()} cores usable")
-
-
-def _check_memory() -> Check:
+def _check_host() -> Iterator[Check]:
+    """Cores, memory and pages, io_uring."""
+    yield Check("cpu", Status.OKAY, f"{probe.count_cores()} of {os.cpu_count()} cores usable")
     limit = min(probe.memory_limits(), key=lambda limit: limit.free_bytes)
-    detail = f"{format_bytes(limit.free_bytes)} available (limited by {limit.source})"
+    status, fix = Status.OKAY, ""
     if limit.free_bytes < MEMORY_MIN_BYTES:
+        status = Status.WARNING
         fix = "stop other programs, raise the limit, or place states on NVMe: optimizer='nvme', params='nvme'"
-        return Check("memory", Status.WARNING, detail, fix)
-    return Check("memory", Status.OKAY, detail)
-
-
-def _check_pinning() -> Check:
-    limit = probe.memlock_limit_bytes()
-    return Check("memlock", Status.OKAY, "unlimited" if limit is None else format_bytes(limit))
-
-
-def _check_huge_pages() -> Check:
+    yield Check("memory", status, f"{format_bytes(limit.free_bytes)} available (limited by {limit.source})", fix)
+    memlock = probe.memlock_limit_bytes()
+    yield Check("memlock", Status.OKAY, "unlimited" if memlock is None else format_bytes(memlock))
     mode = probe.huge_page_mode()
     if mode in ("always", "madvise"):
-        return Check("huge pages", Status.OKAY, mode)
-    fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-    return Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
-
-
-def _check_moving_pages() -> Check:
+        yield Check("huge pages", Status.OKAY, mode)
+    else:
+        fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
     if pages.moves_pages():
-        return Check("moving pages", Status.OKAY, "parameters are fetched into memory that was used before")
-    fix = "Linux 5.7 or later, not in gVisor; until then each fetch fills new pages with zeros first"
-    return Check("moving pages", Status.WARNING, "not supported by this system", fix)
-
-
-def _check_io_uring() -> Check:
+        yield Check("moving pages", Status.OKAY, "parameters are fetched into memory that was used before")
+    else:
+        fix = "Linux 5.7 or later, not in gVisor; until then each fetch fills new pages with zeros first"
+        yield Check("moving pages", Status.WARNING, "not supported by this system", fix)
     if _native_problem() is not None:
         fix = "build the native library; until then aiofiles serves"
-        return Check("io_uring", Status.WARNING, "needs the native library", fix)
-    if (problem := io_uring_problem()) is not None:
+        yield Check("io_uring", Status.WARNING, "needs the native library", fix)
+    elif (problem := io_uring_problem()) is not None:
         fix = "none is needed, threads serve; or sysctl kernel.io_uring_disabled=0, or a seccomp profile that allows it"
-        return Check("io_uring", Status.WARNING, problem, fix)
-    return Check("io_uring", Status.OKAY, "available")
+        yield Check("io_uring", Status.WARNING, problem, fix)
+    else:
+        yield Check("io_uring", Status.OKAY, "available")
 
 
-def _check_device() -> Check:
-    detail, memory = device.describe_device(), read_memory(device.compute_device().torch_device)
+def _check_device() -> Iterator[Check]:
+    """What computes, and what plans know of a GPU."""
+    compute = device.compute_device()
+    detail, memory = device.describe_device(), read_memory(compute.torch_device)
     if memory is not None:
         margin = format_bytes(margin_bytes(memory.total, 1, is_measured=True))
         detail += f"; parameters may take what a first step leaves of it, less {margin}, or device_memory"
-    return Check("device", Status.OKAY, detail)
-
-
-def _check_rates() -> Iterator[Check]:
-    """What plans know of the GPU."""
-    compute = device.compute_device()
+    yield Check("device", Status.OKAY, detail)
     if compute.is_host:
         return
     table = rates.load().device(compute.name)
@@ -221,27 +191,17 @@ def _check_directory(path: Path) -> Iterator[Check]:
         yield Check(name, Status.FAIL, f"{existing} is not writable", fix)
         return
     yield Check(name, Status.OKAY, "writable" if existing == path.absolute() else "will be created")
-    yield _check_file_system(existing)
-    yield _check_direct_io(existing)
-    yield _check_space(path)
-
-
-def _check_file_system(existing: Path) -> Check:
     if problem := probe.file_system_problem(existing):
-        return Check("file system", Status.WARNING, *problem)
-    return Check("file system", Status.OKAY, probe.file_system_type(existing))
-
-
-def _check_direct_io(existing: Path) -> Check:
+        yield Check("file system", Status.WARNING, *problem)
+    else:
+        yield Check("file system", Status.OKAY, probe.file_system_type(existing))
     if probe.supports_direct_io(existing):
-        return Check("direct I/O", Status.OKAY, "supported")
-    fix = "use a local ext4 or xfs disk; until then transfers pass through the page cache"
-    return Check("direct I/O", Status.WARNING, "not supported here", fix)
-
-
-def _check_space(path: Path) -> Check:
+        yield Check("direct I/O", Status.OKAY, "supported")
+    else:
+        fix = "use a local ext4 or xfs disk; until then transfers pass through the page cache"
+        yield Check("direct I/O", Status.WARNING, "not supported here", fix)
     free_bytes = probe.nvme_free_bytes([path]) + reusable_bytes([path])
-    detail = f"{format_bytes(free_bytes)} free"
+    status, fix = Status.OKAY, ""
     if free_bytes < DISK_MIN_BYTES:
-        return Check("disk space", Status.WARNING, detail, "free some, or choose a larger disk")
-    return Check("disk space", Status.OKAY, detail)
+        status, fix = Status.WARNING, "free some, or choose a larger disk"
+    yield Check("disk space", status, f"{format_bytes(free_bytes)} free", fix)

@@ -16,11 +16,13 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from zero_offload.base.errors import ConfigError, IntegrityError, StorageError
 from zero_offload.base.spans import Cause
@@ -276,10 +278,6 @@ class _Line:
     """True if it has no end, as a crash leaves the last one: a row of a step that is not committed."""
 
 
-def _read_lines(path: Path) -> list[_Line]:
-    return _parse_all(_read_whole(path))
-
-
 def _read_whole(path: Path) -> bytes:
     """The bytes of a file; none where there is none."""
     try:
@@ -288,6 +286,10 @@ def _read_whole(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}; check its permissions") from error
+
+
+def _read_lines(path: Path) -> list[_Line]:
+    return _parse_all(_read_whole(path))
 
 
 def _parse_all(content: bytes) -> list[_Line]:
@@ -310,7 +312,7 @@ def _parse(number: int, raw: bytes) -> _Line:
         return _Line(number, raw, None, f"not JSON ({error})", is_torn)
     if not isinstance(row, dict):
         return _Line(number, raw, None, "not an object", is_torn)
-    if type(step := row.get("step")) is not int or not 0 < step < 2**63:
+    if not _is_count(step := row.get("step")):
         return _Line(number, raw, None, f"its step is {_show(step)}", is_torn)
     return _Line(number, raw + b"\n" if is_torn else raw, row, "", is_torn)
 
@@ -339,20 +341,15 @@ def _sort_out(lines: Sequence[_Line], committed_step: int | None) -> tuple[list[
 
 def _longest_rise(steps: Sequence[int]) -> list[int]:
     """Places of as many as rise strictly."""
-    ends: list[int] = []
-    """Of the rises of each length, the lowest last step, and where it is."""
-    places: list[int] = []
-    before: list[int] = []
-    for place, step in enumerate(steps):
-        length = bisect_left(ends, step)
-        before.append(places[length - 1] if length else -1)
-        ends[length:] = [step] if length == len(ends) else [step, *ends[length + 1 :]]
-        places[length:] = [place] if length == len(places) else [place, *places[length + 1 :]]
-    found = []
-    place = places[-1] if places else -1
-    while place >= 0:
-        found.append(place)
-        place = before[place]
+    ends: list[int] = []  # the lowest last step of the rises of each length
+    ranks: list[int] = []  # how many steps can come before each in a rise
+    for step in steps:
+        ranks.append(bisect_left(ends, step))
+        ends[ranks[-1] : ranks[-1] + 1] = [step]
+    found: list[int] = []
+    for place in reversed(range(len(steps))):
+        if ranks[place] == len(ends) - 1 - len(found) and (not found or steps[place] < steps[found[-1]]):
+            found.append(place)
     return found[::-1]
 
 
@@ -382,33 +379,25 @@ def _set_aside(path: Path, damaged: Sequence[_Line]) -> None:
     replace_file(path, _read_whole(path) + b"".join(line.raw.rstrip(b"\n") + b"\n" for line in damaged))
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     # Finite, and fit for a float.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 < value < 2**63
 
 
-def _is_time(value: object) -> bool:
-    return _is_number(value) and value > 0  # type: ignore[operator]
-
-
-def _is_loss(value: object) -> bool:
-    return value is None or _is_number(value)
+def _is_positive(value: object) -> bool:
+    return _is_number(value) and value > 0
 
 
 def _are_numbers(value: object) -> bool:
     return isinstance(value, dict) and all(map(_is_number, value.values()))
 
 
-def _are_waits(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_number(value.get(cause.value)) for cause in Cause)
-
-
-def _is_plan(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_number(value.get(tier.value)) for tier in Tier)
+def _has_numbers_of(kinds: Iterable[StrEnum], value: object) -> bool:
+    return isinstance(value, dict) and all(_is_number(value.get(kind.value)) for kind in kinds)
 
 
 def _is_request(value: object) -> bool:
@@ -421,19 +410,18 @@ def _is_text(value: object) -> bool:
 
 _ROW = {
     **dict.fromkeys(("stall_s", "update_s", "commit_s", "peak_rss_bytes"), _is_number),
-    **dict.fromkeys(("step_s", "tokens_per_s"), _is_time),
+    **dict.fromkeys(("step_s", "tokens_per_s"), _is_positive),
     **dict.fromkeys(("read_bytes", "written_bytes", "resident_bytes"), _are_numbers),
-    "loss": _is_loss,
-    "val_loss?": _is_loss,
-    "whole_s?": _is_time,
+    **dict.fromkeys(("loss", "val_loss?"), lambda value: value is None or _is_number(value)),
+    "whole_s?": _is_positive,
     "commit_wait_s?": _is_number,
-    "exposed_s?": _are_waits,
+    "exposed_s?": partial(_has_numbers_of, Cause),
 }
 """What a report needs of a row; with a question mark, where it is there."""
 _DESCRIPTION = {
     **dict.fromkeys(("unigram_nats", "num_parameters", "baseline_rss_bytes"), _is_number),
     "identity": lambda value: isinstance(value, dict),
-    "plan": _is_plan,
+    "plan": partial(_has_numbers_of, Tier),
     "device": _is_text,
 }
 _IDENTITY = {
@@ -444,7 +432,7 @@ _IDENTITY = {
 }
 _CHANGEABLE = {
     **dict.fromkeys(("ranks", "steps", "eval_every", "eval_batches", "sample_bytes"), _is_count),
-    **dict.fromkeys(("lr", "clip"), _is_time),
+    **dict.fromkeys(("lr", "clip"), _is_positive),
 }
 """Settings of an earlier start that are counted with, not only compared."""
 
