@@ -15,7 +15,7 @@ ROOT = Path(zero_offload.__file__).parent
 OWNERS: dict[str, frozenset[str]] = {
     "psutil": frozenset({"hardware/probe.py"}),
     "torch.cuda": frozenset({"hardware/accelerators.py"}),
-    "matplotlib": frozenset({"cli/recipes/report.py"}),
+    "matplotlib": frozenset({"cli/report.py"}),
     "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/pages.py"}),
     "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),
     "triton": frozenset(

@@ -17,9 +17,9 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.types import Existing
 from zero_offload.cli.plan import flag_values, steps_or_duration, with_states
 from zero_offload.cli.recipes.gpt import PRESETS
-from zero_offload.cli.recipes.report import write_report
 from zero_offload.cli.recipes.settings import TrainConfig, read_tables
 from zero_offload.cli.recipes.train import Ending, TrainResult, train
+from zero_offload.cli.report import write_report
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as a shell reports it
 

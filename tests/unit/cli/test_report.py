@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from zero_offload.base.errors import CapacityError, ConfigError
-from zero_offload.cli.recipes.report import summarize, write_report
 from zero_offload.cli.recipes.run_dir import read_run
+from zero_offload.cli.report import summarize, write_report
 
 
 def _write_run(path: Path, num_steps: int) -> Path:
