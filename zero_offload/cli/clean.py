@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _agreed(run_dir: Path, planned: Sequence[Cleaned]) -> bool:
-    """Whether the user says yes. Raises ConfigError where there is no terminal to ask at."""
+    """True if the user says yes. Raises ConfigError where there is no terminal to ask at."""
     count, nbytes = sum(len(each.deleted) for each in planned), sum(each.freed_bytes for each in planned)
     what = f"{count} files ({format_bytes(nbytes)}) of {run_dir}"
     if not sys.stdin.isatty():

@@ -181,7 +181,7 @@ def update_rates(dtype_name: str) -> Table:
 
 @contextlib.contextmanager
 def private_directory(path: Path) -> Iterator[Path]:
-    """A directory of our own in `path`, which may be anyone's, such as /tmp."""
+    """A new directory in `path`, which other users may share, such as /tmp."""
     if not path.is_dir():
         raise ConfigError(f"{path} is not a directory; name one on the drive to measure")
     try:

@@ -86,8 +86,8 @@ def _print(args: argparse.Namespace, summary: Mapping[str, Any], num_ranks: int)
         print(line)
 
 
-def _tables(summary: Mapping[str, Any], whose: str) -> Iterator[str]:
-    """`whose` bytes and memory are."""
+def _tables(summary: Mapping[str, Any], of_rank: str) -> Iterator[str]:
+    """`of_rank` stands behind the titles of bytes and memory."""
     if times := summary["step_time_s"]:
         yield from ("", f"{'where the step went':<34}{'s per step':>12}{'share':>8}")
         yield _time_line("forward, backward and the rest", times["compute"], times["step"])
@@ -102,11 +102,11 @@ def _tables(summary: Mapping[str, Any], whose: str) -> Iterator[str]:
         for name, words in (("update", "the update's time,"), ("transfer", "the time of transfers,")):
             seconds, overlap = traced[f"{name}_s"], traced[f"{name}_overlap"]
             yield f"of {words} {seconds:.4g} s per step, {overlap:.1%} lay beside compute"
-    yield from ("", f"{'bytes per step' + whose:<34}{'read':>12}{'written':>12}")
+    yield from ("", f"{'bytes per step' + of_rank:<34}{'read':>12}{'written':>12}")
     for tier, moved in summary["bytes_per_step"].items():
         if any(moved.values()):
             yield f"{tier:<34}{format_bytes(moved['read']):>12}{format_bytes(moved['written']):>12}"
-    yield from ("", f"{'memory' + whose:<34}{'planned':>12}{'at most':>12}{'ratio':>10}")
+    yield from ("", f"{'memory' + of_rank:<34}{'planned':>12}{'at most':>12}{'ratio':>10}")
     for place, each in summary["memory"].items():
         planned, measured = each["planned_bytes"], each["measured_bytes"]
         if planned or measured:
@@ -140,7 +140,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _save(figure: Figure, path: Path) -> Path:
-    """Replace the picture whole: a report is drawn again while someone looks at the last one."""
+    """Replace the picture whole: a viewer may have the last one open."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     try:

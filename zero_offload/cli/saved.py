@@ -66,7 +66,7 @@ def alone() -> Ranks:
 
 
 def _has_generation(path: Path) -> bool:
-    """Whether one is here, or was: what is missing is told by those who look for it."""
+    """True if a generation is here, or was; the caller says what is missing."""
     if any((path / name).is_file() for name in GENERATION_NAMES):
         return True
     if read_object(path / RUN_FILE).get("magic") != MAGIC:

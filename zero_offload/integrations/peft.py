@@ -27,7 +27,7 @@ _DERIVED_TYPES = ("TRAINABLE_TOKENS", "OSF", "DELORA", "PSOFT")
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether it is a `peft.PeftModel`."""
+    """True if it is a `peft.PeftModel`."""
     return isinstance(getattr(model, "peft_config", None), Mapping) and callable(getattr(model, "get_base_model", None))
 
 

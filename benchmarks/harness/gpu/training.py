@@ -265,7 +265,7 @@ def profile(trainer: Trainer, machine: Machine, batch: Batch) -> Figures:
     (whole,) = (each.time_range for each in events if each.name == "profiled" and _is_on_host(each))
     computes, copies = [], []
     for each in events:
-        # Ranges that programs mark are no kernels. The GPU of a rehearsal tells a profiler nothing: operators of the
+        # Ranges that programs mark are not kernels. The GPU of a rehearsal tells a profiler nothing: operators of the
         # host stand in.
         is_asked = _is_on_host(each) == machine.rehearses and not each.is_user_annotation
         if not is_asked or each.time_range.start < whole.start:

@@ -58,7 +58,7 @@ class Ranks:
         return self._sum(value) / self.size if self.size > 1 else value
 
     def any(self, wanted: object) -> bool:
-        """Whether one rank wants it; every rank calls it and gets the same answer."""
+        """True if one rank wants it; every rank calls this and gets the same answer."""
         return self._sum(float(bool(wanted))) > 0 if self.size > 1 else bool(wanted)
 
     def wait(self) -> None:

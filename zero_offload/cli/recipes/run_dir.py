@@ -5,8 +5,8 @@ storage directory is: private, locked, and a name of ours that is a link or no f
 tier, which may lie below it and guards itself.
 
 Calls, in order: `RunDir.held` around the whole run, `RunDir.find_existing` before anything is written, `RunDir.create`
-once the tier's lock is held, `Metrics.open` with the committed step, `Metrics.append` per step. `read_run` for those
-who only look.
+once the tier's lock is held, `Metrics.open` with the committed step, `Metrics.append` per step. `read_run` for a
+command that only looks.
 """
 
 from __future__ import annotations

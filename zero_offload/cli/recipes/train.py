@@ -351,7 +351,7 @@ def _validation_loss(job: _Job) -> float:
 
 def _finish(job: _Job, last_step: int, val_loss: float | None, stop: StopRequest, progress: Progress) -> TrainResult:
     config, unigram_nats = job.config, job.corpus.unigram_nats
-    # A sample of a large model takes as many forwards as it has bytes: one who asks to stop does not wait for it.
+    # A sample of a large model takes as many forwards as it has bytes: a run that is asked to stop does not write it.
     if job.ranks.any(stop.requested) or last_step < config.steps:
         zo.close(job.model)
         progress.note(f"stopped after step {last_step}; {_what_goes_on(config, last_step)}")
