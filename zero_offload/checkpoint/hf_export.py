@@ -2,8 +2,7 @@
 
 Owns which tensor goes into which file and where, and a folder that appears under its name only when it is complete:
 until then everything is in a directory beside it, removed when something fails. Where each byte lies is known before
-the first is written, so pieces may come in any order. The calls: `plan_files`, `check_target`, then inside
-`new_folder` a `FolderWriter`: `write` until every element has been written, `finish`.
+the first is written, so pieces may come in any order. The calls: `plan_files`, then inside of `new_folder` a `FolderWriter`: `write` until every element has been written, `finish`.
 """
 
 from __future__ import annotations
@@ -94,8 +93,17 @@ def plan_files(entries: Sequence[TensorEntry], nbytes_max: int) -> tuple[FilePla
     return tuple(FilePlan(shard_name(i, len(ordered)), group) for i, group in enumerate(ordered, 1))
 
 
-def check_target(path: Path) -> None:
-    """Raise ConfigError when there is something at `path` already."""
+def written_dtype(own: torch.dtype, target: torch.dtype | None) -> torch.dtype:
+    """Of a parameter in the files: floating ones are rounded to `target`, unless it is None."""
+    return target if target is not None and own.is_floating_point else own
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A directory beside `path` to fill; at the end it becomes `path`, or, after an exception, is removed.
+
+    Raises ConfigError if there is something at `path` already, StorageError if it cannot be made or renamed.
+    """
     if path.is_dir():
         found = sorted(entry.name for entry in path.iterdir())
         if found:
@@ -105,14 +113,6 @@ def check_target(path: Path) -> None:
             )
     elif path.exists():
         raise ConfigError(f"{path} is a file; name a directory that does not exist, or an empty one")
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """A directory beside `path` to fill; at the end it becomes `path`, or, after an exception, is removed.
-
-    Raises StorageError when it cannot be made or renamed.
-    """
     target = path.resolve()
     partial = target.parent / f".{target.name}.partial-{uuid.uuid4().hex[:12]}"
     try:

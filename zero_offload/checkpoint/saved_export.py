@@ -15,7 +15,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty
 from zero_offload.checkpoint.buffers import decoded
 from zero_offload.checkpoint.format import reading
-from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
+from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
 from zero_offload.checkpoint.hf_match import adapter_names
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.hardware.kernels.formats import join_master
@@ -45,9 +45,8 @@ def export_saved(
             f"of its names, such as {names[0]!r}. In the script that trained it call zo.export_pretrained(model, "
             "path): that writes a folder for PeftModel.from_pretrained"
         )
-    check_target(path)
     entries = {
-        piece: TensorEntry(piece.spec.name, _target(section, dtype), piece.spec.shape)
+        piece: TensorEntry(piece.spec.name, written_dtype(section.dtype, dtype), piece.spec.shape)
         for section in saved.sections
         for piece in section.params
     }
@@ -67,10 +66,6 @@ def export_saved(
             writer.write(name, 0, buffer.reshape(-1))
         writer.finish()
     return len(entries) + len(buffers)
-
-
-def _target(section: SectionLayout, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and section.dtype.is_floating_point else section.dtype
 
 
 def _values(

@@ -1,7 +1,7 @@
 """`zero-offload bench`: how fast a directory is read and written (`--io`), and how fast a GPU is (`--device`).
 
 Owns the flags, the file engines beside those that a run tries, and the tables. In a directory it writes one file
-without a name, which is gone with the command; a GPU's figures are remembered. Calls: `add_parser`, then `run`.
+without a name, which is gone with the command; a GPU's figures are remembered.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 Owns which files belong to a run: those named by `files.json` in the run directory and by the manifests in
 its NVMe directories. Anything else stays and is listed. Refuses a directory that a run has locked.
-Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`zero-offload doctor`: what this machine has, and a fix for every problem.
 
-Owns what counts as a problem. Never changes the machine. Calls: `add_parser`, `run`; `examine` gives the
-checks as values.
+Owns what counts as a problem. Never changes the machine. `examine` gives the checks as values.
 """
 
 from __future__ import annotations

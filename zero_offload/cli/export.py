@@ -1,7 +1,6 @@
 """`zero-offload export RUN OUT`: the weights of a run or checkpoint as a Hugging Face folder, without its model's code.
 
 Owns the flags, and which file tells what the model is. Changes nothing in RUN, and refuses a run that is at work.
-Calls: `add_parser`, then `run`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`zero-offload train`: flags and a TOML file become a `TrainConfig`; the recipe does the rest.
 
-Owns the flags and what is printed at the end. Calls: `add_parser`, then `run`.
+Owns the flags and what is printed at the end.
 """
 
 from __future__ import annotations

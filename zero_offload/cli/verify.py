@@ -2,7 +2,7 @@
 
 Owns what counts as bad: any damage in what a resume would take, or in the generation asked for. Blocks of an older
 generation that later steps have written over are not damage. Changes nothing, needs no model, and refuses a run that
-is at work. Calls: `add_parser`, then `run`.
+is at work.
 """
 
 from __future__ import annotations

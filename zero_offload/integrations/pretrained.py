@@ -26,7 +26,7 @@ from torch import nn
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
-from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
+from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
 from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
 from zero_offload.checkpoint.hf_match import Wanted, adapter_names, match
 from zero_offload.checkpoint.values import (
@@ -134,7 +134,7 @@ def export_pretrained(
             )
         names = {id(each.tensor): each.names[0] for each in _named_params(model)}
         params = {
-            piece: TensorEntry(names[id(param)], _written_dtype(section, target), piece.spec.shape)
+            piece: TensorEntry(names[id(param)], written_dtype(section.layout.dtype, target), piece.spec.shape)
             for unit in owner.units
             for section, piece, param in unit.placed_params
         }
@@ -149,7 +149,6 @@ def export_pretrained(
         writer = None
         with exchange.together():
             if is_writer:
-                check_target(Path(path))
                 folder = files.enter_context(new_folder(Path(path)))
                 writer = files.enter_context(FolderWriter(folder, plans))
                 _save_configs(model, folder, _usual_dtype(params.values()))
@@ -302,14 +301,12 @@ def _export_adapters(model: nn.Module, owner: ModelRuntime, path: Path, target: 
             "zo.export_pretrained of adapters with modules_to_save works on one rank: peft asks these modules for a "
             "state_dict(). Write zo.save_checkpoint(model, optimizer, path), load that on one rank, and export there"
         )
-    owner.drain()
     values = _values_of(owner, {name: names[name] for name in wanted}, target)
     values |= {name: each.tensor for each in _named_buffers(model) if not each.optional for name in each.names}
     with contextlib.ExitStack() as files:
         folder = None
         with exchange.together():
             if is_writer:
-                check_target(path)
                 folder = files.enter_context(new_folder(path))
         with exchange.together():
             write_adapters(
@@ -329,7 +326,9 @@ def _values_of(
         places = [(section, piece, id(param)) for section, piece, param in unit.placed_params if id(param) in wanted]
         if not places:
             continue
-        found |= {key: host_empty(piece.spec.shape, _written_dtype(at, target)) for at, piece, key in places}
+        found |= {
+            key: host_empty(piece.spec.shape, written_dtype(at.layout.dtype, target)) for at, piece, key in places
+        }
         keys = {piece: key for _, piece, key in places}
         with _whole(owner, unit, target) as read:
             for section in unit.sections:
@@ -348,11 +347,6 @@ def _export_dtype(name: str | None) -> torch.dtype | None:
     if name not in EXPORT_DTYPES:
         raise ConfigError(f"dtype={name!r} is none of {', '.join(EXPORT_DTYPES)}; None is the compute dtype")
     return EXPORT_DTYPES[name]
-
-
-def _written_dtype(section: Section, target: torch.dtype | None) -> torch.dtype:
-    own = section.layout.dtype
-    return target if target is not None and own.is_floating_point else own
 
 
 def _usual_dtype(entries: Iterable[TensorEntry]) -> torch.dtype | None:

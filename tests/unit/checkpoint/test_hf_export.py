@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import zero_offload as zo
 from tests.helpers.disk import small_disk
-from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, check_target, new_folder, plan_files
+from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files
 from zero_offload.checkpoint.hf_files import DTYPES, INDEX_NAME, LENGTH_NBYTES, SINGLE_NAME, open_weights
 
 DTYPE_VALUES = list(DTYPES.values())
@@ -97,14 +97,14 @@ def test_a_dtype_without_a_name() -> None:
 
 
 def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
-    check_target(tmp_path / "absent")
-    check_target(tmp_path)
     for name in "abcd":
         (tmp_path / name).write_text(name)
-    with pytest.raises(zo.ConfigError, match=r"not empty: it holds a, b, c, ... \(4 entries\). Export to another"):
-        check_target(tmp_path)
-    with pytest.raises(zo.ConfigError, match="is a file"):
-        check_target(tmp_path / "a")
+    expected = r"not empty: it holds a, b, c, ... \(4 entries\). Export to another"
+    with pytest.raises(zo.ConfigError, match=expected), new_folder(tmp_path):
+        pass
+    with pytest.raises(zo.ConfigError, match="is a file"), new_folder(tmp_path / "a"):
+        pass
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == [*"abcd"]
 
 
 def test_an_empty_directory_and_a_link_to_one(tmp_path: Path) -> None:
