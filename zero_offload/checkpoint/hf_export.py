@@ -2,7 +2,8 @@
 
 Owns which tensor goes into which file and where, and a folder that appears under its name only when it is complete:
 until then everything is in a directory beside it, removed when something fails. Where each byte lies is known before
-the first is written, so pieces may come in any order. The calls: `plan_files`, then inside of `new_folder` a `FolderWriter`: `write` until every element has been written, `finish`.
+the first is written, so pieces may come in any order. The calls: `plan_files`, then inside of `new_folder` a
+`FolderWriter`: `write` until every element has been written, `finish`.
 """
 
 from __future__ import annotations
