@@ -200,9 +200,9 @@ def test_several_reads_are_in_flight_and_never_more(
 ) -> None:
     write_run(nvme, 2)
     counts, flying = [], 0
-    launch, wait = NativeEngine.read, NativeEngine.wait
+    launch, wait = NativeEngine.submit, NativeEngine.wait
 
-    def counting_read(*args: Any, **kwargs: Any) -> Any:
+    def counting_submit(*args: Any, **kwargs: Any) -> Any:
         nonlocal flying
         flying += 1
         counts.append(flying)
@@ -213,7 +213,7 @@ def test_several_reads_are_in_flight_and_never_more(
         flying -= 1
         wait(*args, **kwargs)
 
-    monkeypatch.setattr(NativeEngine, "read", counting_read)
+    monkeypatch.setattr(NativeEngine, "submit", counting_submit)
     monkeypatch.setattr(NativeEngine, "wait", counting_wait)
     assert _verify(capsys, nvme)[0] == 0
     assert max(counts) == verify_module.READS_IN_FLIGHT and flying == 0
