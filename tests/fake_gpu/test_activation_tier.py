@@ -18,8 +18,7 @@ from zero_offload.base.events import Counters
 from zero_offload.base.types import MIB
 from zero_offload.hardware.device import AcceleratorDevice, Handoff
 from zero_offload.plan.memory import ACTIVATION_BLOCKS_BACK
-from zero_offload.runtime.saved import host_tier, tiers
-from zero_offload.runtime.saved.host_tier import HostTier
+from zero_offload.runtime.saved import tiers
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import SwapFile
@@ -55,10 +54,11 @@ class Bench:
     def __init__(self) -> None:
         self.device = Watched()
         self.arena = Arena(0, pinner=self.device)
-        self.tier = HostTier(self.device, self.arena, Counters())
+        self.tier = tiers.HostTier(self.device, self.arena, Counters())
 
-    def comes_back(self, pieces: Any, source: torch.Tensor) -> bool:
-        return torch.equal(self.tier.arrival(pieces).finish().cpu(), source.cpu())
+
+def comes_back(stored: tiers.StoredBytes, source: torch.Tensor) -> bool:
+    return torch.equal(stored.finish().cpu(), source.cpu())
 
 
 def sources(*sizes: int) -> list[torch.Tensor]:
@@ -71,7 +71,7 @@ def _interrupt(*_: object) -> None:
 
 
 def test_downloads_on_their_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "BYTES_OUT", 8 * MIB)
+    monkeypatch.setattr(tiers, "BYTES_OUT", 8 * MIB)
     bench, there = Bench(), sources(*[MIB, 3 * MIB + 5, 2 * MIB, 20 * MIB, MIB + 1, 7 * MIB, MIB] * 2)
     stored, most = [], 0
     for source in there:
@@ -80,11 +80,11 @@ def test_downloads_on_their_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         assert out <= max(8 * MIB, source.nbytes)
         most = max(most, out - source.nbytes)
     assert most > 4 * MIB, "a host may launch ahead"
-    assert all(bench.comes_back(pieces, source) for source, pieces in reversed([*zip(there, stored, strict=True)]))
+    assert all(comes_back(away, source) for source, away in reversed([*zip(there, stored, strict=True)]))
 
 
 def test_an_interrupted_wait_for_room_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "BYTES_OUT", 4 * MIB)
+    monkeypatch.setattr(tiers, "BYTES_OUT", 4 * MIB)
     bench, there = Bench(), sources(3 * MIB, 3 * MIB)
     first = bench.tier.put(there[0])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -92,7 +92,7 @@ def test_an_interrupted_wait_for_room_costs_nothing(monkeypatch: pytest.MonkeyPa
         bench.tier.put(there[1])
     second = bench.tier.put(there[1])
     assert bench.device.bytes_out == 3 * MIB
-    assert bench.comes_back(first, there[0]) and bench.comes_back(second, there[1])
+    assert comes_back(first, there[0]) and comes_back(second, there[1])
     assert bench.arena.num_registrations == 1
 
 
@@ -104,7 +104,7 @@ def test_an_interrupt_between_two_copies_gives_the_blocks_back(monkeypatch: pyte
         first = iter([download])
         patch.setattr(bench.device, "download", lambda *args, **named: next(first, _interrupt)(*args, **named))
         bench.tier.put(source)
-    assert bench.comes_back(bench.tier.put(source), source)
+    assert comes_back(bench.tier.put(source), source)
     assert bench.arena.num_registrations == 2
 
 
@@ -114,25 +114,23 @@ def test_a_copy_per_storage_step_after_step() -> None:
     for _ in range(3):
         before = len(bench.device.downloads)
         stored = [bench.tier.put(source) for source in there]
-        assert [len(pieces) for pieces in stored] == [1, 1, 1, 2]
+        assert [len(away.pieces) for away in stored] == [1, 1, 1, 2]
         assert len(bench.device.downloads) - before == 5
-        for source, pieces in reversed([*zip(there, stored, strict=True)]):
-            assert bench.comes_back(pieces, source)
-            bench.tier.release(pieces)
+        for source, away in reversed([*zip(there, stored, strict=True)]):
+            assert comes_back(away, source)
+            away.release()
         assert bench.arena.num_registrations == 2
 
 
 def test_blocks_that_were_not_read_are_used_again() -> None:
     bench, (dropped, kept) = Bench(), sources(3 * MIB, 3 * MIB)
-    bench.tier.release(bench.tier.put(dropped))
-    pieces = bench.tier.put(kept)
-    arrival = bench.tier.arrival(pieces)
-    arrival.start()
-    arrival.abandon()
-    bench.tier.release(pieces)
-    pieces = bench.tier.put(dropped)
-    assert bench.comes_back(pieces, dropped)
-    assert pieces[0].run == range(3) and bench.arena.num_registrations == 1
+    bench.tier.put(dropped).release()
+    away = bench.tier.put(kept)
+    away.start()
+    away.release()
+    away = bench.tier.put(dropped)
+    assert comes_back(away, dropped)
+    assert away.pieces[0].run == range(3) and bench.arena.num_registrations == 1
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -150,18 +148,18 @@ def test_a_way_back_from_a_drive_that_breaks_off_leaves_no_upload(
         file.create_scratch()
         tier = tiers.DiskTier(gpu, arena, file)
         (source,) = sources(5 * MIB + 1)
-        arrival = tier.arrival(tier.put(source))
+        away = tier.put(source)
         upload = gpu.upload
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             first = iter([upload, upload])
             patch.setattr(gpu, "upload", lambda *args, **named: next(first, _interrupt)(*args, **named))
-            arrival.finish()
+            away.finish()
         assert [copy.ready.done() for copy in gpu.uploads] == [False, False]
         if not again:
-            arrival.abandon()
+            away.abandon()
             assert all(copy.ready.done() for copy in gpu.uploads)
-        assert torch.equal(arrival.finish().cpu(), source.cpu())
-        assert len(tier.landing._free) == ACTIVATION_BLOCKS_BACK
+        assert torch.equal(away.finish().cpu(), source.cpu())
+        assert len(tier.landing) == ACTIVATION_BLOCKS_BACK
 
 
 def train(config: zo.OffloadConfig, is_marked: bool) -> list[float]:

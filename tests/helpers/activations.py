@@ -12,7 +12,7 @@ from tests.helpers import ranks
 from tests.helpers.models import TinyLM, tokens_of
 from tests.helpers.ranks import Case, Outcome
 from zero_offload.model.api import runtime_of
-from zero_offload.runtime.saved import activations, host_tier, tiers
+from zero_offload.runtime.saved import activations, tiers
 from zero_offload.runtime.saved.activations import Activations
 
 SMALLEST_BYTES = 4096
@@ -21,12 +21,11 @@ SMALLEST_BYTES = 4096
 def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "SMALLEST_BYTES", SMALLEST_BYTES)
     monkeypatch.setattr(activations, "AHEAD_BYTES", 64 << 10)
-    for module in (tiers, host_tier):
-        monkeypatch.setattr(module, "ACTIVATION_BLOCK_BYTES", 16 << 10)
+    monkeypatch.setattr(tiers, "ACTIVATION_BLOCK_BYTES", 16 << 10)
     monkeypatch.setattr(tiers, "ACTIVATION_BLOCKS_OUT", 2)
     monkeypatch.setattr(tiers, "ACTIVATION_BLOCKS_BACK", 3)
-    monkeypatch.setattr(host_tier, "_SLAB_BLOCKS", 4)
-    monkeypatch.setattr(host_tier, "BYTES_OUT", 96 << 10)
+    monkeypatch.setattr(tiers, "PINNED_SLAB_BLOCKS", 4)
+    monkeypatch.setattr(tiers, "BYTES_OUT", 96 << 10)
 
 
 def activations_of(model: nn.Module) -> Activations:

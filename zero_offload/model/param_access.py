@@ -26,7 +26,7 @@ from zero_offload.plan.layout import ParamSlice
 from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
-from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.tensors import runs
 from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
 from zero_offload.storage.shards.registry import Touched
 from zero_offload.storage.shards.store import ShardStore

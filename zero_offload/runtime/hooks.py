@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_map_only
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.plan.dtypes import Cast
 from zero_offload.runtime.pass_tracker import PassTracker
-from zero_offload.runtime.saved.boundary import Group
-from zero_offload.runtime.saved.frames import untraced
-from zero_offload.runtime.saved.recompute import Recompute
+from zero_offload.runtime.saved.recompute import Group, Recompute
+from zero_offload.runtime.saved.tensors import untraced
 from zero_offload.runtime.units.guard import refuse_copy
 from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of

@@ -42,9 +42,9 @@ from zero_offload.base.types import MIB, format_bytes
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.graphs import refuse_graph_modes
 from zero_offload.runtime.prefetcher import ParamPrefetcher
-from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.saved.recompute import drop_stale
-from zero_offload.runtime.saved.tensors import SavedTensors, TensorStore, leave_hooks, runs_again, saving_hooks
+from zero_offload.runtime.saved.tensors import SavedTensors, leave_hooks, runs, runs_again, saving_hooks
 from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
 from zero_offload.storage.memory.heap import HeapRoom, HeapTrimmer
@@ -245,7 +245,7 @@ class PassTracker:
         units: Sequence[Unit],
         prefetcher: ParamPrefetcher,
         grads: Gradients,
-        activations: TensorStore | None,
+        activations: Activations | None,
         room: HeapRoom | None,
         life: ModelLife,
         updates: UpdatesInBackward | None,

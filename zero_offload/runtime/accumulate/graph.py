@@ -36,7 +36,7 @@ from torch.utils import checkpoint
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.runtime.pass_tracker import tensors_in
-from zero_offload.runtime.saved.tensors import TensorStore
+from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.unit import Unit
 
 Edge = tuple[Node, int]
@@ -95,7 +95,7 @@ class Part:
 class MicroGraph:
     """What the forward of one micro-batch made."""
 
-    def __init__(self, number: int, store: TensorStore | None) -> None:
+    def __init__(self, number: int, store: Activations | None) -> None:
         """`store` takes gradients of leaves that wait for an earlier part to add to them."""
         self.number = number
         self._store = store

@@ -19,7 +19,7 @@ import torch
 from zero_offload.base.threads import LOOK_S, Bell, start
 from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.surroundings import Surroundings
-from zero_offload.runtime.saved.frames import runs
+from zero_offload.runtime.saved.tensors import runs
 
 Station = tuple[int, ...]
 """What a forward needs to go on: indices of units."""

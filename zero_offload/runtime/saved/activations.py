@@ -25,9 +25,7 @@ from zero_offload.base.spans import Cause
 from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import Device
 from zero_offload.plan.layout import Dealer
-from zero_offload.runtime.saved.host_tier import HostTier
-from zero_offload.runtime.saved.tensors import VersionCheck
-from zero_offload.runtime.saved.tiers import ActivationTier, Arrival, DiskTier, Pieces
+from zero_offload.runtime.saved.tiers import ActivationTier, DiskTier, HostTier, StoredBytes
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.heap import ACTIVATION_TRIM_BYTES, HeapTrimmer
 from zero_offload.storage.shards.store import ShardStore
@@ -46,38 +44,65 @@ Part = tuple[int, int]
 """Of a forward whose backward does not run against the order of packing: see `part`."""
 
 
+class VersionCheck:
+    """Whether a tensor was changed in place since; keeps none of its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._shape = tuple(tensor.shape)
+        self._counter: Tensor | None = None
+        self._version = 0
+        if type(tensor) is Tensor and not tensor.is_inference():
+            # A tensor shares the counter of the one it was detached from, whatever its data is replaced by.
+            self._counter, self._version = tensor.detach(), tensor._version
+            self._counter.data = tensor.new_empty(0)
+
+    @property
+    def changed(self) -> bool:
+        return self._counter is not None and self._counter._version != self._version
+
+    def raise_if_changed(self) -> None:
+        if self.changed:
+            assert self._counter is not None
+            raise changed_in_place(self._shape, self._counter._version, self._version)
+
+    def __str__(self) -> str:
+        assert self._counter is not None
+        return f"a tensor of shape {self._shape}, is at version {self._counter._version}, expected {self._version}"
+
+
+def changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> RuntimeError:
+    """In autograd's words, which leaves this check to the pack hook."""
+    return RuntimeError(
+        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+        f"of shape {shape} is at version {version}, backward expected version {expected}. An optimizer step between "
+        "a forward and its backward does this too"
+    )
+
+
 class Stored:
     """One storage's memory, away; dies with the last node that saved a view of it."""
 
-    def __init__(self, nbytes: int, arrival: Arrival, number: int, part: Part) -> None:
+    def __init__(self, nbytes: int, away: StoredBytes, number: int, part: Part) -> None:
         self.number = number
         self.part = part
         self.nbytes = nbytes
         self.num_saved = 0
-        self.arrival = arrival
-        self._here: Tensor | None = None
+        self.away = away
+        self.here: Tensor | None = None
+        """(nbytes,) uint8 on the compute device, while some who saved it have still to read it."""
         self._num_read = 0
-
-    @property
-    def here(self) -> bool:
-        return self._here is not None
-
-    def start(self) -> bool:
-        return self.arrival.start()
 
     def read(self) -> Tensor:
         """(nbytes,) uint8 on the compute device; kept until all who saved it have read it."""
-        here = self._here if self._here is not None else self.arrival.finish()
-        self._num_read += 1
-        self._here = here if self._num_read < self.num_saved else None
-        if self._here is None:
-            self._num_read = 0
-        return here
+        memory = self.away.finish() if self.here is None else self.here
+        self._num_read = (self._num_read + 1) % self.num_saved
+        self.here = memory if self._num_read else None
+        return memory
 
     def leave(self) -> None:
         """This backward reads it no more."""
-        self._here, self._num_read = None, 0
-        self.arrival.abandon()
+        self.here, self._num_read = None, 0
+        self.away.abandon()
 
 
 class _Remains(weakref.ref[Stored]):
@@ -87,31 +112,17 @@ class _Remains(weakref.ref[Stored]):
     frees a graph would be lost in `__del__`.
     """
 
-    __slots__ = ("key", "number", "part", "origin", "_tier", "_pieces", "_arrival")
+    __slots__ = ("key", "number", "part", "origin", "away")
 
     def __new__(cls, stored: Stored, told: Callable[[Any], None], *_: Any) -> Self:
         return super().__new__(cls, stored, told)
 
-    def __init__(
-        self,
-        stored: Stored,
-        told: Callable[[Any], None],
-        origin: torch.UntypedStorage,
-        key: _Key,
-        tier: ActivationTier,
-        pieces: Pieces,
-    ) -> None:
+    def __init__(self, stored: Stored, told: Callable[[Any], None], origin: torch.UntypedStorage, key: _Key) -> None:
         self.key = key
         self.number = stored.number
         self.part = stored.part
         self.origin = weakref.ref(origin)
-        self._tier = tier
-        self._pieces = pieces
-        self._arrival = stored.arrival
-
-    def give_back(self) -> None:
-        self._arrival.abandon()
-        self._tier.release(self._pieces)
+        self.away = stored.away
 
 
 class Away(NamedTuple):
@@ -133,18 +144,20 @@ class Activations:
         fractions: Mapping[Tier, float],
         tiers: Mapping[Tier, ActivationTier],
         counters: Counters,
-        staying: Iterable[int],
+        buffers: Iterable[Tensor],
         device_type: str,
         trimmer: HeapTrimmer | None = None,
         ahead_max: int = 0,
     ) -> None:
-        """`tiers`: of those in `fractions`, the ones that are elsewhere. `staying`: storages of buffers, by address; so
-        does what is on no device of `device_type`. `trimmer` where tensors are in the C library's heap, which would
-        keep what they leave. `ahead_max`: bytes that large storages may take ahead of the backward, on a device."""
+        """`tiers`: of those in `fractions`, the ones that are elsewhere. `buffers` stay, and so does what is not on a
+        device of `device_type`. `trimmer` where tensors are in the C library's heap, which would keep what they leave.
+        `ahead_max`: bytes that large storages may take ahead of the backward, on a device."""
         self._fractions = fractions
         self._tiers = tiers
         self._counters = counters
-        self._staying = set(staying)
+        self._staying: set[int] = set()
+        """Storages, by address."""
+        self.keep(buffers)
         self._device_type = device_type
         self._trimmer = trimmer
         self._ahead_max = ahead_max
@@ -165,7 +178,7 @@ class Activations:
 
     def keep(self, buffers: Iterable[Tensor]) -> None:
         """These stay too."""
-        self._staying |= storages_of(buffers)
+        self._staying |= {buffer.untyped_storage()._cdata for buffer in buffers}
 
     def begin(self) -> None:
         """An outermost forward: alike forwards place their tensors alike."""
@@ -217,10 +230,10 @@ class Activations:
             self._ahead = ahead
             for each in self._tiers.values():
                 each.reach(ahead)
-        pieces = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
-        stored = Stored(storage.nbytes(), tier.arrival(pieces), self._num_stored, self.part)
+        away = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        stored = Stored(storage.nbytes(), away, self._num_stored, self.part)
         self._count(stored)
-        remains = _Remains(stored, self._dead.append, storage, key, tier, pieces)
+        remains = _Remains(stored, self._dead.append, storage, key)
         self._by_key[key] = self._by_number[stored.number] = remains
         return stored
 
@@ -231,20 +244,21 @@ class Activations:
             del self._by_number[remains.number]
             if self._by_key.get(remains.key) is remains:
                 del self._by_key[remains.key]
-            remains.give_back()
+            remains.away.release()
 
     def unpack(self, away: Away) -> Tensor:
         """The tensor, for compute launched from now on."""
         self._give_back()
         away.check.raise_if_changed()
         self._note_backward()
-        if not away.stored.here:
-            with self._counters.waiting(Cause.ACTIVATIONS):
-                memory = away.stored.read()
-            self._count(away.stored)
-            self._fetch_ahead(away.stored.number)
+        stored = away.stored
+        if stored.here is not None:
+            memory = stored.read()
         else:
-            memory = away.stored.read()
+            with self._counters.waiting(Cause.ACTIVATIONS):
+                memory = stored.read()
+            self._count(stored)
+            self._fetch_ahead(stored.number)
         empty = torch.empty(0, dtype=away.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), away.offset, away.shape, away.stride)
 
@@ -258,8 +272,8 @@ class Activations:
         for earlier in range(number - 1, max(number - 1 - _LOOK_BACK, 0), -1):
             remains = self._by_number.get(earlier)
             stored = None if remains is None else remains()
-            if stored is not None and not stored.here:
-                if not stored.start():
+            if stored is not None and stored.here is None:
+                if not stored.away.start():
                     return
                 left -= stored.nbytes
                 if left <= 0:
@@ -292,11 +306,6 @@ class Activations:
                 stored.leave()
 
 
-def storages_of(buffers: Iterable[Tensor]) -> set[int]:
-    """By address."""
-    return {buffer.untyped_storage()._cdata for buffer in buffers}
-
-
 def open_activations(
     config: OffloadConfig,
     device: Device,
@@ -316,4 +325,4 @@ def open_activations(
     if not tiers:
         return None
     trimmer = HeapTrimmer(ACTIVATION_TRIM_BYTES) if device.is_host else None
-    return Activations(fractions, tiers, counters, storages_of(buffers), device.torch_device.type, trimmer, ahead_max)
+    return Activations(fractions, tiers, counters, buffers, device.torch_device.type, trimmer, ahead_max)

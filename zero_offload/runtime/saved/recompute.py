@@ -5,6 +5,11 @@ the first slot that a backward asks for runs the forward again, with the generat
 all. Every later hook of the module runs again with it. The calls: `Recompute.enter` and `exit` around each forward;
 `Region.pack` and `unpack` by autograd; `drop_stale` when a forward may have been left without its hooks.
 
+[Note: kept inputs]
+A forward that saves nothing is never run again, so its inputs are kept when it first saves a tensor. Floating tensors
+pass through the saved-tensor hooks that were in place around the forward: hooks that store or recompute tensors have
+them too. Everything else, and parameters, is kept as it is.
+
 [Note: early stop]
 Once all slots are full, what is left of the forward computes nothing that is wanted: `_Refilled` leaves it.
 """
@@ -19,15 +24,19 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
-from zero_offload.runtime.saved.boundary import Boundary, Group
-from zero_offload.runtime.saved.frames import runs
-from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, saver_of, saving_hooks
+from zero_offload.runtime.ranks.group import all_gather
+from zero_offload.runtime.saved.activations import VersionCheck
+from zero_offload.runtime.saved.tensors import KEPT_AS_IT_IS, Unpack, runs, saver_of, saving_hooks
 from zero_offload.storage.shards.registry import owner_of
+
+Group = dist.ProcessGroup
 
 
 class _Refilled(Exception):
@@ -48,19 +57,12 @@ class Slot:
         """The backward that the value was computed for."""
 
 
-class _Form(NamedTuple):
-    """What must be alike when a tensor is saved again."""
+_Form = tuple[tuple[int, ...], torch.dtype, torch.device]
+"""What must be alike when a tensor is saved again."""
 
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Form:
-        return cls(tensor.shape, tensor.dtype, tensor.device)
-
-    def __str__(self) -> str:
-        return f"{tuple(self.shape)} {self.dtype} on {self.device}"
+def _form_of(tensor: Tensor) -> _Form:
+    return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 class Autocast(NamedTuple):
@@ -128,6 +130,18 @@ class Recompute:
             hooks.__exit__(None, None, None)
 
 
+class _KeptInput(NamedTuple):
+    """One tensor among the inputs."""
+
+    packed: Any
+    """What the hooks made of it, or of this rank's part."""
+    unpack: Unpack
+    check: VersionCheck
+    requires_grad: bool
+    parted: torch.Size | None
+    """Its shape, if the ranks of a group have a part each."""
+
+
 class Region:
     """One forward, and what it takes to run it again."""
 
@@ -136,9 +150,16 @@ class Region:
         self._recompute = recompute
         self._label = label
         self._outer = saving_hooks()
-        self._boundary = Boundary(arguments, self._outer, recompute.group, label)
+        """Those around the forward."""
+        self._inputs, self._tree = tree_flatten(arguments)
+        self._checks = {
+            index: VersionCheck(leaf)
+            for index, leaf in enumerate(self._inputs)
+            if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        }
+        device_types = {"cpu", *(leaf.device.type for leaf in self._inputs if isinstance(leaf, Tensor))}
+        self._autocasts = [Autocast.of(kind) for kind in sorted(device_types)]
         self._generators = generators()
-        self._autocasts = [Autocast.of(kind) for kind in sorted(self._boundary.device_types)]
         self.caller: FrameType | None = None
         """Runs as long as the forward does, the first or again."""
         # Weak: a slot lives as long as the node that has it, and keeps the region.
@@ -152,11 +173,29 @@ class Region:
     def pack(self, tensor: Tensor) -> Slot:
         """Autograd saves a tensor."""
         if not self._slots:
-            self._boundary.keep()
+            for index, check in self._checks.items():
+                self._inputs[index] = self._keep(self._inputs[index], check)
         slot = Slot(self)
         self._slots.append(weakref.ref(slot))
-        self._forms.append(_Form.of(tensor))
+        self._forms.append(_form_of(tensor))
         return slot
+
+    def _keep(self, tensor: Tensor, check: VersionCheck) -> _KeptInput:
+        """See [Note: kept inputs]."""
+        self._check(check)
+        requires_grad, parted, group = tensor.requires_grad, None, self._recompute.group
+        # Put together again it is contiguous: what was laid out otherwise would not be what it was.
+        if group is not None and tensor.is_floating_point() and tensor.is_contiguous() and tensor.numel():
+            parted, tensor = tensor.shape, _part_of(tensor, group)
+        pack, unpack = self._outer if self._outer is not None and tensor.is_floating_point() else KEPT_AS_IT_IS
+        return _KeptInput(pack(tensor), unpack, check, requires_grad, parted)
+
+    def _check(self, check: VersionCheck) -> None:
+        if check.changed:
+            raise ZeroOffloadError(
+                f"an input of {self._label}, {check}, so its forward cannot be run again as it was. "
+                "Leave out the change in place, or do not mark this module with zo.checkpoint"
+            )
 
     # Backward
 
@@ -179,7 +218,8 @@ class Region:
             # What is not asked for after all must not stay until the graph goes.
             torch.autograd.Variable._execution_engine.queue_callback(self._empty)
         self._backward, self._num_refilled = backward, 0
-        args, kwargs = self._boundary.restore()
+        inputs = [self._restore(leaf) if isinstance(leaf, _KeptInput) else leaf for leaf in self._inputs]
+        args, kwargs = tree_unflatten(inputs, self._tree)
         before = generators()
         self._recompute.again = self
         try:
@@ -197,15 +237,26 @@ class Region:
         if self._num_refilled < len(self._forms):
             raise self._differs(f"saved {len(self._forms)} tensors in forward and {self._num_refilled} when run again")
 
+    def _restore(self, kept: _KeptInput) -> Tensor:
+        """Detached from the graph."""
+        self._check(kept.check)
+        tensor = kept.unpack(kept.packed)
+        if kept.parted is not None:
+            assert self._recompute.group is not None
+            tensor = _whole(tensor, kept.parted, self._recompute.group)
+        return tensor.detach().requires_grad_(kept.requires_grad)
+
     def restart_generators(self) -> None:
         set_generators(self._generators)
 
     def refill(self, tensor: Tensor) -> Tensor:
         """Autograd saves a tensor of the forward that is run again."""
-        index, form = self._num_refilled, _Form.of(tensor)
+        index, form = self._num_refilled, _form_of(tensor)
         if index < len(self._forms):
             if form != self._forms[index]:
-                raise self._differs(f"saved {self._forms[index]} in forward and {form} when run again")
+                raise self._differs(
+                    "saved {} {} on {} in forward and {} {} on {} when run again".format(*self._forms[index], *form)
+                )
             self._num_refilled += 1
             if (slot := self._slots[index]()) is not None:
                 slot.value, slot.backward = tensor.detach(), self._backward
@@ -253,3 +304,20 @@ def _name_of(module: nn.Module) -> str:
         owner = owner_of(param)
         return "" if owner is None else f" (with the parameter {owner.places.name_of(param)})"
     return ""
+
+
+def _part_of(tensor: Tensor, group: Group) -> Tensor:
+    """(k,), a copy of this rank's part of the elements; parts are equally long, the last ones padded with zeros."""
+    numel = -(-tensor.numel() // group.size())
+    part = tensor.detach().new_zeros(numel)
+    mine = tensor.detach().view(-1)[group.rank() * numel : (group.rank() + 1) * numel]
+    part[: mine.numel()] = mine
+    return part
+
+
+def _whole(part: Tensor, shape: torch.Size, group: Group) -> Tensor:
+    """All ranks' parts together. Collective."""
+    whole = part.new_empty(part.numel() * group.size())
+    # Bytes, since not every backend gathers every dtype.
+    all_gather(whole.view(torch.uint8), part.contiguous().view(torch.uint8), group=group)
+    return whole[: shape.numel()].view(shape)

@@ -2,7 +2,8 @@
 
 Owns the saved-tensor hooks. Never moves bytes: before a view of a unit's buffer is given back, its unit is asked for.
 Who is asked is known to the graph, not here: a cycle would keep a dropped model until the garbage collector comes by.
-Hooks of the user's, around the forward or inside of it, get every other tensor.
+The user's hooks, around the forward or inside of it, get every other tensor. At the end: which hooks are in place, and
+whether the call that entered them still runs.
 
 [Note: casts of weights]
 torch.autocast casts fp32 weights for an operation, which saves the cast. All of them would stay from forward to
@@ -13,10 +14,15 @@ host waits for each comparison, in forward alone.
 
 from __future__ import annotations
 
+import functools
+import gc
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
-from zero_offload.runtime.saved.frames import untraced
+from zero_offload.runtime.saved.activations import Activations, changed_in_place
 from zero_offload.runtime.units.read_only import storage_of
 from zero_offload.runtime.units.unit import Unit
 
@@ -33,17 +39,6 @@ Unpack = Callable[[Any], Tensor]
 SavingHooks = tuple[Pack, Unpack]
 Use = Callable[[Unit], None]
 """Brings a unit that a backward is about to read."""
-
-
-class TensorStore(Protocol):
-    """Where saved tensors may go."""
-
-    def begin(self) -> None: ...
-
-    def pack(self, tensor: Tensor) -> Any | None:
-        """None when the tensor stays."""
-
-    def unpack(self, packed: Any) -> Tensor: ...
 
 
 _Cast = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
@@ -69,87 +64,10 @@ class Saved:
     """How autograd saved the parameter; see [Note: casts of weights]."""
 
 
-class VersionCheck:
-    """Whether a tensor was changed in place since; keeps none of its memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._shape = tuple(tensor.shape)
-        self._counter: Tensor | None = None
-        self._version = 0
-        if type(tensor) is Tensor and not tensor.is_inference():
-            # A tensor shares the counter of the one it was detached from, whatever its data is replaced by.
-            self._counter, self._version = tensor.detach(), tensor._version
-            self._counter.data = tensor.new_empty(0)
-
-    @property
-    def changed(self) -> bool:
-        return self._counter is not None and self._counter._version != self._version
-
-    def raise_if_changed(self) -> None:
-        if self.changed:
-            assert self._counter is not None
-            raise _changed_in_place(self._shape, self._counter._version, self._version)
-
-    def __str__(self) -> str:
-        assert self._counter is not None
-        return f"a tensor of shape {self._shape}, is at version {self._counter._version}, expected {self._version}"
-
-
-def _changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> RuntimeError:
-    """In autograd's words, which leaves this check to the pack hook."""
-    return RuntimeError(
-        f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-        f"of shape {shape} is at version {version}, backward expected version {expected}. An optimizer step between "
-        "a forward and its backward does this too"
-    )
-
-
-def _as_it_is(packed: Any) -> Any:
-    return packed
-
-
-KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
-"""What saves a tensor where there are no hooks."""
-
-
-def saving_hooks() -> SavingHooks | None:
-    """The hooks that saved tensors pass through now."""
-    hooks: SavingHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
-
-
-_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved.recompute")
-_SECOND_PASSES = ("_recomputation_hook.", "Region.refill")
-
-
-def recomputed_later(hooks: SavingHooks | None) -> bool:
-    """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
-    return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
-
-
-def runs_again(hooks: SavingHooks | None) -> bool:
-    """Whether they belong to the second pass of such a forward."""
-    name = getattr(hooks[0], "__qualname__", "") if hooks is not None and recomputed_later(hooks) else ""
-    return name.startswith(_SECOND_PASSES)
-
-
-def leave_hooks(entered: saved_tensors_hooks) -> None:
-    """Leave them, if saved tensors of this thread pass through them now: each thread has hooks of its own."""
-    hooks = saving_hooks()
-    if hooks is not None and hooks[0] is entered.pack_hook:
-        entered.__exit__()
-
-
-def saver_of(hooks: SavingHooks) -> SavedTensors | None:
-    """The offloaded model's part whose hooks they are; None for all others."""
-    given = hooks[0].args if isinstance(hooks[0], partial) else ()
-    return given[0] if given and isinstance(given[0], SavedTensors) else None
-
-
 class SavedTensors:
     """Packs and unpacks what the forwards of one model save."""
 
-    def __init__(self, units: Sequence[Unit], store: TensorStore | None, *, always: bool = False) -> None:
+    def __init__(self, units: Sequence[Unit], store: Activations | None, *, always: bool = False) -> None:
         """`store` takes tensors that are not views of parameters, if they may leave; `always`: it matters who reads
         parameters in backward, even if they never leave."""
         self._store = store
@@ -276,7 +194,7 @@ class SavedTensors:
             return unpack(packed)
         kept, unit = saved.kept, saved.unit
         if kept._version != saved.version:
-            raise _changed_in_place(tuple(kept.shape), kept._version, saved.version)
+            raise changed_in_place(tuple(kept.shape), kept._version, saved.version)
         if unit is None:
             return kept
         use(unit)
@@ -325,3 +243,82 @@ def _flat(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
 def _cast(param: Tensor, dtype: torch.dtype) -> Tensor:
     """(numel,) of a parameter, as autocast makes it."""
     return param.detach().flatten().to(dtype)
+
+
+# Hooks, and the calls that have entered them
+
+
+def _as_it_is(packed: Any) -> Any:
+    return packed
+
+
+KEPT_AS_IT_IS: SavingHooks = (Tensor.detach, _as_it_is)
+"""What saves a tensor where there are no hooks."""
+
+
+def saving_hooks() -> SavingHooks | None:
+    """The hooks that saved tensors pass through now."""
+    hooks: SavingHooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
+_RECOMPUTING = (checkpoint.__name__, "zero_offload.runtime.saved.recompute")
+_SECOND_PASSES = ("_recomputation_hook.", "Region.refill")
+
+
+def recomputed_later(hooks: SavingHooks | None) -> bool:
+    """Whether they belong to a forward that saves nothing and runs again in backward: torch's, or zo.checkpoint's."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) in _RECOMPUTING
+
+
+def runs_again(hooks: SavingHooks | None) -> bool:
+    """Whether they belong to the second pass of such a forward."""
+    name = getattr(hooks[0], "__qualname__", "") if hooks is not None and recomputed_later(hooks) else ""
+    return name.startswith(_SECOND_PASSES)
+
+
+def leave_hooks(entered: saved_tensors_hooks) -> None:
+    """Leave them, if saved tensors of this thread pass through them now: each thread has hooks of its own."""
+    hooks = saving_hooks()
+    if hooks is not None and hooks[0] is entered.pack_hook:
+        entered.__exit__()
+
+
+def saver_of(hooks: SavingHooks) -> SavedTensors | None:
+    """The offloaded model's part whose hooks they are; None for all others."""
+    given = hooks[0].args if isinstance(hooks[0], partial) else ()
+    return given[0] if given and isinstance(given[0], SavedTensors) else None
+
+
+_COLLECTOR = threading.RLock()
+
+
+def runs(frame: FrameType) -> bool:
+    """Whether a frame is one of our callers, or of another thread's: a GPU's backward has a thread of its own."""
+    return _calls(frame, sys._getframe()) or any(_calls(frame, top) for top in _current_frames().values())
+
+
+def _current_frames() -> dict[int, FrameType]:
+    """The top frame of each thread. Python before 3.11.9 holds its list of threads locked meanwhile: a garbage
+    collection that begins there and lets another thread run, which ends, waits for ever (python/cpython#106883)."""
+    with _COLLECTOR:
+        collects = gc.isenabled()
+        try:
+            gc.disable()
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+@functools.cache
+def untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The same for torch.compile, which then compiles what a module does between its hooks."""
+    disable: Any = torch.compiler.disable
+    return disable(hook)  # type: ignore[no-any-return]
+
+
+def _calls(frame: FrameType, callee: FrameType | None) -> bool:
+    while callee is not None and callee is not frame:
+        callee = callee.f_back
+    return callee is not None

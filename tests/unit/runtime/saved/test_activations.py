@@ -22,8 +22,7 @@ from zero_offload.base.types import MIB, Tier
 from zero_offload.hardware.device import HostDevice
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.saved.activations import Activations, Away
-from zero_offload.runtime.saved.landing import SLAB_BYTES
-from zero_offload.runtime.saved.tiers import DiskTier
+from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, DiskTier
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.native_engine import NativeEngine
@@ -54,8 +53,7 @@ class Bench:
         self.file.create_scratch()
         self.tier = DiskTier(HostDevice(), self.arena, self.file)
         self.buffer = torch.zeros(MIB)
-        staying = frozenset([self.buffer.untyped_storage()._cdata])
-        self.store = Activations(fractions, {Tier.NVME: self.tier}, self.counters, staying, "cpu")
+        self.store = Activations(fractions, {Tier.NVME: self.tier}, self.counters, [self.buffer], "cpu")
 
     def pack(self, tensor: Tensor) -> Away:
         away = self.store.pack(tensor)
@@ -156,7 +154,7 @@ def test_memory_and_file_do_not_grow(bench: Bench) -> None:
 
     first = step()
     assert [step() for _ in range(3)] == [first] * 3
-    assert first == (16 * MIB + 3 * SLAB_BYTES, 60 * MIB)  # seven are ahead of one, and three lie in a slab
+    assert first == (16 * MIB + 3 * LANDING_SLAB_BYTES, 60 * MIB)  # seven are ahead of one, and three lie in a slab
 
 
 def test_only_what_is_wanted_is_in_memory(bench: Bench) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from zero_offload.base.types import MIB
-from zero_offload.runtime.saved.landing import SLAB_BYTES, Landing, Lease
+from zero_offload.runtime.saved.tiers import LANDING_SLAB_BYTES, Landing, Lease
 from zero_offload.storage.memory.arena import Arena
 
 
@@ -33,7 +33,7 @@ def test_what_nobody_views_is_leased_again() -> None:
     assert other.data_ptr() != address, "a view of a part keeps it"
     del view
     assert landing.lease(3 * MIB).region.address == address
-    assert arena.allocated_bytes == SLAB_BYTES
+    assert arena.allocated_bytes == LANDING_SLAB_BYTES
 
 
 def test_what_is_read_to_is_not_leased_again() -> None:
@@ -61,7 +61,7 @@ def test_slabs_that_are_too_small_for_ever_larger_tensors_do_not_add_up() -> Non
     arena = Arena(0)
     landing = Landing(arena)
     for count in range(1, 5):
-        nbytes = count * SLAB_BYTES
+        nbytes = count * LANDING_SLAB_BYTES
         kept = tensor_of(landing.lease(nbytes), nbytes)
         assert arena.allocated_bytes == nbytes
         del kept
