@@ -8,6 +8,7 @@ those have been read, and the update is launched.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -42,10 +43,6 @@ class _Landing(NamedTuple):
     memory: torch.Tensor
     used: Event | None
 
-    @classmethod
-    def on(cls, device: Device) -> _Landing:
-        return cls(torch.empty(CHUNK_NUMEL * 4, dtype=torch.uint8, device=device.torch_device), None)
-
 
 class DevicePass:
     """Updates sections whose shards are `on_device`."""
@@ -64,12 +61,11 @@ class DevicePass:
         `updates`: of each unit, by its index.
         """
         with self._store.counters.timed("update_s"):
-            for i, section in enumerate(sections):
-                if i == 0 or sections[i - 1].unit != section.unit:
-                    updates[section.unit].start()
-                self._update(section)
-                if i == len(sections) - 1 or sections[i + 1].unit != section.unit:
-                    updates[section.unit].complete()
+            for unit, of_unit in itertools.groupby(sections, key=lambda section: section.unit):
+                updates[unit].start()
+                for section in of_unit:
+                    self._update(section)
+                updates[unit].complete()
             self._store.snapshots.staging.updated()
 
     def _update(self, section: SectionUpdate) -> None:
@@ -108,7 +104,11 @@ class DevicePass:
         """From host memory to the device's, beside the updates of pieces before it."""
         self._await_uploads(DEVICE_CHUNKS_IN_FLIGHT - 1)
         if not self._ring:
-            self._ring = [_Landing.on(self._device) for _ in range(DEVICE_CHUNKS_IN_FLIGHT)]
+            nbytes, device = CHUNK_NUMEL * 4, self._device.torch_device
+            self._ring = [
+                _Landing(torch.empty(nbytes, dtype=torch.uint8, device=device), None)
+                for _ in range(DEVICE_CHUNKS_IN_FLIGHT)
+            ]
         landing = self._ring.pop(0)
         target = landing.memory[: piece.grad.nbytes].view(piece.grad.dtype)
         upload = self._device.upload(target, piece.grad, after=landing.used)

@@ -6,7 +6,7 @@ A store owns values, their sums of squares, and the factors by which the update 
 compute dtype while a step has one micro-batch, and fp32 from the first addition on: this switch is exact. The calls:
 `add` for each gradient that backward has made in host memory, or `add_shard` for several that lie in one tensor;
 `flush` when the section is complete; then `lend` to an update, which takes `chunks` and calls `release`; or `drop`.
-Between them `view`, `measure`, `apply_factor` and `widen` work on gradients where they rest.
+Between them `view`, `measure` and `apply_factor` work on gradients where they rest.
 """
 
 from __future__ import annotations
@@ -182,10 +182,6 @@ class GradStore:
 
     def view(self, index: int) -> torch.Tensor:
         """This shard's part of a parameter's gradient (one shard: all of it) where it is; `dtype`, maybe empty."""
-        raise NotImplementedError
-
-    def widen(self) -> None:
-        """Switch to fp32, keeping the values, which is exact."""
         raise NotImplementedError
 
     def measure(self, indices: Iterable[int]) -> None:
