@@ -13,38 +13,37 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from zero_offload.base.threads import LOOK_S, Bell, FirstError, start, through_interrupts
 
 
-@dataclass
-class _Outcome:
-    """What became of a job, or of the thread."""
+class _Job:
+    """A call, or the thread's own, and what became of it."""
 
-    done: bool = False
-    error: BaseException | None = None
-    ended: Bell = field(default_factory=Bell)
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+        self._error: BaseException | None = None
+        self._ended = Bell()
+        self.done = False
 
-    def of(self, job: Callable[[], None]) -> None:
-        """Run it, on the thread."""
+    def run(self) -> None:
+        """On the thread. What the call refers to is let go."""
+        assert self._call is not None
         try:
-            job()
+            self._call()
         except BaseException as error:
-            self.error = error
+            self._error = error
+        self._call = None
         self.done = True
-        self.ended.ring()
+        self._ended.ring()
 
     def wait(self) -> None:
         """Raises its error."""
         while not self.done:
-            self.ended.wait(LOOK_S)
-        if self.error is not None:
-            raise self.error
-
-
-_Item = tuple[Callable[[], None], _Outcome]
+            self._ended.wait(LOOK_S)
+        if self._error is not None:
+            raise self._error
 
 
 class _Jobs:
@@ -55,7 +54,7 @@ class _Jobs:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[_Item | None] = deque()
+        self._queue: deque[_Job | None] = deque()
         self._filled = Bell()
         # Reentrant: a worker may be dropped, and its thread told so, by whatever collects garbage.
         self._lock = threading.RLock()
@@ -63,22 +62,22 @@ class _Jobs:
         self._ended = False
         """The thread takes no further job."""
 
-    def put(self, item: _Item | None) -> bool:
+    def put(self, job: _Job | None) -> bool:
         """False if the thread has ended. None asks the thread to end."""
         with self._lock:
             if not self._ended:
-                self._queue.append(item)
+                self._queue.append(job)
                 self._filled.ring()
             return not self._ended
 
-    def get(self) -> _Item | None:
+    def get(self) -> _Job | None:
         """The next job, or None at the end. On the thread."""
         while not (self._closing and self._end()):
             if not self._queue:
                 self._filled.wait(LOOK_S)
                 self._closing = self._closing or not threading.main_thread().is_alive()
-            elif (item := self._queue.popleft()) is not None:
-                return item
+            elif (job := self._queue.popleft()) is not None:
+                return job
             else:
                 self._closing = True
         return None
@@ -101,26 +100,26 @@ class Worker:
     def __init__(self, errors: FirstError, name: str = "zero_offload-update") -> None:
         self._errors = errors
         self._jobs = _Jobs()
-        self._unfinished: list[_Outcome] = []
-        self._end = _Outcome()
-        self._thread = threading.Thread(target=self._end.of, args=(partial(_work, self._jobs),), name=name)
+        self._unfinished: list[_Job] = []
+        self._end = _Job(partial(_work, self._jobs))
+        self._thread = threading.Thread(target=self._end.run, name=name)
         start(self._thread)
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
-    def submit(self, job: Callable[[], None]) -> None:
+    def submit(self, call: Callable[[], None]) -> None:
         self._errors.check_work()
         self._unfinished = [each for each in self._unfinished if not each.done]
-        outcome = _Outcome()
-        if self._jobs.put((lambda: self._run(job), outcome)):
-            self._unfinished.append(outcome)
+        job = _Job(partial(self._run, call))
+        if self._jobs.put(job):
+            self._unfinished.append(job)
         else:
             # The interpreter is shutting down.
-            self._run(job)
+            self._run(call)
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, call: Callable[[], None]) -> None:
         self._errors.check_work()
         try:
-            job()
+            call()
         except BaseException as error:
             self._errors.set(error)
             raise
@@ -128,12 +127,12 @@ class Worker:
     @property
     def busy(self) -> bool:
         """True if `drain` would wait."""
-        return not all(outcome.done for outcome in self._unfinished)
+        return not all(job.done for job in self._unfinished)
 
     def drain(self) -> None:
         """Wait until everything submitted is complete. Raises the first error."""
-        for outcome in self._unfinished:
-            outcome.wait()
+        for job in self._unfinished:
+            job.wait()
         self._unfinished = [each for each in self._unfinished if not each.done]
         self._errors.check()
 
@@ -147,7 +146,6 @@ class Worker:
 
 def _work(jobs: _Jobs) -> None:
     """Holds the queue alone while it waits, so that a `Worker` can be dropped."""
-    while (item := jobs.get()) is not None:
-        job, outcome = item
-        outcome.of(job)
-        del item, job, outcome
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job
