@@ -18,6 +18,7 @@ import torch
 from tests.fake_gpu import library
 from tests.fake_gpu.build import build
 from tests.fake_gpu.library import call, is_loaded
+from zero_offload.hardware.accelerators import ACCELERATORS, Accelerator, HostMemory
 from zero_offload.hardware.device import HostDevice
 
 __all__ = [
@@ -81,7 +82,7 @@ def load() -> None:
         collectives.register()
 
 
-class _HostMemory:
+class _HostMemory(HostMemory):
     """Registration of host memory, as zero_offload calls it on every accelerator."""
 
     advice = "let the test allow it"
@@ -94,8 +95,6 @@ class _HostMemory:
 
 
 def _tell_zero_offload() -> None:
-    from zero_offload.hardware.accelerators import ACCELERATORS, Accelerator
-
     ACCELERATORS[TYPE] = Accelerator(
         collectives=TYPE, visible_devices="FAKEGPU_VISIBLE_DEVICES", host_memory=_HostMemory()
     )

@@ -57,7 +57,7 @@ class Report:
 
     @property
     def outgrows(self) -> bool:
-        """Whether at the break-even activations need memory of the GPU that this placement uses."""
+        """True if at the break-even activations need memory of the GPU that this placement uses."""
         request, found = self.request, self.found
         if not request.has_gpu or found is None or found.break_even_tokens is None:
             return False

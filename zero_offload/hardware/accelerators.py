@@ -11,36 +11,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 
-class HostMemory(Protocol):
-    """Registers host memory with the driver, which then copies to and from it beside compute."""
-
-    advice: str
-    """What to do where the driver refuses."""
-
-    def register(self, address: int, nbytes: int) -> int:
-        """For the current device, and all others of the process. Returns the driver's error code, 0 for success."""
-
-    def unregister(self, address: int) -> None:
-        """What `register` was given with this address, once no copy uses it."""
-
-
-class _CudaHostMemory:
-    """By CUDA's runtime, or ROCm's under the same names."""
+class HostMemory:
+    """Registers host memory with the driver, which then copies to and from it beside compute: by CUDA's runtime, or
+    ROCm's under the same names."""
 
     # The driver pins pages by itself: RLIMIT_MEMLOCK (`ulimit -l`, docker's --ulimit memlock) is not asked.
     advice = (
         "Free CPU memory, or place fewer states on the cpu tier. Under WSL the limit is Windows': pinned memory is a "
         "part of the machine's, whatever 'ulimit -l' says"
     )
+    """What to do where the driver refuses."""
     _PORTABLE = 1
     """cudaHostRegisterPortable: pinned for every context of the process."""
 
     def register(self, address: int, nbytes: int) -> int:
+        """For the current device, and all others of the process. Returns the driver's error code, 0 for success."""
         # Not torch's pinned allocator: that rounds to powers of two, up to twice what is asked for.
         status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, self._PORTABLE))
         if status:
@@ -50,6 +40,7 @@ class _CudaHostMemory:
         return status
 
     def unregister(self, address: int) -> None:
+        """What `register` was given with this address, once no copy uses it."""
         torch.cuda.cudart().cudaHostUnregister(address)
 
 
@@ -78,21 +69,17 @@ class Accelerator:
     """With True it is timed. The host, which waits for events, sleeps meanwhile where the device type can do that."""
 
 
-def _cuda_event(device: torch.device, timed: bool) -> Any:
-    return torch.cuda.Event(enable_timing=timed, blocking=True)
-
-
 ACCELERATORS: dict[str, Accelerator] = {
     # NVIDIA's and AMD's: torch calls ROCm's devices "cuda", too. A generic event would spin a core of the host, which
     # updates need. Events and streams must both be CUDA's: each kind reads fields of its own in the other.
     "cuda": Accelerator(
         collectives="nccl",
         visible_devices="CUDA_VISIBLE_DEVICES" if torch.version.hip is None else "HIP_VISIBLE_DEVICES",
-        host_memory=_CudaHostMemory(),
+        host_memory=HostMemory(),
         has_triton=True,
         make_stream=lambda device: torch.cuda.Stream(device),
         current_stream=lambda device: torch.cuda.current_stream(device),
-        make_event=_cuda_event,
+        make_event=lambda device, timed: torch.cuda.Event(enable_timing=timed, blocking=True),
     ),
     # Intel's.
     "xpu": Accelerator(collectives="xccl", visible_devices="ZE_AFFINITY_MASK"),

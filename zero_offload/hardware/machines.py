@@ -254,7 +254,7 @@ def gpu_of_device(device_name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Who shares a machine: how many ranks there are, on how many machines."""
+    """How many ranks there are, on how many machines."""
 
     ranks: int = 1
     nodes: int = 1

@@ -51,19 +51,19 @@ class GradSum(NamedTuple):
 
 
 class LibraryMissing(CapacityError):
-    """There is no library here that fits these declarations; `kernels/` and `storage/` know what else to use."""
+    """No library that fits these declarations is here; `kernels/` and `storage/` know what else to use."""
 
 
 def available() -> bool:
-    """Whether the library is there and fits these declarations."""
+    """True if the library is there and fits these declarations."""
     return missing() is None
 
 
 @functools.cache
 def missing() -> str | None:
-    """Why there is no library, and what to type; None where there is one.
+    """Why the library cannot be used, and what to type; None where it can.
 
-    Raises what is not its absence: no descriptor is left to open it with, ZERO_OFFLOAD_ISA cannot be.
+    Raises for other reasons than its absence: no descriptor is left to open it with, ZERO_OFFLOAD_ISA cannot be.
     """
     try:
         lib()
@@ -124,20 +124,15 @@ def update(args: UpdateArgsStruct) -> None:
     _check(lib().zo_update(C.byref(args)))
 
 
-def master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-    _check(lib().zo_master_split(master, half, residual, numel, num_threads))
+def master_split(short: bool, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    """`short`: of 24 bits, with a residual of 8."""
+    split = lib().zo_short_master_split if short else lib().zo_master_split
+    _check(split(master, half, residual, numel, num_threads))
 
 
-def master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-    _check(lib().zo_master_join(half, residual, master, numel, num_threads))
-
-
-def short_master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-    _check(lib().zo_short_master_split(master, half, residual, numel, num_threads))
-
-
-def short_master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-    _check(lib().zo_short_master_join(half, residual, master, numel, num_threads))
+def master_join(short: bool, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    join = lib().zo_short_master_join if short else lib().zo_master_join
+    _check(join(half, residual, master, numel, num_threads))
 
 
 def states_decode(
@@ -162,7 +157,7 @@ def grad_store(
     """There is one call for every gradient, so nothing is built for it but the struct, whose order this is."""
     struct = abi.GradArgsStruct(_GRAD_ARGS_SIZE, dst_kind, src_kind, mode, num_threads, 0, dst, src, numel)
     if (status := lib().zo_grad_store(C.byref(struct))) < 0:
-        _check(status)
+        raise _error(status)
     return GradSum(struct.sumsq, bool(struct.finite))
 
 
@@ -173,7 +168,8 @@ def sumsq(kind: Kind, values: int, numel: int, num_threads: int) -> GradSum:
 
 
 def crc32c(seed: int, address: int, nbytes: int) -> int:
-    return int(lib().zo_crc32c(seed, address, nbytes))
+    found: int = lib().zo_crc32c(seed, address, nbytes)
+    return found
 
 
 def crc32c_each(ranges: Iterable[tuple[int, int]]) -> list[int]:
@@ -187,7 +183,7 @@ def word_post(word: int, value: int) -> None:
 
 
 def word_wait(word: int, at_least: int, timeout_s: float) -> bool:
-    """Whether the word came in time."""
+    """True if the word came in time."""
     return _check(lib().zo_word_wait(word, at_least, int(timeout_s * 1e6))) == 1
 
 
@@ -239,7 +235,8 @@ def io_abandon(handle: int) -> None:
 
 def io_submit(handle: int, op: IoOp, blocks: int, num_blocks: int, base: int, urgency: int, ticket: C.c_uint64) -> None:
     """Launch; `ticket` is what to wait for, not 0. `blocks` is the address of rows, `base` that of their memory."""
-    _check(lib().zo_io_submit(handle, op, blocks, num_blocks, base, urgency, C.byref(ticket)))
+    if (status := lib().zo_io_submit(handle, op, blocks, num_blocks, base, urgency, C.byref(ticket))) < 0:
+        raise _error(status)
 
 
 def io_result() -> IoResultStruct:
@@ -248,7 +245,8 @@ def io_result() -> IoResultStruct:
 
 
 def io_wait(handle: int, ticket: int, timeout_s: float, result: IoResultStruct) -> None:
-    _check(lib().zo_io_wait(handle, ticket, timeout_s, C.byref(result)))
+    if (status := lib().zo_io_wait(handle, ticket, timeout_s, C.byref(result))) < 0:
+        raise _error(status)
 
 
 def io_done(handle: int, ticket: int) -> bool:
@@ -267,5 +265,9 @@ def io_fault(handle: int, fault: Fault, nth: int) -> None:
 
 def _check(status: int) -> int:
     if status < 0:
-        raise _ERRORS.get(status, ZeroOffloadError)(lib().zo_last_error().decode(errors="replace"))
+        raise _error(status)
     return status
+
+
+def _error(status: int) -> ZeroOffloadError:
+    return _ERRORS.get(status, ZeroOffloadError)(lib().zo_last_error().decode(errors="replace"))

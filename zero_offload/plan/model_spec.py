@@ -140,9 +140,9 @@ def _repeated_kinds(modules: Iterable[nn.Module]) -> set[type[nn.Module]]:
 
 
 def _are_stages(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules of one class differ in size, and the largest holds most of its parameters in a list of blocks.
+    """True if modules of one class differ in size, and the largest holds most of its parameters in a list of blocks.
 
-    A list of single layers is none. Nor are experts: layers with experts are alike, or keep them further inside.
+    A list of single layers does not count. Nor do experts: layers with experts are alike, or keep them further inside.
     """
     sizes = [_numel(module) for module in modules]
     largest = modules[sizes.index(max(sizes))]
@@ -161,7 +161,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Whether the module can be called: a list of modules cannot, so no hook of it ever runs."""
+    """True if the module can be called. A list of modules cannot, so its hooks never run."""
     return type(module).forward is not nn.Module.forward
 
 

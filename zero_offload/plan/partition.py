@@ -27,7 +27,7 @@ class Partition:
     num_replicas: int = 1
     """Groups of ranks that each divide the states among themselves (hybrid sharding) and hold the same."""
     any_branches: bool = False
-    """Whether each rank may use other units: which gradients there are is known to all only after backward."""
+    """True if each rank may use other units: which gradients there are is known to all only after backward."""
 
     @classmethod
     def of(cls, config: OffloadConfig, world_size: int, num_replicas: int = 1) -> Partition:

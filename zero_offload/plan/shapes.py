@@ -44,7 +44,7 @@ class UnitWork:
     """Parameters of the unit's last product. Backward does not run it again: no saved tensor comes after it."""
 
     def keeps_inputs(self, recompute: bool) -> bool:
-        """Whether backward runs it again, if blocks are: other units do not."""
+        """True if backward runs it again: with recompute blocks do, other units do not."""
         return recompute and self.attention_width > 0
 
     def saved_values(self, recompute: bool) -> int:
@@ -288,5 +288,5 @@ def _work_of_unit(unit: UnitSpec, tables: set[str]) -> UnitWork:
 
 
 def _is_table(param: ParamSpec, tables: set[str]) -> bool:
-    """Whether all modules that hold the parameter look rows up in it."""
+    """True if all modules that hold the parameter look rows up in it."""
     return all(name.rpartition(".")[0] in tables for name in (param.name, *param.aliases))

@@ -1,7 +1,7 @@
 """How long a step takes and what compute waits for: from bytes, arithmetic and a machine's rates.
 
 First the seconds that each lane spends on each unit (`Job.of`, `unit_seconds`). What moves when follows the runtime,
-case by case: `offload._home` and `runtime/units/param_loader.py` for values, `runtime/grads` for gradients,
+case by case: `plan/buffers.py` and `runtime/units/param_loader.py` for values, `runtime/grads` for gradients,
 `optim/pipeline.py` for states.
 
 A step is a few phases, one after the other: the first forward, with the update beside it; each later forward; each
@@ -333,7 +333,7 @@ class Prediction:
 
     step_s: float
     compute_s: float
-    """Of which the device computes, updates in its own memory included."""
+    """Of these, those in which the device computes, updates in its own memory included."""
     tokens_per_s: float
     """Of all ranks."""
     busy: Mapping[Lane, float]
@@ -443,7 +443,7 @@ def step_times(job: Job, totals: Totals, machine: Machine, budget: Budget) -> St
 
 
 def _overlaps(job: Job, uses_drives: npt.NDArray[np.bool_], machine: Machine) -> npt.NDArray[np.bool_]:
-    """Whether updates run beside compute: `updates.overlaps`."""
+    """True where updates run beside compute: `Updates.overlaps`."""
     if job.config.overlap != UpdateOverlap.AUTO:
         return np.full_like(uses_drives, job.config.overlap != UpdateOverlap.NONE)
     return uses_drives | (not machine.is_host)

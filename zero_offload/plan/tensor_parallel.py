@@ -2,7 +2,7 @@
 
 Such a rank holds a part of the model, and the ranks that see other data hold the same part: for all that follows,
 the part is the parameter. Owns what may be known of a DTensor without communication. Never imports torch's DTensor,
-which takes half a second: who has one has imported it.
+which takes half a second: a program that has one has imported it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types that are no DTensor's; asked for each tensor, and cheaper than `is_dtensor`."""
+"""Plain types. A test for them is cheaper than `is_dtensor`, and runs for each tensor."""
 
 
 def _placement_types() -> Any:
@@ -24,7 +24,7 @@ def _placement_types() -> Any:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether the tensor is this rank's view of one that several ranks hold."""
+    """True if the tensor is this rank's view of one that several ranks hold."""
     module = None if type(tensor) in PLAIN else _placement_types()
     return module is not None and isinstance(tensor, module.DTensor)
 

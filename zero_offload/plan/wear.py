@@ -17,7 +17,7 @@ TB = 10**12
 TBW_USUAL = 600.0
 """The rating of many consumer drives of 1 TB."""
 LIFE_DAYS = 365.0
-"""What a drive that trains day and night shall last."""
+"""How long a drive that trains day and night should last."""
 COMMIT_SHARE = 0.1
 """Of what states that rest on a drive write, what generations may add where those alone wear it out sooner."""
 _DAY_S = 86400
@@ -48,7 +48,7 @@ class Wear:
 
     @property
     def is_bound(self) -> bool:
-        """Whether it may be less."""
+        """True if it may be less."""
         return self.commit_bytes > 0 and not isinstance(self.commit_every, int)
 
     def at(self, step_s: float | None) -> Wear:

@@ -25,13 +25,11 @@ class Kernels(Protocol):
 
     def update(self, args: UpdateArgsStruct) -> None: ...
 
-    def master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None: ...
+    def master_split(
+        self, short: bool, master: int, half: int, residual: int, numel: int, num_threads: int
+    ) -> None: ...
 
-    def master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None: ...
-
-    def short_master_split(self, master: int, half: int, residual: int, numel: int, num_threads: int) -> None: ...
-
-    def short_master_join(self, half: int, residual: int, master: int, numel: int, num_threads: int) -> None: ...
+    def master_join(self, short: bool, half: int, residual: int, master: int, numel: int, num_threads: int) -> None: ...
 
     def states_decode(
         self, format: StateFormat, signed: bool, states: int, scales: int, fp32: int, numel: int, num_threads: int
@@ -85,7 +83,7 @@ def description() -> str:
 
 
 def has_device_update(tensor: torch.Tensor) -> bool:
-    """Whether `triton_update` updates this tensor: it is on a GPU, and Triton is here and compiles for that one."""
+    """True if `triton_update` updates this tensor: it is on a GPU, and Triton is here and compiles for that one."""
     accelerator = ACCELERATORS.get(tensor.device.type)
     return accelerator is not None and accelerator.has_triton and triton_compiles_for(tensor.device)
 

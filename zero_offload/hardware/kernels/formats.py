@@ -24,9 +24,8 @@ from zero_offload.hardware.kernels.choice import kernels
 def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write the two parts of `master` (fp32) to `half` (bf16) and `residual` (int16, or int8: 24 bits of it)."""
     _check_same_numel(master, half, residual)
-    found = kernels()
-    split = found.short_master_split if residual.dtype is torch.int8 else found.master_split
-    split(
+    kernels().master_split(
+        residual.dtype is torch.int8,
         address_of(master, torch.float32),
         address_of(half, torch.bfloat16),
         address_of(residual, torch.int16, torch.int8),
@@ -38,9 +37,8 @@ def split_master(master: torch.Tensor, half: torch.Tensor, residual: torch.Tenso
 def join_master(half: torch.Tensor, residual: torch.Tensor, master: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write to `master` (fp32) what `half` (bf16) and `residual` (int16 or int8) stand for."""
     _check_same_numel(master, half, residual)
-    found = kernels()
-    join = found.short_master_join if residual.dtype is torch.int8 else found.master_join
-    join(
+    kernels().master_join(
+        residual.dtype is torch.int8,
         address_of(half, torch.bfloat16),
         address_of(residual, torch.int16, torch.int8),
         address_of(master, torch.float32),

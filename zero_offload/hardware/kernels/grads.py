@@ -128,7 +128,7 @@ def may_scan(device: torch.device) -> bool:
 
 @functools.cache
 def scans_in_order(device: torch.device) -> bool:
-    """Whether a scan over rows, which torch may do in any order, adds one after the other there; tried once."""
+    """True if a scan over rows, which torch may do in any order, adds one after the other there; tried once."""
     draw = torch.Generator("cpu").manual_seed(0)
     values = host_empty((3, CHUNK // LANES, LANES), torch.float32).uniform_(generator=draw).to(device)
     return torch.equal(_add_rows(values, scans=True), _add_rows(values, scans=False))

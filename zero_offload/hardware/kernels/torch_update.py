@@ -97,7 +97,7 @@ def _load_state(part: UpdateTensors, k: int, signed: bool) -> Any:
 
 
 def _store_state(part: UpdateTensors, k: int, signed: bool, x: Any, random: Any) -> None:
-    """`x` has no NaN but the canonical one."""
+    """NaNs in `x` are the canonical one."""
     state = part.states[k]
     if part.state_format is StateFormat.FP32:
         state.copy_(x)
@@ -133,7 +133,7 @@ def _load_master(part: UpdateTensors) -> Any:
 
 
 def _store_master(part: UpdateTensors, p: Any, random: Any) -> None:
-    """`p` has no NaN but the canonical one."""
+    """NaNs in `p` are the canonical one."""
     if part.master is not None:
         part.value.view(torch.int16).copy_(_elements.narrow_fp16(p))
         part.master.copy_(p)

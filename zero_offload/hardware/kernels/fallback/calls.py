@@ -48,20 +48,14 @@ def update(args: UpdateArgsStruct) -> None:
     _in_elements(int(line[0][-1]), args.num_threads, lambda *part: run(kinds, arrays, line, *part))
 
 
-def master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-    _in_elements(numel, num_threads, lambda *part: passes.split(master, half, residual, *part))
+def master_split(short: bool, master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
+    split = passes.short_split if short else passes.split
+    _in_elements(numel, num_threads, lambda *part: split(master, half, residual, *part))
 
 
-def master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-    _in_elements(numel, num_threads, lambda *part: passes.join(half, residual, master, *part))
-
-
-def short_master_split(master: int, half: int, residual: int, numel: int, num_threads: int) -> None:
-    _in_elements(numel, num_threads, lambda *part: passes.short_split(master, half, residual, *part))
-
-
-def short_master_join(half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
-    _in_elements(numel, num_threads, lambda *part: passes.short_join(half, residual, master, *part))
+def master_join(short: bool, half: int, residual: int, master: int, numel: int, num_threads: int) -> None:
+    join = passes.short_join if short else passes.join
+    _in_elements(numel, num_threads, lambda *part: join(half, residual, master, *part))
 
 
 def states_decode(

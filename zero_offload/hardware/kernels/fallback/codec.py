@@ -80,7 +80,7 @@ def make_elements(words: Any) -> SimpleNamespace:
 
     @function
     def half_of(word: Any) -> Any:
-        """The half of a master that is no NaN, or the canonical one."""
+        """The half of a master. If the master is NaN, it is the canonical one."""
         return u32(u32(word + U32(0x8000)) >> _16)
 
     @function
@@ -141,7 +141,7 @@ def make_codec(words: Any) -> SimpleNamespace:
 
     @function
     def random_bf16(x: Any, word: Any, shift: Any) -> Any:
-        """The bf16 below x or above it, by 16 bits of a random word; x is no NaN but the canonical one."""
+        """The bf16 below x or above it, by 16 bits of a random word. If x is NaN, it is the canonical one."""
         return u32(u32(bits(x) + (u32(word >> shift) & U32(0xFFFF))) >> _16)
 
     @function
@@ -152,12 +152,12 @@ def make_codec(words: Any) -> SimpleNamespace:
 
     @function
     def random_24(x: Any, word: Any) -> Any:
-        """x in its upper 24 bits, by the upper 8 of a random word; x is no NaN but the canonical one."""
+        """x in its upper 24 bits, by the upper 8 of a random word. If x is NaN, it is the canonical one."""
         return from_bits(u32(u32(bits(x) + u32(word >> _24)) & _UPPER_24))
 
     @function
     def nearest_24(x: Any) -> Any:
-        """Half-way cases away from zero; x is no NaN but the canonical one."""
+        """Half-way cases away from zero. If x is NaN, it is the canonical one."""
         return from_bits(u32(u32(bits(x) + U32(0x80)) & _UPPER_24))
 
     @function
@@ -193,7 +193,7 @@ def make_codes(words: Any, *, signed: bool) -> SimpleNamespace:
         return root * root
 
     def root_of(x: Any) -> Any:
-        """With the sign of x; below 0 there is none where the state has no sign."""
+        """With the sign of x. A state without a sign has no x below 0."""
         if signed:
             word = bits(x)
             return from_bits(u32(bits(sqrt(from_bits(u32(word & MAGNITUDE)))) | u32(word & _SIGN)))

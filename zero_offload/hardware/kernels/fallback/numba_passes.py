@@ -164,7 +164,7 @@ def load_master(kind: Any, format: Any, arrays: Any, begin: Any, count: Any, row
 
 @function
 def store_value(kind: Any, address: Any, begin: Any, count: Any, row: Any) -> None:
-    """The row has no NaN but the canonical one. A bf16 value is the half of its master."""
+    """NaNs in the row are the canonical one. A bf16 value is the half of its master."""
     if kind != BF16:
         store(kind, address, begin, count, row)
         return
