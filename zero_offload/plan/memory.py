@@ -395,7 +395,7 @@ def _kept_params_bytes(
 ) -> int:
     """What is left of a device beside all else that is there, and no more than all parameters that come and go."""
     arriving = _arriving(units, placement, partition)
-    in_flight = largest(arriving, UNITS_IN_FLIGHT)
+    in_flight = sum_of_largest(arriving, UNITS_IN_FLIGHT)
     whole = plan.budget.device_bytes
     margin = margin_bytes(whole, partition.world_size, is_measured=False) if config.device_memory is None else 0
     return max(min(sum(arriving), in_flight + plan.left_bytes(Tier.DEVICE) - margin), min(in_flight, whole))
@@ -427,59 +427,55 @@ def _staging_bytes(
     units: Sequence[UnitBytes], placement: Placement, config: OffloadConfig, partition: Partition
 ) -> dict[Tier, int]:
     shared = placement.budget.shared_memory
-    landing, trained, staged, sent, written = [0], [0], [0], [0], [0]
-    passing: dict[bool, list[int]] = {True: [], False: []}
+    landing, made, staged, sent, to_drives, on_device, on_host = ([0] for _ in range(7))
+    sources_of_device = set()
+    """Where gradients rest, of each unit that a device updates in its own memory."""
+    reads_states = reads_grads = False
     for unit, tiers in zip(units, placement.tiers, strict=True):
-        params_tier = tiers[StateKind.PARAMS]
-        if params_tier is Tier.NVME and not shared:
+        params, grads, optimizer = (tiers[kind] for kind in PLACED_KINDS)
+        made_bytes = unit.trained_bytes * partition.param_shards
+        if params is Tier.NVME and not shared:
             landing.append(unit.params_bytes)
-        trained_bytes = unit.trained_bytes * partition.param_shards
-        leaves = tiers[StateKind.GRADS] is not Tier.DEVICE and not shared
-        staged.append(staged_grad_bytes(unit.trained_numel, trained_bytes, partition) * leaves)
+        leaves = grads is not Tier.DEVICE and not shared
+        staged.append(staged_grad_bytes(unit.trained_numel, made_bytes, partition) * leaves)
         sent.append(sent_grad_bytes(unit, partition) * leaves)
-        passing[tiers[StateKind.GRADS] is Tier.DEVICE and not shared].append(unit.passing_grads_bytes)
+        (on_device if grads is Tier.DEVICE and not shared else on_host).append(unit.passing_grads_bytes)
         # Backward makes a unit's gradient whole before it moves to its tier; over ranks it is summed in fp32, beside
         # what arrives from them. A GPU adds up a unit's gradients of all micro-batches before they leave.
-        if partition.world_size == 1:
-            adds_up = unit.grads_bytes > trained_bytes and leaves
-            trained.append(trained_bytes + unit.grads_bytes * adds_up)
+        if partition.world_size > 1:
+            made.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
         else:
-            trained.append(unit.trained_numel * (GRADS_IN_FLIGHT + 1) * 4)
+            made.append(made_bytes + unit.grads_bytes * (unit.grads_bytes > made_bytes and leaves))
         # On their way to a drive they have pages of their own.
-        written.append(unit.grads_bytes if tiers[StateKind.GRADS] is Tier.NVME else 0)
+        to_drives.append(unit.grads_bytes * (grads is Tier.NVME))
+        if optimizer is Tier.DEVICE and not shared:
+            sources_of_device.add(grads)
+        reads_states |= optimizer is Tier.NVME
+        reads_grads |= grads is Tier.NVME or (grads is Tier.DEVICE is not optimizer and not shared)
     dtypes = {config.compute_dtype_name, *config.compute_exceptions.values()}
     state = max(optimizer_state_bytes(name, config.state_format) for name in dtypes)
     chunk_bytes = int(CHUNK_NUMEL * (state + 4))  # and an fp32 gradient
-    # Of each unit that a device updates in its own memory: where its gradients come from.
-    grads_of_device = {
-        tiers[StateKind.GRADS] for tiers in placement.tiers if tiers[StateKind.OPTIMIZER] is Tier.DEVICE and not shared
-    }
-    commits_device = bool(grads_of_device) and config.effective_durability is not Durability.SCRATCH
-    update_bytes = 0
-    if any(tiers[StateKind.OPTIMIZER] is Tier.NVME for tiers in placement.tiers):
-        update_bytes = chunk_bytes
-    elif any(_stages_grads(tiers, shared) for tiers in placement.tiers):
-        update_bytes = CHUNK_NUMEL * 4
-    on_way_to_drives = largest(written, GRADS_IN_FLIGHT)
+    update_bytes = chunk_bytes if reads_states else CHUNK_NUMEL * 4 * reads_grads
+    commits_device = bool(sources_of_device) and config.effective_durability is not Durability.SCRATCH
+    to_drives_bytes = sum_of_largest(to_drives, GRADS_IN_FLIGHT)
     ahead_bytes = activations_ahead_bytes(config, placement.budget)
     blocks_back = max(ahead_bytes // ACTIVATION_BLOCK_BYTES, ACTIVATION_BLOCKS_BACK)
     activation_bytes = ACTIVATION_BLOCK_BYTES * (ACTIVATION_BLOCKS_OUT + blocks_back)
-    activations_on_nvme = Tier.NVME in config.activation_fractions
     return {
-        Tier.DEVICE: largest(_arriving(units, placement, partition), UNITS_IN_FLIGHT)
-        + max(trained)
-        + beside_made_bytes(trained, sent)
+        Tier.DEVICE: sum_of_largest(_arriving(units, placement, partition), UNITS_IN_FLIGHT)
+        + max(made)
+        + beside_made_bytes(made, sent)
         + ahead_bytes
-        + on_way_to_drives * shared
-        + ring_bytes(passing[True])
-        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(grads_of_device - {Tier.DEVICE}),
-        Tier.CPU: largest(landing, UNITS_IN_FLIGHT)
-        + largest(staged, STAGED_SECTIONS)
-        + on_way_to_drives * (not shared)
-        + ring_bytes(passing[False])
+        + to_drives_bytes * shared
+        + ring_bytes(on_device)
+        + DEVICE_CHUNKS_IN_FLIGHT * CHUNK_NUMEL * 4 * bool(sources_of_device - {Tier.DEVICE}),
+        Tier.CPU: sum_of_largest(landing, UNITS_IN_FLIGHT)
+        + sum_of_largest(staged, STAGED_SECTIONS)
+        + to_drives_bytes * (not shared)
+        + ring_bytes(on_host)
         + CHUNKS_IN_FLIGHT * update_bytes
         + SNAPSHOT_CHUNKS_IN_FLIGHT * chunk_bytes * commits_device
-        + activation_bytes * activations_on_nvme,
+        + activation_bytes * (Tier.NVME in config.activation_fractions),
         Tier.NVME: 0,
     }
 
@@ -536,19 +532,12 @@ def margin_bytes(total_bytes: int, num_ranks: int, *, is_measured: bool) -> int:
 
 def ring_bytes(unit_bytes: Iterable[int]) -> int:
     """Gradients in memory at once, of units that are updated inside of backward and have so many each."""
-    return largest(unit_bytes, GRAD_RING_UNITS)
+    return sum_of_largest(unit_bytes, GRAD_RING_UNITS)
 
 
-def largest(sizes: Iterable[int], count: int) -> int:
-    """The sum of so many of the largest."""
+def sum_of_largest(sizes: Iterable[int], count: int) -> int:
+    """Of so many of the sizes."""
     return sum(sorted(sizes)[-count:])
-
-
-def _stages_grads(tiers: Mapping[StateKind, Tier], shared_memory: bool) -> bool:
-    """Whether an update finds gradients on a drive, or one on the host finds them in the device's own memory."""
-    grads = tiers[StateKind.GRADS]
-    on_device = grads is Tier.DEVICE is not tiers[StateKind.OPTIMIZER] and not shared_memory
-    return grads is Tier.NVME or on_device
 
 
 def _row(label: str, cells: Sequence[str]) -> str:
