@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.models import build
 from tests.helpers.ranks import RankPools
-from zero_offload.checkpoint.buffers import capture_buffers, check_buffers, restore_buffers
+from zero_offload.checkpoint.extras import capture_buffers, check_buffers, restore_buffers
 from zero_offload.checkpoint.format import reading
 from zero_offload.cli.main import main
 

@@ -14,7 +14,7 @@ import zero_offload as zo
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Failure, Outcome, RankPools
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.checkpoint.portable import SavedCheckpoint
+from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.storage.files.swap_file import SwapFile
 
 SETTINGS: dict[str, Any] = {"params": "nvme", "optimizer": "nvme", "existing": "resume", "precision": "bf16"}
@@ -74,7 +74,7 @@ def resume_only(rank: int, world_size: int, case: Case) -> int:
 
 def one_fails(rank: int, world_size: int, case: Case, place: str) -> None:
     """Rank 1 does not come to the end of cutting the files anew."""
-    owner: type = {"_rank_payload": GenerationKeeper, "source": SavedCheckpoint, "create": SwapFile}[place]
+    owner: type = {"_rank_payload": GenerationKeeper, "source": SavedGeneration, "create": SwapFile}[place]
     original = getattr(owner, place)
 
     def failing(*args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,16 @@
-"""What a generation says in its manifests: the words shared by writing, resuming and loading.
+"""What a generation says in its manifests, and which generations a directory holds.
+
+Owns the words shared by writing, resuming and loading, and the choice of the generation that a run goes on from. Reads
+manifests only; changes nothing.
 
 `generation-0.json` or `generation-1.json`, in turn, is the commit point: it names the step, the ranks' manifests with
 their digests, the model's fingerprint and the optimizer's scalars. A rank's manifest says for every section which slot
 holds it, and for each component where its blocks are and their checksums. Sizes and names are checked before use;
 nothing in these files is ever executed.
+
+The newest generation is the one with the highest number. A manifest that cannot be read, or that is missing although
+it was committed, is never passed over in silence: it may have been the newest, so choosing raises and names the
+generation that is left. The calls: `History.read`, then `choose`.
 """
 
 from __future__ import annotations
@@ -17,11 +24,13 @@ from typing import Any
 
 import torch
 
-from zero_offload.base.errors import CheckpointError, IntegrityError
+from zero_offload.base.errors import CheckpointError, IntegrityError, ZeroOffloadError
 from zero_offload.base.precision import STATE_FORMATS
 from zero_offload.base.types import StateFormat
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout
 from zero_offload.plan.model_spec import ParamSpec
+from zero_offload.storage.files.directory import RunDirectory
+from zero_offload.storage.files.manifest import read_manifest
 
 RUN_NAME = "run.json"
 COMMITTED = "generations"
@@ -154,6 +163,119 @@ class Generation:
         if not isinstance(steps, dict) or not all(type(step) is int and step >= 0 for step in steps.values()):
             raise IntegrityError(f"{name} has no valid param_steps; load a checkpoint instead")
         return cls(**{field: given[field] for field in fields}, payload=payload)
+
+
+@dataclass(frozen=True)
+class History:
+    """The generations of one directory."""
+
+    where: str
+    generations: Mapping[str, Generation]
+    """By the name of their manifest, the newest first."""
+    damaged: Mapping[str, ZeroOffloadError]
+    """What is wrong with each manifest that cannot be read, or is missing."""
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> History:
+        found: dict[str, Generation] = {}
+        damaged: dict[str, ZeroOffloadError] = {}
+        for name in GENERATION_NAMES:
+            try:
+                payload = read_manifest(directory, name)
+                if payload is not None:
+                    found[name] = Generation.parse(payload, str(directory.path / name))
+            except (IntegrityError, CheckpointError) as error:
+                damaged[name] = error
+        newest = max(found.values(), key=lambda each: each.number, default=None)
+        if missing := [name for name in GENERATION_NAMES[:2] if _is_missing(directory, name, found, damaged, newest)]:
+            damaged |= dict.fromkeys(missing, _loss(directory, missing))
+        newest_first = sorted(found.items(), key=lambda item: -item[1].number)
+        return cls(str(directory.path), dict(newest_first), damaged)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.generations and not self.damaged
+
+    @property
+    def newest(self) -> Generation | None:
+        return next(iter(self.generations.values()), None)
+
+    def choose(self, number: int | None) -> Generation | None:
+        """Generation `number`, or the newest; None when there is none at all.
+
+        Raises IntegrityError when a manifest is damaged and no number was given (of a manifest that another version
+        wrote: CheckpointError), and CheckpointError when the number is not there.
+        """
+        if number is None:
+            for error in self.damaged.values():
+                # The higher one of what is left: it may be the newest, or the one before.
+                raise type(error)(f"{error}. {_remedy(self.newest)}" if self.newest else str(error)) from error
+            return self.newest
+        for generation in self.generations.values():
+            if generation.number == number:
+                return generation
+        there = ", ".join(map(str, self.generations.values())) or "none"
+        raise CheckpointError(
+            f"{self.where} holds no generation {number}; there is: {there}. Name one of these with generation= "
+            "(zero-offload train: --generation), or leave it out for the newest"
+        )
+
+    def is_newest(self, chosen: Generation) -> bool:
+        """Whether nothing here can be newer."""
+        return chosen is self.newest and not self.damaged
+
+    def remedy(self, bad: Generation) -> str:
+        """What to type when this generation turns out to be damaged; empty when there is no other."""
+        other = next((each for each in self.generations.values() if each is not bad), None)
+        return _remedy(other) if other is not None else ""
+
+
+def _is_missing(
+    home: RunDirectory,
+    name: str,
+    found: Mapping[str, Generation],
+    damaged: Mapping[str, ZeroOffloadError],
+    newest: Generation | None,
+) -> bool:
+    """Whether a generation was committed under this name, may be the newest, and is not there."""
+    if name in found or name in damaged:
+        return False
+    committed = _read_or_none(home, RUN_NAME).get(COMMITTED)
+    # Each rank's manifest is written before the generation's, and stays when that one is lost.
+    record = _read_or_none(home, rank_manifest_name(0, GENERATION_NAMES.index(name)))
+    if isinstance(committed, list):
+        number = record.get("number")
+        is_older = newest is not None and type(number) is int and number < newest.number
+        return name in committed and not is_older
+    # Earlier versions, and a `run.json` that is lost too: a commit that broke off cannot be told from a loss.
+    if not record or GENERATION_NAMES[2] in (*found, *damaged):
+        return False
+    step = record.get("step")
+    return newest is None or not isinstance(step, int) or step > newest.step
+
+
+def _read_or_none(home: RunDirectory, name: str) -> dict[str, Any]:
+    try:
+        return read_manifest(home, name) or {}
+    except (IntegrityError, CheckpointError):
+        return {}
+
+
+def _loss(home: RunDirectory, missing: Sequence[str]) -> IntegrityError:
+    names = " and ".join(missing)
+    return IntegrityError(
+        f"{names} in {home.path} {'are' if len(missing) > 1 else 'is'} missing, and may have been the newest "
+        f"generation; {RUN_NAME} or a rank's manifest shows that it was written. Put it back, load a checkpoint, or "
+        "start over with existing='discard' (zero-offload train: --discard)"
+    )
+
+
+def _remedy(other: Generation) -> str:
+    return (
+        f"The directory also holds {other}: if no later step has written over it, zero-offload train "
+        f"--generation {other.number} goes on from there, as does OffloadConfig(existing='resume', "
+        f"generation={other.number})"
+    )
 
 
 @contextlib.contextmanager

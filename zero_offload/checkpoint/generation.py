@@ -27,6 +27,7 @@ from zero_offload.checkpoint.format import (
     FORMAT,
     GENERATION_NAMES,
     Generation,
+    History,
     StepRecord,
     check_fingerprint,
     fingerprint,
@@ -37,7 +38,6 @@ from zero_offload.checkpoint.format import (
     state_format_of,
     swap_file_name,
 )
-from zero_offload.checkpoint.history import History
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest

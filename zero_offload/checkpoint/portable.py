@@ -1,55 +1,46 @@
 """Checkpoints: an immutable copy of all shards in a directory of its own, in the format of a generation.
 
-`save` writes this rank's shards and the manifests; `SavedCheckpoint` reads them back, or a run's generation, for any
-number of ranks and any placement, since every array is addressed by element of its section. Nothing in a checkpoint
-is executed; every block is verified. A directory becomes a checkpoint with its last rename: before that, loading
-refuses it.
+`save` writes this rank's shards and the manifests; `SavedGeneration` reads them back. A directory becomes a checkpoint
+with its last rename: before that, loading refuses it.
+
+Where the file system can (btrfs, XFS made with reflinks), blocks are shared between the run's file and the checkpoint's
+instead of copied. A shared block is copied by the file system when one of the files writes to it, so neither sees the
+other's changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
-import warnings
+import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import torch
 
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, StorageError
-from zero_offload.base.host import host_empty
-from zero_offload.base.types import SECTOR, Durability, StateFormat, StateKind, Tier
-from zero_offload.checkpoint.clone import can_share, clone_blocks
-from zero_offload.checkpoint.format import (
-    Generation,
-    StepRecord,
-    check_fingerprint,
-    reading,
-    state_format_of,
-    swap_file_name,
-)
+from zero_offload.base.types import SECTOR, Durability, StateKind, Tier
+from zero_offload.checkpoint.format import CHECKPOINT_KIND, History, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
-from zero_offload.checkpoint.history import History
-from zero_offload.checkpoint.saved import CHECKPOINT_KIND, SavedGeneration, open_generation, open_in_turn
-from zero_offload.hardware.kernels.formats import join_master, split_master
+from zero_offload.checkpoint.saved import open_in_turn
+from zero_offload.hardware.kernels.checksums import reseeded
 from zero_offload.plan.layout import SectionLayout, ShardLayout
 from zero_offload.storage.files.directory import OR_KEEP_MORE, RunDirectory
 from zero_offload.storage.files.engines import open_engine
-from zero_offload.storage.files.swap_file import SwapFile
+from zero_offload.storage.files.swap_file import Extent, SwapFile
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena
-from zero_offload.storage.shards.shard import (
-    Component,
-    Shard,
-    component_dtype,
-    encode_array,
-    is_state,
-    master_components,
-)
+from zero_offload.storage.shards.shard import Component, Shard
 from zero_offload.storage.shards.store import ChunkSource, ShardStore
 
+FICLONERANGE = 0x4020940D
+_RANGE = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target
+_CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ETXTBSY)
+"""Another file system, or one that cannot share, or not these blocks: a copy serves."""
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 
 
@@ -140,14 +131,6 @@ def _cloned(source: Shard, target: Shard) -> bool:
     return all(there[each].written.any() and clone_blocks(there[each], extent) for each, extent in here.items())
 
 
-def _recut_master(half: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype) -> dict[Component, torch.Tensor]:
-    """The same master with a residual of another dtype."""
-    master, other = host_empty(half.numel(), torch.float32), host_empty(half.numel(), dtype)
-    join_master(half, residual, master)
-    split_master(master, half, other)
-    return {Component.VALUE: half, Component.RESIDUAL: other}
-
-
 def _copy_chunks(store: ShardStore, layout: SectionLayout) -> ChunkSource:
     shard, rows = store.shards[layout.index], {begin: row for row, (begin, _) in enumerate(layout.chunks())}
 
@@ -157,76 +140,41 @@ def _copy_chunks(store: ShardStore, layout: SectionLayout) -> ChunkSource:
     return source
 
 
-class SavedCheckpoint:
-    """A checkpoint, or a generation of a run, opened to be loaded into a model; use `open`."""
+def can_share(source: Extent, directory: RunDirectory) -> bool:
+    """Whether files in `directory` can share the blocks of an open file: tried on one sector."""
+    trial = directory.create_scratch(SECTOR)
+    try:
+        return _share(source, source.blocks[0], trial.fd, 0, SECTOR)
+    finally:
+        trial.close()
 
-    def __init__(self, saved: SavedGeneration, first_rank: int) -> None:
-        """`first_rank` wrote shard 0 of our part of the model."""
-        self._saved = saved
-        self._first_rank = first_rank
 
-    @property
-    def generation(self) -> Generation:
-        return self._saved.generation
+def clone_blocks(source: Extent, target: Extent) -> bool:
+    """Let every block of `target` share the storage of `source`'s; False where the file system cannot.
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, path: Path, layout: ShardLayout, ranks: Ranks) -> Iterator[SavedCheckpoint]:
-        """Check that `path` belongs to this model, and open its files. Collective.
+    Nothing is read: a block that is damaged stays so, and fails its checksum wherever it is read. Both files are open.
+    Raises StorageError when a drive fails.
+    """
+    rows = list(zip(source.blocks, target.blocks, strict=True))
+    for there, here in rows:
+        assert there["nbytes"] == here["nbytes"]
+        if not _share(source, there, int(here["fd"]), int(here["offset"]), int(there["nbytes"])):
+            return False
+    for there, here in rows:
+        here["crc"] = reseeded(int(there["crc"]), int(there["seed"]), int(here["seed"]), int(there["nbytes"]))
+    target.written[:] = True
+    return True
 
-        A run's directory is locked meanwhile: LockError where one is at work.
-        """
-        with ranks.exchange.together():
-            if not path.is_dir():
-                raise CheckpointError(f"{path} is not a directory; name one that zo.save_checkpoint has written")
-        with contextlib.ExitStack() as cleanup:
-            generation, directories = open_generation(path, ranks, cleanup)
-            with ranks.exchange.together():
-                with reading(str(path)):
-                    check_fingerprint(generation.payload.get("params"), layout, str(path))
-                engine = open_engine(num_drives=len(directories))
-                cleanup.callback(engine.close)
-                saved = SavedGeneration(generation, directories, engine)
-                cleanup.callback(saved.close)
-            cleanup.callback(engine.close)  # before its files
-            yield cls(saved, ranks.first_of_column(generation.world_size))
 
-    def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
-        """Feeds `ShardStore.write_components` with elements of the shard `shard_index` of a section."""
-        offset, saved = shard_index * layout.shard_numel, self._saved.sections[layout.index]
-
-        def read(component: Component, begin: int, end: int) -> torch.Tensor:
-            dtype = torch.float32 if is_state(component) else component_dtype(saved, component)
-            out = host_empty(end - begin, dtype)
-            self._saved.read(self._first_rank, layout.index, component, offset + begin, out)
-            return out
-
-        def source(component: Component, begin: int, end: int) -> torch.Tensor:
-            if is_state(component):
-                return encode_array(layout, component, read(component, begin, end))
-            if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
-                return read(component, begin, end)
-            half, residual = read(Component.VALUE, begin, end), read(Component.RESIDUAL, begin, end)
-            return _recut_master(half, residual, component_dtype(layout, Component.RESIDUAL))[component]
-
-        return source
-
-    def tell_conversion(self, layout: ShardLayout) -> None:
-        """Say so, if states do not rest as they did."""
-        before, now = state_format_of(self.generation), layout.state_format
-        if before is not now:
-            loss = "exactly" if before is not StateFormat.FP32 and now is StateFormat.FP32 else "rounded to the nearest"
-            warnings.warn(
-                f"{self.generation}: optimizer states are converted from {before.name.lower()} to {now.name.lower()}, "
-                f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are",
-                stacklevel=4,
-            )
-
-    def states(self, layout: SectionLayout) -> list[Component]:
-        """What optimizers kept of a section."""
-        return self._saved.states(self._first_rank, layout.index)
-
-    def rng_of(self, rank: int) -> dict[str, Any] | None:
-        """A rank's random number generators."""
-        rng: dict[str, Any] | None = self._saved.payload(rank).get("rng")
-        return rng
+def _share(source: Extent, block: np.void, fd: int, offset: int, nbytes: int) -> bool:
+    argument = _RANGE.pack(block["fd"], block["offset"], nbytes, offset)
+    try:
+        fcntl.ioctl(fd, FICLONERANGE, argument)
+    except OSError as error:
+        if error.errno in _CANNOT:
+            return False
+        raise StorageError(
+            f"sharing {nbytes} bytes of {source.name} with a checkpoint failed: {error.strerror} "
+            f"(errno {error.errno}); free space there, or save to another file system"
+        ) from error
+    return True

@@ -21,7 +21,6 @@ from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
-from zero_offload.checkpoint.portable import SavedCheckpoint
 from zero_offload.checkpoint.saved import SavedGeneration, open_in_turn, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
@@ -48,7 +47,7 @@ class RunFiles:
         self._reader: FileEngine | None = None
         self._saved: SavedGeneration | None = None
         """The generation found, opened to be read."""
-        self._earlier: SavedCheckpoint | None = None
+        self._earlier: SavedGeneration | None = None
         """The same, where it was cut otherwise."""
         self._others: list[RunDirectory] = []
         """Directories of the earlier run that are none of this one's; locked until `settle` has done with them."""
@@ -127,12 +126,13 @@ class RunFiles:
             places = _places_of(found, directories, self._others) if keeper.recuts else directories
             # With an engine of its own: io_uring keeps files that it has once known until it ends.
             self._reader = open_engine(num_drives=len(places))
-            saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain)
+            first_rank = ranks.first_of_column(found.world_size)
+            saved = self._saved = SavedGeneration(found, places, self._reader, keeper.explain, first_rank)
             if keeper.goes_back:
                 # Its slots are those that the newer generation's updates have not written over; or have.
                 require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
         if keeper.recuts:
-            self._earlier = SavedCheckpoint(saved, ranks.first_of_column(found.world_size))
+            self._earlier = saved
             with ranks.exchange.together():
                 if ranks.rank == 0:
                     keeper.prepare_recut(self._others)
@@ -176,7 +176,7 @@ class RunFiles:
             return
         self._earlier.tell_conversion(self.keeper.layout)
         for shard in shards:
-            store.add_states(shard, self._earlier.states(shard.layout))
+            store.add_states(shard, self._earlier.states(shard.layout.index))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
     def settle(self, ranks: Ranks) -> None:

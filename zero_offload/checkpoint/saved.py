@@ -1,13 +1,16 @@
-"""A generation opened for reading, without a model: any rank's blocks, from any number of directories.
+"""A generation opened for reading: any rank's blocks, from any number of directories.
 
 Owns what can be known from the manifests alone: the sections (from the fingerprint), where the blocks of every rank
-lie, and which file they are in. Reads what it is asked for, every block verified, and changes nothing. The calls:
-`take_directories`, then a `SavedGeneration`: `rank`, `read`, `close`.
+lie, and which file they are in. No model is needed. One that has one loads it on any number of ranks and with any
+placement, since every array is addressed by element of its section. Reads what it is asked for, every block verified,
+and changes nothing. The calls: `SavedGeneration.open` for a model, or `take_directories` and the constructor; `rank`,
+`read`, `source`, `close`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +20,25 @@ from typing import Any
 import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError
-from zero_offload.checkpoint.format import CHECKPOINT_KIND as CHECKPOINT_KIND
-from zero_offload.checkpoint.format import RUN_NAME, Generation, reading, sections_of, swap_file_name
+from zero_offload.base.host import host_empty
+from zero_offload.base.types import StateFormat
+from zero_offload.checkpoint.format import (
+    CHECKPOINT_KIND,
+    RUN_NAME,
+    Generation,
+    History,
+    check_fingerprint,
+    reading,
+    sections_of,
+    state_format_of,
+    swap_file_name,
+)
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
-from zero_offload.checkpoint.history import History
-from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout
+from zero_offload.hardware.kernels.formats import join_master, split_master
+from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.storage.files.directory import RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
+from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.lock import LOCK_NAME
 from zero_offload.storage.files.manifest import read_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile
@@ -33,9 +48,11 @@ from zero_offload.storage.shards.shard import (
     block_sizes,
     component_dtype,
     decode_array,
+    encode_array,
     is_state,
     master_components,
 )
+from zero_offload.storage.shards.store import ChunkSource
 
 _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 
@@ -131,9 +148,12 @@ class SavedGeneration:
         directories: Sequence[RunDirectory],
         engine: FileEngine,
         on_error: Callable[[Exception], None] = lambda _: None,
+        first_rank: int = 0,
     ) -> None:
-        """`directories` in the order in which the generation is striped over them."""
+        """`directories` in the order in which the generation is striped over them. `first_rank` wrote shard 0 of the
+        part of the model that is read."""
         self.generation = generation
+        self._first_rank = first_rank
         self.directories = tuple(directories)
         self.sections = sections_of(generation)
         self._engine = engine
@@ -141,6 +161,29 @@ class SavedGeneration:
         self._payloads: dict[int, dict[str, Any]] = {}
         self._ranks: dict[int, RankFiles] = {}
         self._staging: Region | None = None
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, path: Path, layout: ShardLayout, ranks: Ranks) -> Iterator[SavedGeneration]:
+        """Check that `path` belongs to this model, and open its files. Collective.
+
+        A run's directory is locked meanwhile: LockError where one is at work.
+        """
+        with ranks.exchange.together():
+            if not path.is_dir():
+                raise CheckpointError(f"{path} is not a directory; name one that zo.save_checkpoint has written")
+        with contextlib.ExitStack() as cleanup:
+            generation, directories = open_generation(path, ranks, cleanup)
+            with ranks.exchange.together():
+                with reading(str(path)):
+                    check_fingerprint(generation.payload.get("params"), layout, str(path))
+                engine = open_engine(num_drives=len(directories))
+                cleanup.callback(engine.close)
+                first_rank = ranks.first_of_column(generation.world_size)
+                saved = cls(generation, directories, engine, first_rank=first_rank)
+                cleanup.callback(saved.close)
+            cleanup.callback(engine.close)  # before its files
+            yield saved
 
     def payload(self, rank: int) -> dict[str, Any]:
         """A rank's manifest. Raises IntegrityError."""
@@ -189,25 +232,25 @@ class SavedGeneration:
                 (extent,) = swap.restore_copies([name], block_sizes(section, component), 0, record)
                 yield (section.index, component), extent
 
-    def states(self, first_rank: int, index: int) -> list[Component]:
+    def states(self, index: int) -> list[Component]:
         """What optimizers keep of a section."""
-        extents, master = self.rank(first_rank).extents, master_components(self.sections[index])
+        extents, master = self.rank(self._first_rank).extents, master_components(self.sections[index])
         return [component for section, component in extents if section == index and component not in master]
 
-    def read(self, first_rank: int, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
+    def read(self, index: int, component: Component, begin: int, out: torch.Tensor) -> None:
         """Fill `out` with elements of a section from `begin` on; what was never saved becomes zero: padding, and states
         that no optimizer kept.
 
-        `first_rank` is the one that wrote shard 0. `out` is (numel,) of the component's dtype, or fp32 for a state.
+        `out` is (numel,) of the component's dtype, or fp32 for a state.
         """
         position, end = begin, begin + out.numel()
-        shard_numel = self.rank(first_rank).sections[index].shard_numel
+        shard_numel = self.rank(self._first_rank).sections[index].shard_numel
         while position < end:
             shard, offset = divmod(position, shard_numel)
             if shard >= self.generation.num_shards:
                 out[position - begin :] = 0
                 return
-            files = self.rank(first_rank + shard)
+            files = self.rank(self._first_rank + shard)
             if (index, component) not in files.extents:
                 out.zero_()
                 return
@@ -229,7 +272,51 @@ class SavedGeneration:
             self._staging = Arena(0).allocate(_BLOCK_BYTES_MAX)
         return self._staging
 
+    def source(self, layout: SectionLayout, shard_index: int) -> ChunkSource:
+        """Feeds `ShardStore.write_components` with elements of the shard `shard_index` of a section."""
+        offset, saved = shard_index * layout.shard_numel, self.sections[layout.index]
+
+        def read(component: Component, begin: int, end: int) -> torch.Tensor:
+            dtype = torch.float32 if is_state(component) else component_dtype(saved, component)
+            out = host_empty(end - begin, dtype)
+            self.read(layout.index, component, offset + begin, out)
+            return out
+
+        def source(component: Component, begin: int, end: int) -> torch.Tensor:
+            if is_state(component):
+                return encode_array(layout, component, read(component, begin, end))
+            if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
+                return read(component, begin, end)
+            half, residual = read(Component.VALUE, begin, end), read(Component.RESIDUAL, begin, end)
+            return _recut_master(half, residual, component_dtype(layout, Component.RESIDUAL))[component]
+
+        return source
+
+    def tell_conversion(self, layout: ShardLayout) -> None:
+        """Say so, if states do not rest as they did."""
+        before, now = state_format_of(self.generation), layout.state_format
+        if before is not now:
+            loss = "exactly" if before is not StateFormat.FP32 and now is StateFormat.FP32 else "rounded to the nearest"
+            warnings.warn(
+                f"{self.generation}: optimizer states are converted from {before.name.lower()} to {now.name.lower()}, "
+                f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are",
+                stacklevel=4,
+            )
+
+    def rng_of(self, rank: int) -> dict[str, Any] | None:
+        """A rank's random number generators."""
+        rng: dict[str, Any] | None = self.payload(rank).get("rng")
+        return rng
+
     def close(self) -> None:
         for files in self._ranks.values():
             files.swap.close()
         self._ranks.clear()
+
+
+def _recut_master(half: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype) -> dict[Component, torch.Tensor]:
+    """The same master with a residual of another dtype."""
+    master, other = host_empty(half.numel(), torch.float32), host_empty(half.numel(), dtype)
+    join_master(half, residual, master)
+    split_master(master, half, other)
+    return {Component.VALUE: half, Component.RESIDUAL: other}

@@ -44,14 +44,20 @@ def read_values(store: ShardStore, shard: Shard, span: tuple[int, int]) -> torch
 
 def read_master_chunk(store: ShardStore, shard: Shard, row: int) -> torch.Tensor:
     """The same of one chunk, (end - begin,), host; valid until the next read."""
-    components = master_components(shard.layout)
+    return master_of(shard.layout, lambda component: store.read_chunk(shard, component, row))
+
+
+def master_of(layout: SectionLayout, read: Callable[[Component], torch.Tensor]) -> torch.Tensor:
+    """(n,) of the master, or of a frozen value, of elements whose components `read` gives: (n,), host, valid until the
+    next one is read."""
+    components = master_components(layout)
     if Component.MASTER in components:
-        return store.read_chunk(shard, Component.MASTER, row)
-    value = store.read_chunk(shard, Component.VALUE, row)
+        return read(Component.MASTER)
+    value = read(Component.VALUE)
     if Component.RESIDUAL not in components:
         return value
     half, master = value.clone(), host_empty(value.numel(), torch.float32)
-    join_master(half, store.read_chunk(shard, Component.RESIDUAL, row), master)
+    join_master(half, read(Component.RESIDUAL), master)
     return master
 
 
@@ -242,14 +248,5 @@ def fill_from_readers(shard: Shard, shard_index: int, readers: Mapping[ParamSlic
                 last = min(first + READ_NUMEL, high)
                 source = read(first - piece.begin, last - piece.begin)
                 out[first - begin - offset : last - begin - offset].copy_(source)
-
-    return fill
-
-
-def fill_from_array(values: torch.Tensor) -> FillMaster:
-    """A `FillMaster` that takes values from (shard_numel,)."""
-
-    def fill(begin: int, end: int, out: torch.Tensor) -> None:
-        out.copy_(values[begin:end])
 
     return fill

@@ -8,14 +8,13 @@ the `Verdict`; `require_whole` for those who cannot go on otherwise.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zero_offload.base.errors import IntegrityError, ZeroOffloadError
 from zero_offload.checkpoint.format import Generation
 from zero_offload.checkpoint.saved import RankFiles, SavedGeneration
-from zero_offload.plan.layout import SectionLayout
-from zero_offload.storage.files.swap_file import Extent, Transfer
+from zero_offload.storage.files.swap_file import Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Component
 
@@ -61,37 +60,6 @@ class Verdict:
         return IntegrityError.exit_code if IntegrityError.exit_code in codes else max(codes, default=0)
 
 
-@dataclass(frozen=True)
-class _Block:
-    files: RankFiles
-    rank: int
-    section: SectionLayout
-    component: Component
-    extent: Extent
-    row: int
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.extent.blocks[self.row]["nbytes"])
-
-    def described(self, saved: SavedGeneration, error: Exception) -> BadBlock:
-        directory = saved.directories[int(self.extent.directories[self.row])]
-        low, high = self.section.chunks()[self.row]
-        offset = self.rank % self.section.num_shards * self.section.shard_numel
-        begin, end = offset + low, offset + high
-        params = tuple(piece.spec.name for piece in self.section.params if piece.begin < end and begin < piece.end)
-        return BadBlock(
-            rank=self.rank,
-            file=str(directory.path / self.files.swap.name),
-            offset=int(self.extent.blocks[self.row]["offset"]),
-            nbytes=self.nbytes,
-            section=self.section.index,
-            component=self.component.value,
-            params=params,
-            problem=str(error),
-        )
-
-
 def verify(saved: SavedGeneration, ranks: Iterable[int]) -> Verdict:
     """Read all blocks of these ranks."""
     verdict = Verdict(saved.generation)
@@ -120,32 +88,46 @@ def require_whole(verdict: Verdict) -> None:
 def _verify_rank(saved: SavedGeneration, rank: int, files: RankFiles, verdict: Verdict) -> None:
     largest = max(int(extent.blocks["nbytes"].max()) for extent in files.extents.values())
     region = Arena(0).allocate(READS_IN_FLIGHT * largest)
-    pending: deque[tuple[_Block, Transfer]] = deque()
+    blocks = [(key, row) for key, extent in files.extents.items() for row in range(len(extent.blocks))]
+    pending: deque[tuple[tuple[int, Component], int, Transfer]] = deque()
+
+    def finish() -> None:
+        key, row, transfer = pending.popleft()
+        verdict.num_blocks += 1
+        try:
+            transfer.wait()
+        except ZeroOffloadError as error:
+            verdict.errors.append(error)
+            verdict.bad_blocks.append(_bad_block(saved, rank, files, key, row, error))
+        else:
+            verdict.verified_bytes += int(files.extents[key].blocks[row]["nbytes"])
+
     try:
-        for number, block in enumerate(_blocks(files, rank)):
+        for number, (key, row) in enumerate(blocks):
             if len(pending) == READS_IN_FLIGHT:
-                _finish(saved, *pending.popleft(), verdict)
+                finish()
             address = region.address + number % READS_IN_FLIGHT * largest
-            rows = slice(block.row, block.row + 1)
-            pending.append((block, files.swap.launch_read(block.extent, rows, address)))
+            pending.append((key, row, files.swap.launch_read(files.extents[key], slice(row, row + 1), address)))
     finally:
         # The memory must not go before the reads are done.
         while pending:
-            _finish(saved, *pending.popleft(), verdict)
+            finish()
 
 
-def _blocks(files: RankFiles, rank: int) -> Iterator[_Block]:
-    for (index, component), extent in files.extents.items():
-        for row in range(len(extent.blocks)):
-            yield _Block(files, rank, files.sections[index], component, extent, row)
-
-
-def _finish(saved: SavedGeneration, block: _Block, transfer: Transfer, verdict: Verdict) -> None:
-    verdict.num_blocks += 1
-    try:
-        transfer.wait()
-    except ZeroOffloadError as error:
-        verdict.errors.append(error)
-        verdict.bad_blocks.append(block.described(saved, error))
-    else:
-        verdict.verified_bytes += block.nbytes
+def _bad_block(
+    saved: SavedGeneration, rank: int, files: RankFiles, key: tuple[int, Component], row: int, error: Exception
+) -> BadBlock:
+    (index, component), extent, section = key, files.extents[key], files.sections[key[0]]
+    low, high = section.chunks()[row]
+    offset = rank % section.num_shards * section.shard_numel
+    begin, end = offset + low, offset + high
+    return BadBlock(
+        rank=rank,
+        file=str(saved.directories[int(extent.directories[row])].path / files.swap.name),
+        offset=int(extent.blocks[row]["offset"]),
+        nbytes=int(extent.blocks[row]["nbytes"]),
+        section=index,
+        component=component.value,
+        params=tuple(piece.spec.name for piece in section.params if piece.begin < end and begin < piece.end),
+        problem=str(error),
+    )

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from zero_offload.base.types import parse_bytes
+from zero_offload.checkpoint.hf_export import export_saved
 from zero_offload.checkpoint.saved import SavedGeneration, open_generation
-from zero_offload.checkpoint.saved_export import export_saved
 from zero_offload.cli.saved import RUN_HELP, alone, described, find_home
 from zero_offload.integrations.pretrained import EXPORT_DTYPES
 from zero_offload.storage.files.engines import open_engine

@@ -13,9 +13,8 @@ from typing import Any
 
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
-from zero_offload.checkpoint.format import GENERATION_NAMES
+from zero_offload.checkpoint.format import GENERATION_NAMES, History
 from zero_offload.checkpoint.generation import Ranks
-from zero_offload.checkpoint.history import History
 from zero_offload.cli.recipes.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup

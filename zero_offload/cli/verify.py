@@ -17,8 +17,7 @@ from typing import Any
 
 from zero_offload.base.errors import IntegrityError
 from zero_offload.base.types import format_bytes
-from zero_offload.checkpoint.format import Generation
-from zero_offload.checkpoint.history import History
+from zero_offload.checkpoint.format import Generation, History
 from zero_offload.checkpoint.saved import SavedGeneration, is_immutable, other_directories, take_directories
 from zero_offload.checkpoint.verify import Verdict, verify
 from zero_offload.cli.saved import RUN_HELP, alone, find_home

@@ -27,8 +27,7 @@ from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty
 from zero_offload.base.types import parse_bytes
 from zero_offload.checkpoint.hf_export import FolderWriter, TensorEntry, new_folder, plan_files, written_dtype
-from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
-from zero_offload.checkpoint.hf_match import Wanted, adapter_names, match
+from zero_offload.checkpoint.hf_files import StoredTensor, Wanted, adapter_names, match, open_weights
 from zero_offload.checkpoint.values import (
     ComponentSource,
     ReadElements,

@@ -30,8 +30,9 @@ from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability
 from zero_offload.checkpoint.format import Generation, StepRecord
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
-from zero_offload.checkpoint.portable import SavedCheckpoint, save
+from zero_offload.checkpoint.portable import save
 from zero_offload.checkpoint.run_files import RunFiles
+from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.hardware.probe import free_memory_bytes
@@ -459,7 +460,7 @@ class ModelRuntime:
         committed: the model has to be loaded again. What is under way is over.
         """
         index, exchange = self.collectives.shard_index, self.ranks.exchange
-        with SavedCheckpoint.open(path, self.layout, self.ranks) as saved:
+        with SavedGeneration.open(path, self.layout, self.ranks) as saved:
             with exchange.together():
                 check(saved.generation)
                 same_ranks = saved.generation.world_size == self.ranks.world_size
@@ -472,7 +473,7 @@ class ModelRuntime:
             saved.tell_conversion(self.layout)
             with exchange.together():
                 for shard in self.store.shards:
-                    self.store.add_states(shard, saved.states(shard.layout))
+                    self.store.add_states(shard, saved.states(shard.layout.index))
                     self.store.write_components(shard, saved.source(shard.layout, index))
         replaced(self.prefetcher, [(unit, param) for unit in self.units for param in unit.params])
         if self._in_backward is not None:

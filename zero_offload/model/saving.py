@@ -13,10 +13,17 @@ from torch import nn
 from zero_offload.base.errors import ConfigError
 from zero_offload.base.inputs import check_optimizer
 from zero_offload.base.problems import warn_user
-from zero_offload.checkpoint.buffers import Saved, capture_buffers, check_buffers, restore_buffers
-from zero_offload.checkpoint.extra import from_json, to_json
+from zero_offload.checkpoint.extras import (
+    Saved,
+    capture_buffers,
+    capture_rng,
+    check_buffers,
+    from_json,
+    restore_buffers,
+    restore_rng,
+    to_json,
+)
 from zero_offload.checkpoint.format import Generation, reading
-from zero_offload.checkpoint.rng import capture_rng, restore_rng
 from zero_offload.model.api import need_runtime
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.grad_scaler import GradScaler

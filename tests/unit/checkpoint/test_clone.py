@@ -29,7 +29,7 @@ from tests.helpers.disk import (
 )
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import read_masters
-from zero_offload.checkpoint.clone import FICLONERANGE
+from zero_offload.checkpoint.portable import FICLONERANGE
 from zero_offload.cli.main import main
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zero_offload as zo
-from zero_offload.checkpoint.extra import from_json, to_json
+from zero_offload.checkpoint.extras import from_json, to_json
 
 NUMPY = st.sampled_from([np.float32(0.1), np.float64(0.1), np.float16(-2), np.int64(-3), np.uint8(200), np.bool_(True)])
 PLAIN = st.none() | st.booleans() | st.integers() | st.text() | NUMPY

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import zero_offload as zo
-from zero_offload.checkpoint.hf_files import StoredTensor, open_weights
-from zero_offload.checkpoint.hf_match import Wanted, match
+from zero_offload.checkpoint.hf_files import StoredTensor, Wanted, match, open_weights
 from zero_offload.plan.layout import CHUNK_NUMEL
 
 WHERE = Path("in")

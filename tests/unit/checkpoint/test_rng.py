@@ -8,7 +8,7 @@ import random
 import numpy as np
 import torch
 
-from zero_offload.checkpoint.rng import capture_rng, restore_rng
+from zero_offload.checkpoint.extras import capture_rng, restore_rng
 
 
 def _draw() -> list[float]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.helpers.models import TinyLM, build
 from zero_offload.base.types import StateKind, Tier
-from zero_offload.checkpoint.values import ComponentSource, fill_from_array, fill_from_readers, read_master
+from zero_offload.checkpoint.values import ComponentSource, FillMaster, fill_from_readers, read_master
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ParamSlice, SectionLayout, ShardLayout, make_layout
 from zero_offload.plan.model_spec import ModelSpec
@@ -20,6 +20,11 @@ from zero_offload.storage.shards.shard import ADAM_STATES, Component
 from zero_offload.storage.shards.store import ShardStore
 
 WIDTH = 33
+
+
+def fill_from(values: torch.Tensor) -> FillMaster:
+    """Takes values from (shard_numel,)."""
+    return lambda begin, end, out: out.copy_(values[begin:end])
 
 
 def _layout(dtype: torch.dtype, num_shards: int) -> tuple[dict[str, Tensor], ShardLayout]:
@@ -75,7 +80,7 @@ def test_a_master_beside_16_bits_is_restored_to_the_bit(dtype: torch.dtype) -> N
     shard = store.shards[0]
     values = torch.randn(shard.layout.shard_numel)
     values[:4] = torch.tensor([torch.inf, -torch.inf, -0.0, 1e-40])
-    store.write_components(shard, ComponentSource(shard, fill_from_array(values)))
+    store.write_components(shard, ComponentSource(shard, fill_from(values)))
     assert torch.equal(read_master(store, shard).view(torch.int32), values.view(torch.int32))
     # Ties apart, which these random values do not have, both round to the nearest.
     assert torch.equal(store.read_component(shard, Component.VALUE), values.to(dtype))
@@ -86,7 +91,7 @@ def test_moments_are_what_was_given_or_zero() -> None:
     store = _store(layout)
     shard = store.shards[0]
     moment = torch.randn(shard.layout.shard_numel)
-    fill = fill_from_array(torch.zeros(shard.layout.shard_numel))
+    fill = fill_from(torch.zeros(shard.layout.shard_numel))
     store.write_components(shard, ComponentSource(shard, fill, {Component.EXP_AVG: moment}))
     assert torch.equal(store.read_component(shard, Component.EXP_AVG), moment)
     assert not store.read_component(shard, Component.EXP_AVG_SQ).any()
