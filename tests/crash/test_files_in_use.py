@@ -29,8 +29,7 @@ from tests.helpers.disk import (
     train,
 )
 from zero_offload.checkpoint.generation import GenerationKeeper
-from zero_offload.storage.files.directory import RunDirectory, hold_directory
-from zero_offload.storage.files.lock import LOCK_NAME
+from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.files.system import FileSystem
 from zero_offload.storage.shards.store import ShardStore

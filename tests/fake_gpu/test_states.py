@@ -23,9 +23,8 @@ from tests.fake_gpu.device import LATE, Policy
 from tests.helpers.models import TinyLM, build, tokens_of
 from zero_offload.model.api import runtime_of
 from zero_offload.optim import device_pass
-from zero_offload.storage.shards.device_staging import DeviceStaging
 from zero_offload.storage.shards.shard import Component
-from zero_offload.storage.shards.snapshot import Snapshots
+from zero_offload.storage.shards.snapshot import DeviceStaging, Snapshots
 
 pytestmark = pytest.mark.usefixtures("late")
 

@@ -17,8 +17,8 @@ from zero_offload.runtime.grads import section
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks import collectives
+from zero_offload.runtime.ranks.collectives import HostLane, NativeLane
 from zero_offload.runtime.ranks.group import Group, RankGroup
-from zero_offload.runtime.ranks.lanes import HostLane, NativeLane
 
 GATHER, REDUCE = "gather", "reduce"
 

@@ -16,7 +16,7 @@ from tests.helpers import ranks
 from tests.helpers.ranks import Case, Failure, Outcome, RankPool, RankPools
 from zero_offload.hardware import native
 from zero_offload.runtime.ranks import neighbours
-from zero_offload.runtime.ranks.lanes import HostLane
+from zero_offload.runtime.ranks.collectives import HostLane
 from zero_offload.runtime.ranks.neighbours import Channel, open_channel
 from zero_offload.runtime.ranks.watch import Place
 

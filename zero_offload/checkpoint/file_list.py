@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def reusable_bytes(paths: Sequence[Path]) -> int:
         try:
             # Directories that a run is to be striped over now need not be there yet.
             directories = [stack.enter_context(RunDirectory.look(path)) for path in paths if path.exists()]
-            names = _announced(directories[0]) if directories else []
+            names = _texts(read_manifest(directories[0], RUN_NAME) or {}, "files") if directories else []
         except ZeroOffloadError:
             return 0  # opening them for the run says what is wrong
         return sum(directory.measure(names) for directory in directories)
@@ -59,9 +59,8 @@ def count_reusable(hardware: HardwareProfile, paths: Sequence[Path]) -> Hardware
     return replace(hardware, nvme_free_bytes=hardware.nvme_free_bytes + reusable_bytes(paths))
 
 
-def _announced(home: RunDirectory, what: str = "files") -> list[str]:
-    """The files, or the directories, of the run whose manifests are in `home`."""
-    run = read_manifest(home, RUN_NAME) or {}
+def _texts(run: Mapping[str, Any], what: str) -> list[str]:
+    """The "files" or "directories" that a `run.json` names."""
     return [name for name in run.get(what, []) if isinstance(name, str)]
 
 
@@ -78,7 +77,8 @@ class FileList:
         self._home = directories[0]
         self._durability = durability
         self._said: dict[str, Any] = {}
-        """What `run.json` was last seen to say."""
+        """What `run.json` says; nothing where it is damaged or missing."""
+        self._damage: IntegrityError | None = None
 
     def announce(self, run_id: str, names: Collection[str], others: Sequence[RunDirectory] = (), **facts: Any) -> None:
         """Write down which files there may be, and in which directories; `facts` are said of the run as a whole."""
@@ -131,26 +131,25 @@ class FileList:
         self._write()
 
     def load(self) -> None:
-        """See what `run.json` says of an earlier run; nothing where it is damaged or missing."""
-        with contextlib.suppress(IntegrityError):
+        """Read what `run.json` says of an earlier run. Damage is an error for those who delete by it only."""
+        self._said, self._damage = {}, None
+        try:
             self._said = read_manifest(self._home, RUN_NAME) or {}
+        except IntegrityError as error:
+            self._damage = error
 
     def announced(self, what: str = "files") -> list[str]:
-        """What `run.json` says now; nothing where it is damaged: a generation needs no list to be gone on from."""
-        try:
-            return _announced(self._home, what)
-        except IntegrityError:
-            return []
+        """What `run.json` says."""
+        return _texts(self._said, what)
 
     def check_kind(self) -> None:
         """Raise ConfigError when the first directory is a checkpoint."""
-        with contextlib.suppress(IntegrityError):  # a damaged list says nothing, and is needed by those who delete only
-            if (read_manifest(self._home, RUN_NAME) or {}).get("kind") == CHECKPOINT_KIND:
-                raise ConfigError(
-                    f"{self._home.path} holds a checkpoint, and those never change: load it with "
-                    "zo.load_checkpoint(model, optimizer, path) and name another directory in nvme=; "
-                    f"to delete it, type: zero-offload clean {self._home.path}"
-                )
+        if self._said.get("kind") == CHECKPOINT_KIND:
+            raise ConfigError(
+                f"{self._home.path} holds a checkpoint, and those never change: load it with "
+                "zo.load_checkpoint(model, optimizer, path) and name another directory in nvme=; "
+                f"to delete it, type: zero-offload clean {self._home.path}"
+            )
 
     def check_strangers(self, generations: Iterable[Generation] = ()) -> None:
         """Raise ConfigError when a directory beside the first has files of another run: what is there is not ours.
@@ -198,12 +197,18 @@ class FileList:
 
         Raises IntegrityError when it is damaged, and LockError when another run has one of the directories.
         """
-        names = self._names_to_delete()
+        self.load()
+        if self._damage is not None:
+            reason = str(self._damage).rpartition("; ")[0]
+            raise IntegrityError(
+                f"{reason}; an earlier run is deleted by this list, so existing='discard' cannot be done. Resume once "
+                f"with existing='resume', which writes it anew, or delete {self._home.path} by hand"
+            ) from self._damage
+        names = self.announced()
         with contextlib.ExitStack() as held:
             others = [held.enter_context(hold_directory(path)) for path in self.other_paths(None)]
             # The commit points go first: a crash in between must not leave them pointing at nothing. The list of
             # files goes last: unknown names would keep the next run from making its own.
-            self.load()
             self._forget(GENERATION_NAMES)
             self._home.remove(GENERATION_NAMES)
             self.flush_names()
@@ -215,16 +220,6 @@ class FileList:
         """These manifests are about to be deleted: a crash before that is over must not look like a loss."""
         if not set(self._committed).isdisjoint(names):
             self._say([name for name in self._committed if name not in names])
-
-    def _names_to_delete(self) -> list[str]:
-        try:
-            return _announced(self._home)
-        except IntegrityError as error:
-            reason = str(error).rpartition("; ")[0]
-            raise IntegrityError(
-                f"{reason}; an earlier run is deleted by this list, so existing='discard' cannot be done. Resume once "
-                f"with existing='resume', which writes it anew, or delete {self._home.path} by hand"
-            ) from error
 
     def _remove(self, names: Sequence[str], directories: Sequence[RunDirectory]) -> None:
         """Delete these names, for good before `run.json` forgets them. Other runs' homes are passed over."""

@@ -142,8 +142,8 @@ class GenerationKeeper:
 
         Raises ConfigError, CheckpointError or IntegrityError when it may not be used.
         """
-        self.files.check_kind()
         self.files.load()
+        self.files.check_kind()
         if existing is Existing.DISCARD:
             return self.files.check_strangers()  # else whatever it holds, damaged or not
         self._history = History.read(self._home)

@@ -36,10 +36,9 @@ from zero_offload.checkpoint.format import (
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
 from zero_offload.hardware.kernels.formats import join_master, split_master
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
-from zero_offload.storage.files.directory import RunDirectory, hold_directory
+from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
 from zero_offload.storage.files.engines import open_engine
-from zero_offload.storage.files.lock import LOCK_NAME
 from zero_offload.storage.files.manifest import read_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile
 from zero_offload.storage.memory.arena import Arena, Region

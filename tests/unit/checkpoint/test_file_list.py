@@ -8,7 +8,7 @@ from tests.helpers.disk import SWAP, open_model, write_run
 from zero_offload.base.types import MIB
 from zero_offload.checkpoint.file_list import count_reusable, reusable_bytes
 from zero_offload.hardware.probe import probe_hardware
-from zero_offload.storage.files.lock import LOCK_NAME
+from zero_offload.storage.files.directory import LOCK_NAME
 
 
 def test_own_files_count_as_free_once_and_others_never(tmp_path: Path) -> None:

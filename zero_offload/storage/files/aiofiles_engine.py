@@ -73,14 +73,9 @@ class _Batch:
         return self.done
 
 
-@dataclass(order=True)
-class _Job:
-    """One block; urgent ones first, then in the order of submission."""
-
-    rank: tuple[int, int]
-    batch: _Batch = field(compare=False)
-    row: int = field(compare=False)
-    address: int = field(compare=False)
+_Job = tuple[int, int, int, int, _Batch]
+"""One block: how little urgent, number of its ticket, row, address, batch. Urgent ones come first, then in the order of
+submission."""
 
 
 class _Threads(Executor):
@@ -169,8 +164,7 @@ class AiofilesEngine(FileEngine):
             self._open[ticket.number] = batch
             return ticket
         offsets = [0, *itertools.accumulate(int(nbytes) for nbytes in blocks["nbytes"])]
-        rank = (-int(urgency), ticket.number)
-        jobs = [_Job(rank, batch, row, address + offsets[row]) for row in range(len(blocks))]
+        jobs = [(-int(urgency), ticket.number, row, address + offsets[row], batch) for row in range(len(blocks))]
         # Last of all: `close` waits for what is open, and a Ctrl-C may strike anywhere.
         self._open[ticket.number] = batch
         self._loop.call_soon_threadsafe(self._queue, jobs)
@@ -243,18 +237,18 @@ class AiofilesEngine(FileEngine):
 
     def _queue(self, jobs: list[_Job]) -> None:
         for job in jobs:
-            drive = self._drives.get(int(job.batch.ticket.blocks[job.row]["fd"]), 0)
+            _, _, row, _, batch = job
+            drive = self._drives.get(int(batch.ticket.blocks[row]["fd"]), 0)
             self._queues[drive].put_nowait(job)
 
     async def _serve(self, queue: asyncio.PriorityQueue[_Job]) -> None:
         while True:
-            job = await queue.get()
-            batch = job.batch
+            _, _, row, address, batch = await queue.get()
             if batch.failure is None:  # a failure starts no further block
                 batch.begin_ns = batch.begin_ns or time.perf_counter_ns()
-                failure = await self._move_safely(job)
+                failure = await self._move_safely(batch, row, address)
                 if failure is None:
-                    batch.done_bytes += int(batch.ticket.blocks[job.row]["nbytes"])
+                    batch.done_bytes += int(batch.ticket.blocks[row]["nbytes"])
                 elif batch.failure is None or failure.row < batch.failure.row:
                     batch.failure = failure
             batch.left -= 1
@@ -262,38 +256,38 @@ class AiofilesEngine(FileEngine):
                 batch.end_ns = time.perf_counter_ns()
                 batch.end()
 
-    async def _move_safely(self, job: _Job) -> BlockFailure | None:
+    async def _move_safely(self, batch: _Batch, row: int, address: int) -> BlockFailure | None:
         """Every failure reaches the waiter."""
         try:
-            return await self._move(job)
+            return await self._move(batch, row, address)
         except Exception as error:
             self._defect = error
-            return BlockFailure(job.batch.op, job.row, IoStatus.OS_ERROR, code=errno.EIO)
+            return BlockFailure(batch.op, row, IoStatus.OS_ERROR, code=errno.EIO)
 
-    async def _move(self, job: _Job) -> BlockFailure | None:
-        block, op = job.batch.ticket.blocks[job.row], job.batch.op
+    async def _move(self, batch: _Batch, row: int, address: int) -> BlockFailure | None:
+        block, op = batch.ticket.blocks[row], batch.op
         nbytes, seed = int(block["nbytes"]), int(block["seed"])
         if op is IoOp.WRITE and not self.is_stuck:
-            block["crc"] = await self._checksum(seed, job.address, nbytes)
+            block["crc"] = await self._checksum(seed, address, nbytes)
         actual = 0
         for _ in range(2):  # a second try tells a bad transfer from bad bytes on the drive
-            failure = await self._transfer(job)
+            failure = await self._transfer(batch, row, address)
             if failure is not None or op is not IoOp.READ:
                 return failure
-            actual = await self._checksum(seed, job.address, nbytes)
+            actual = await self._checksum(seed, address, nbytes)
             if actual == int(block["crc"]):
                 return None
-        return BlockFailure(op, job.row, IoStatus.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
+        return BlockFailure(op, row, IoStatus.CHECKSUM, expected_crc=int(block["crc"]), actual_crc=actual)
 
     async def _checksum(self, seed: int, address: int, nbytes: int) -> int:
         return await self._loop.run_in_executor(self._executor, kernels().crc32c, seed, address, nbytes)
 
-    async def _transfer(self, job: _Job) -> BlockFailure | None:
+    async def _transfer(self, batch: _Batch, row: int, address: int) -> BlockFailure | None:
         """All bytes of a block, however few a call moves. Once given up, its memory is not ours to touch any more."""
-        block, op = job.batch.ticket.blocks[job.row], job.batch.op
+        block, op = batch.ticket.blocks[row], batch.op
         call = self._pwritev if op is IoOp.WRITE else self._preadv
         fd, nbytes, done = int(block["fd"]), int(block["nbytes"]), 0
-        memory = memoryview((ctypes.c_char * nbytes).from_address(job.address)).cast("B") if nbytes else memoryview(b"")
+        memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B") if nbytes else memoryview(b"")
         while not self.is_stuck:
             if done == nbytes:
                 return None
@@ -303,11 +297,11 @@ class AiofilesEngine(FileEngine):
             except OSError as error:
                 if error.errno == errno.EAGAIN:
                     continue
-                return BlockFailure(op, job.row, IoStatus.OS_ERROR, code=error.errno or errno.EIO)
+                return BlockFailure(op, row, IoStatus.OS_ERROR, code=error.errno or errno.EIO)
             if moved < nbytes - done:
                 moved -= moved % SECTOR  # what O_DIRECT can go on from
             if moved == 0:
-                return BlockFailure(op, job.row, IoStatus.TRUNCATED)
+                return BlockFailure(op, row, IoStatus.TRUNCATED)
             done += moved
             self.moved_bytes += moved
-        return BlockFailure(op, job.row, IoStatus.OS_ERROR, code=errno.ETIMEDOUT)
+        return BlockFailure(op, row, IoStatus.OS_ERROR, code=errno.ETIMEDOUT)

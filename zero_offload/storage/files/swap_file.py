@@ -205,19 +205,22 @@ def _mix(*words: int) -> int:
 class Transfer:
     """Blocks on their way; any thread may wait, any number of times, and each sees the same outcome."""
 
-    def __init__(self, engine: FileEngine, ticket: Ticket | None, on_error: Callable[[Exception], None]) -> None:
-        """Without a `ticket` there is nothing to wait for."""
+    def __init__(
+        self,
+        engine: FileEngine,
+        ticket: Ticket | None,
+        on_error: Callable[[Exception], None],
+        tell: Callable[[int, int], None] | None,
+    ) -> None:
+        """Without a `ticket` there is nothing to wait for. `tell`, which never raises, gets the times of its beginning
+        and end, once it was waited for."""
         self._engine = engine
         self._ticket = ticket
         self._on_error = on_error
         self._lock = threading.Lock()
         self._finished = ticket is None
         self._error: ZeroOffloadError | None = None
-        self._tell: Callable[[int, int], None] | None = None
-
-    def tell(self, end: Callable[[int, int], None]) -> None:
-        """Call `end`, which never raises, with the times when it began and ended: once it has been waited for."""
-        self._tell = end
+        self._tell = tell
 
     def wait(self) -> None:
         """Return when the bytes have arrived. Raises StorageError or IntegrityError."""
@@ -375,10 +378,9 @@ class SwapFile:
             ticket = self._engine.submit(IoOp.READ, blocks, address, urgency)
         else:
             ctypes.memset(address, 0, nbytes)
-        transfer = Transfer(self._engine, ticket, self._on_error)
-        if self.counters.spans.on:
-            transfer.tell(partial(self.counters.spans.put, Lane.READ, extent.name, nbytes=nbytes))
-        return transfer
+        spans = self.counters.spans
+        told = partial(spans.put, Lane.READ, extent.name, nbytes=nbytes) if spans.on else None
+        return Transfer(self._engine, ticket, self._on_error, told)
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
@@ -386,10 +388,9 @@ class SwapFile:
         nbytes = int(blocks["nbytes"].sum())
         self.counters.written(Tier.NVME, nbytes)
         extent.written[rows] = True
-        transfer = Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self._on_error)
-        if self.counters.spans.on:
-            transfer.tell(partial(self.counters.spans.put, Lane.WRITE, extent.name, nbytes=nbytes))
-        return transfer
+        spans = self.counters.spans
+        told = partial(spans.put, Lane.WRITE, extent.name, nbytes=nbytes) if spans.on else None
+        return Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self._on_error, told)
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:
         """Fill `out`, sector-aligned host memory, and wait."""

@@ -21,10 +21,11 @@ import torch
 from zero_offload.base.events import Counters
 from zero_offload.base.spans import Cause
 from zero_offload.base.threads import Monitor
+from zero_offload.base.types import whole_sectors
+from zero_offload.hardware.device import Device, Event
 from zero_offload.plan.memory import SNAPSHOT_CHUNKS_IN_FLIGHT
 from zero_offload.storage.files.swap_file import SwapFile, Transfer
-from zero_offload.storage.memory.arena import Region
-from zero_offload.storage.shards.device_staging import DeviceStaging
+from zero_offload.storage.memory.arena import Arena, Region
 from zero_offload.storage.shards.shard import Shard
 
 
@@ -63,6 +64,46 @@ class Snapshot:
     slots: tuple[int, ...]
     """Of each shard: the one that has the states when `write` is over."""
     copies: list[ChunkCopy] = field(default_factory=list)
+
+
+class DeviceStaging:
+    """Host memory through which states in a device's memory pass on their way to a drive.
+
+    Keeps as many regions as are leased at once, and the moment after which the device's states are those of the last
+    update. The calls: `updated` when an update, or whatever else changes states without a wait, is launched, on its
+    thread; `bring` and `give_back` on the commit's.
+    """
+
+    def __init__(self, device: Device, arena: Arena) -> None:
+        self._device = device
+        self._arena = arena
+        self._free: list[Region] = []
+        self._newest: Event | None = None if device.is_host else device.mark()
+
+    def updated(self) -> None:
+        """The updates of all states are launched."""
+        self._newest = self._device.mark()
+
+    def bring(self, arrays: Sequence[torch.Tensor]) -> tuple[Region, list[int]]:
+        """Copies of the arrays, each on sectors of its own, and their addresses; the arrays may change then."""
+        region = self._lease(sum(map(_room, arrays)))
+        addresses, copies, offset = [], [], 0
+        for array in arrays:
+            addresses.append(region.address + offset)
+            target = region.tensor(array.dtype, array.numel(), offset)
+            copies.append(self._device.download(target, array, after=self._newest))
+            offset += _room(array)
+        for copy in copies:
+            copy.take_on_host()
+        return region, addresses
+
+    def give_back(self, region: Region) -> None:
+        self._free.append(region)
+
+    def _lease(self, nbytes: int) -> Region:
+        # States that came later make chunks larger: what is too small goes.
+        self._free = [region for region in self._free if region.nbytes >= nbytes]
+        return self._free.pop() if self._free else self._arena.allocate(nbytes)
 
 
 class Snapshots:
@@ -198,3 +239,7 @@ def _copies_of(shard: Shard) -> list[ChunkCopy]:
         return []
     shard.current = shard.writable_slot()
     return [ChunkCopy(shard, row, shard.current) for row in range(len(shard.layout.chunks()))]
+
+
+def _room(array: torch.Tensor) -> int:
+    return whole_sectors(array.nbytes)

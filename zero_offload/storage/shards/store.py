@@ -34,7 +34,6 @@ from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, SwapFile, Transfer
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.memory.pool import LazyRegion
-from zero_offload.storage.shards.device_staging import DeviceStaging
 from zero_offload.storage.shards.shard import (
     Component,
     Replica,
@@ -48,7 +47,7 @@ from zero_offload.storage.shards.shard import (
     master_components,
     shard_bytes,
 )
-from zero_offload.storage.shards.snapshot import Snapshots
+from zero_offload.storage.shards.snapshot import DeviceStaging, Snapshots
 
 HOST = HostDevice()
 ChunkSource = Callable[[Component, int, int], torch.Tensor]
