@@ -8,8 +8,8 @@ cannot redirect a write.
 
 One run at a time holds the lock, with all its ranks. Two things are locked: the directory itself, which keeps its lock
 when `LOCK` is deleted or replaced, and the file `LOCK`, which names its holder. `LOCK` also holds where the system
-cannot lock a directory, or on one machine only (NFS), and it is all that earlier versions lock. Locks are held until all
-descriptors are closed or unlocked. The kernel does that for a process that dies.
+cannot lock a directory, or on one machine only (NFS), and it is all that earlier versions lock. Locks are held until
+all descriptors are closed or unlocked. The kernel does that for a process that dies.
 """
 
 from __future__ import annotations
