@@ -112,8 +112,8 @@ def count_ahead(rank: int, world_size: int, case: Case) -> tuple[int, int]:
     """How many gathers and reductions were waited for at a later use or gradient than they were launched at."""
     counts, events = {GATHER: 0, REDUCE: 0}, [0]
 
-    def watched(self: Any, launch: Any, lane: Any, what: str) -> Any:
-        wait, began = original(self, launch, lane, what), events[0]
+    def watched(self: Any, launch: Any, lane: Any, what: str, *moved: Any) -> Any:
+        wait, began = original(self, launch, lane, what, *moved), events[0]
 
         def counted() -> Any:
             counts[GATHER if "gather" in what else REDUCE] += events[0] > began

@@ -17,6 +17,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +29,14 @@ from zero_offload.checkpoint.format import CHECKPOINT_KIND, History, StepRecord,
 from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
 from zero_offload.checkpoint.saved import open_in_turn
 from zero_offload.hardware.kernels.checksums import reseeded
-from zero_offload.plan.layout import SectionLayout, ShardLayout
+from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout
 from zero_offload.storage.files.directory import OR_KEEP_MORE, RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import Extent, SwapFile
 from zero_offload.storage.files.system import naming_errors
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Component, Shard
-from zero_offload.storage.shards.store import ChunkSource, ShardStore
+from zero_offload.storage.shards.store import ShardStore
 
 FICLONERANGE = 0x4020940D
 _RANGE = struct.Struct("=qQQQ")  # source descriptor, its offset, length, offset in the target
@@ -77,7 +78,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
                 if shares and _cloned(source, target):
                     copy.finish_update(target)
                 else:
-                    copy.write_components(target, _copy_chunks(store, source.layout))
+                    copy.write_components(target, partial(_read_chunk, store, source))
             keeper.adopt(copy, swap)
         keeper.commit(record)
     with ranks.exchange.together():
@@ -131,13 +132,8 @@ def _cloned(source: Shard, target: Shard) -> bool:
     return all(there[each].written.any() and clone_blocks(there[each], extent) for each, extent in here.items())
 
 
-def _copy_chunks(store: ShardStore, layout: SectionLayout) -> ChunkSource:
-    shard, rows = store.shards[layout.index], {begin: row for row, (begin, _) in enumerate(layout.chunks())}
-
-    def source(component: Component, begin: int, end: int) -> torch.Tensor:
-        return store.read_chunk(shard, component, rows[begin])
-
-    return source
+def _read_chunk(store: ShardStore, shard: Shard, component: Component, begin: int, end: int) -> torch.Tensor:
+    return store.read_chunk(shard, component, begin // CHUNK_NUMEL)
 
 
 def can_share(source: Extent, directory: RunDirectory) -> bool:

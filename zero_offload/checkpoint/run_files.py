@@ -27,7 +27,7 @@ from zero_offload.hardware.probe import file_system_problem
 from zero_offload.plan.layout import ShardLayout
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import EngineSettings, FileEngine
-from zero_offload.storage.files.engines import PROBE_BYTES, WORTH_BYTES, Scratch, open_engine, pick, shares
+from zero_offload.storage.files.engines import PROBE_BYTES, WORTH_BYTES, open_engine, pick, shares
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.arena import Arena
 from zero_offload.storage.shards.shard import Shard, planned_bytes
@@ -245,8 +245,7 @@ def _shares(
         if ranks.rank == 0:
             scratch = None
             if len(directories) > 1 and moved_bytes >= WORTH_BYTES:
-                region = Arena(0).allocate(PROBE_BYTES)
-                scratch = Scratch(region.address, region.nbytes)
+                scratch = Arena(0).allocate(PROBE_BYTES)
             text = json.dumps(shares(settings, directories, 2 * moved_bytes * ranks.world_size, scratch))
     return tuple(json.loads(ranks.exchange.agree(text)))
 

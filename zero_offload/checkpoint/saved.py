@@ -34,7 +34,7 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
 )
 from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
-from zero_offload.hardware.kernels.formats import join_master, split_master
+from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
 from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
@@ -286,8 +286,8 @@ class SavedGeneration:
                 return encode_array(layout, component, read(component, begin, end))
             if Component.RESIDUAL not in master_components(layout) or saved.state_format is layout.state_format:
                 return read(component, begin, end)
-            half, residual = read(Component.VALUE, begin, end), read(Component.RESIDUAL, begin, end)
-            return _recut_master(half, residual, component_dtype(layout, Component.RESIDUAL))[component]
+            # The same master with a residual of another dtype.
+            return master_parts(layout, master_of(saved, lambda each: read(each, begin, end)))[component]
 
         return source
 
@@ -311,11 +311,3 @@ class SavedGeneration:
         for files in self._ranks.values():
             files.swap.close()
         self._ranks.clear()
-
-
-def _recut_master(half: torch.Tensor, residual: torch.Tensor, dtype: torch.dtype) -> dict[Component, torch.Tensor]:
-    """The same master with a residual of another dtype."""
-    master, other = host_empty(half.numel(), torch.float32), host_empty(half.numel(), dtype)
-    join_master(half, residual, master)
-    split_master(master, half, other)
-    return {Component.VALUE: half, Component.RESIDUAL: other}

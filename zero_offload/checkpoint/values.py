@@ -145,6 +145,7 @@ class ComponentSource:
         self._fill = fill
         self._states = states or {}
         self._range = (-1, -1)
+        self._parts: dict[Component, torch.Tensor] = {}
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
     def __call__(self, component: Component, begin: int, end: int) -> torch.Tensor:
@@ -154,24 +155,14 @@ class ComponentSource:
                 return encode_array(layout, component, states[begin:end])
             zero = host_zeros(1, component_dtype(layout, component))
             return zero.expand(array_numel(layout, component, numel))
-        if not layout.has_master_apart:
-            return self._filled(begin, end, layout.dtype)
-        value = self._buffer(layout.dtype, numel)
         if self._range != (begin, end):
-            master = self._filled(begin, end, torch.float32)
-            if Component.MASTER in master_components(layout):
-                convert(value, master)
-            else:
-                split_master(master, value, self._buffer(component_dtype(layout, Component.RESIDUAL), numel))
-            self._range = (begin, end)
-        return self._buffer(component_dtype(layout, component), numel)
+            dtype = torch.float32 if layout.has_master_apart else layout.dtype
+            master = self._buffer(numel, dtype).zero_()
+            self._fill(begin, end, master)
+            self._parts, self._range = master_parts(layout, master, self._buffer), (begin, end)
+        return self._parts[component]
 
-    def _filled(self, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        out = self._buffer(dtype, end - begin).zero_()
-        self._fill(begin, end, out)
-        return out
-
-    def _buffer(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,), host; master, value and residual each have a dtype of their own."""
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
@@ -184,17 +175,19 @@ Edits = dict[Component, list[tuple[int, int, torch.Tensor]]]
 master is made of, as the component has them."""
 
 
-def master_edits(shard: Shard, values: torch.Tensor) -> dict[Component, torch.Tensor]:
-    """What the components of a master, or of a frozen value, become: each (values.numel(),), host."""
-    layout = shard.layout
+def master_parts(
+    layout: SectionLayout, values: torch.Tensor, empty: Callable[[int, torch.dtype], torch.Tensor] = host_empty
+) -> dict[Component, torch.Tensor]:
+    """What the components of a master, or of a frozen value, become: each (values.numel(),), host, in memory that
+    `empty` gives by number of elements and dtype."""
     values = values.detach().reshape(-1)
     if not layout.has_master_apart:
         return {Component.VALUE: values.to("cpu", layout.dtype)}
-    master, value = values.to("cpu", torch.float32).contiguous(), host_empty(values.numel(), layout.dtype)
+    master, value = values.to("cpu", torch.float32).contiguous(), empty(values.numel(), layout.dtype)
     if Component.MASTER in master_components(layout):
         convert(value, master)
         return {Component.VALUE: value, Component.MASTER: master}
-    residual = host_empty(values.numel(), component_dtype(layout, Component.RESIDUAL))
+    residual = empty(values.numel(), component_dtype(layout, Component.RESIDUAL))
     split_master(master, value, residual)
     return {Component.VALUE: value, Component.RESIDUAL: residual}
 

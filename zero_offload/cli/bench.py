@@ -32,7 +32,6 @@ from zero_offload.storage.files.engines import (
     THREADS,
     Pattern,
     Rates,
-    Scratch,
     io_uring_problem,
     measure,
     pick,
@@ -142,7 +141,7 @@ def _candidates() -> tuple[list[EngineSettings], dict[str, str]]:
 def _measure(path: Path, nbytes: int, candidates: Sequence[EngineSettings]) -> list[Rates]:
     region = Arena(0).allocate(nbytes)
     with private_directory(path) as place, RunDirectory.look(place) as directory:
-        return measure(directory, candidates, Scratch(region.address, region.nbytes), ROUNDS, LIMIT_S)
+        return measure(directory, candidates, region, ROUNDS, LIMIT_S)
 
 
 def _print_table(path: Path, nbytes: int, rates: Sequence[Rates]) -> None:

@@ -196,9 +196,9 @@ def drive_rates(directory: Path) -> Table:
     """Of the engine that a run would use."""
     region = Arena(0).allocate(_DRIVE_BYTES)
     with private_directory(existing_parent(directory)) as place, RunDirectory.look(place) as looked:
-        scratch, settings = engines.Scratch(region.address, region.nbytes), engines.pick("auto")
-        (rates,) = engines.measure(looked, [settings], scratch, ROUNDS, _DRIVE_S)
-        lost_s = engines.lost_beside(looked, settings, scratch, _products(), ROUNDS)
+        settings = engines.pick("auto")
+        (rates,) = engines.measure(looked, [settings], region, ROUNDS, _DRIVE_S)
+        lost_s = engines.lost_beside(looked, settings, region, _products(), ROUNDS)
     read, write, mixed = (rates.bytes_per_s[engines.Pattern(name)] for name in ("read", "write", "mixed"))
     in_turn_s = (1 / read + 1 / write) / 2
     return {

@@ -22,8 +22,8 @@ from zero_offload.checkpoint.values import (
     Edited,
     Edits,
     completed,
-    master_edits,
     master_part,
+    master_parts,
     read_master_part,
     read_state,
 )
@@ -239,7 +239,7 @@ class OptimizerStates:
         shard, span, zeros = place.section.shard, (place.piece.begin, place.piece.end), host_zeros(1, torch.float32)
         place.unit.wait_for_update()
         master = completed(self._store, shard, beside, span) if beside else None
-        edits = {} if master is None else master_edits(shard, master)
+        edits = {} if master is None else master_parts(shard.layout, master)
         for name, state in states.items():
             edits[Component(name)] = zeros if state is None else state.detach().reshape(-1)
         self._edit(place, {component: [(*span, values)] for component, values in edits.items()})
@@ -251,7 +251,7 @@ class OptimizerStates:
         """Replace masters (fp32 or compute dtype) of some parameters of the place's section."""
         edits: Edits = {}
         for piece, values in masters.items():
-            for component, array in master_edits(place.section.shard, values).items():
+            for component, array in master_parts(place.section.shard.layout, values).items():
                 edits.setdefault(component, []).append((piece.begin, piece.end, array))
         self._edit(place, edits)
 

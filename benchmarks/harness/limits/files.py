@@ -41,7 +41,7 @@ from zero_offload.hardware.abi import IoOp
 from zero_offload.hardware.kernels.checksums import crc32c
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, FileEngine, Ticket
-from zero_offload.storage.files.engines import PROBE_BYTES, THREADS, WORTH_BYTES, Scratch, open_engine, pick, shares
+from zero_offload.storage.files.engines import PROBE_BYTES, THREADS, WORTH_BYTES, open_engine, pick, shares
 from zero_offload.storage.files.swap_file import SwapFile
 from zero_offload.storage.memory.arena import Arena, Region
 
@@ -435,7 +435,7 @@ def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
         homes = [stack.enter_context(RunDirectory.open(disk / "run")) for disk in disks]
         region = Arena(0).allocate(nbytes)
         ctypes.memset(region.address, 1, nbytes)
-        weights = shares(pick("auto"), homes, 2 * WORTH_BYTES, Scratch(region.address, PROBE_BYTES))
+        weights = shares(pick("auto"), homes, 2 * WORTH_BYTES, Arena(0).allocate(PROBE_BYTES))
         print(f"shares of the two directories: {', '.join(f'{weight:.3f}' for weight in weights)}")
         rows = []
         # Alone each moves what it moves of the stripe: limits of control groups let a short burst pass.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,8 +37,6 @@ COME_S = timedelta(seconds=5)
 """How long ranks wait for each other where one may have been left by an exception."""
 
 
-_LAUNCHES = {TraceLane.GATHER: TraceLane.FETCH, TraceLane.REDUCE: TraceLane.GRADS}
-"""What launching a transfer is a part of."""
 _TAGS = 1 << 30
 
 
@@ -155,14 +153,6 @@ def lane(group: RankGroup, ranks: Group, device: torch.device) -> Lane:
     return (HostLane if device.type == "cpu" else NativeLane)(group.copy_of(ranks))
 
 
-class _Track(NamedTuple):
-    """Where a transfer is drawn."""
-
-    lane: TraceLane
-    name: str
-    nbytes: int
-
-
 class Collectives:
     """Gathers parameters and reduces gradients."""
 
@@ -181,6 +171,8 @@ class Collectives:
         self._device = device
         self._group = group
         self._watch = group.watch
+        others = [group.row] if len(group.columns) > 1 else []
+        """The ranks that hold the other parts of the model, if there are any."""
         self.partition = group.partition
         self.world_size = self.partition.world_size
         self.num_shards = self.partition.optimizer_shards
@@ -193,6 +185,8 @@ class Collectives:
                 self._twins = lane(group, group.twins, device)
         elif self.world_size > 1:
             self._reductions = lane(group, group.everyone, device)
+        self._over_shards: list[Group] = [*([group.sharers] if self.num_shards > 1 else []), *others]
+        self._over_all: list[Group] = [*([group.everyone] if self.world_size > 1 else []), *others]
         self.counters = Counters()
         """"gathered", "reduced": bytes of the buffers that were whole after or before the call."""
 
@@ -209,10 +203,11 @@ class Collectives:
         if self._gathers is None:
             return lambda: None
         self.counters.add("gathered", flat.nbytes)
-        track = _Track(TraceLane.GATHER, unit, flat.nbytes)
-        return self._recorded(
-            lambda lane: lane.gather(flat), self._gathers, f"the gather of parameters of {unit}", track
-        )
+        what, moved = f"the gather of parameters of {unit}", (TraceLane.GATHER, unit, flat.nbytes)
+        opened = self.counters.spans.open(TraceLane.FETCH, f"{TraceLane.GATHER.value} {unit}")
+        wait = self._watched(lambda lane: lane.gather(flat), self._gathers, what, moved)
+        self.counters.spans.close(opened)
+        return wait
 
     def launch_reduce(self, flats: Sequence[torch.Tensor], unit: str) -> Callable[[], list[torch.Tensor]]:
         """Mean (or sum) over ranks of each of `flats`, (numel,); the wait returns this rank's shards, fp32.
@@ -228,12 +223,14 @@ class Collectives:
         one_shard = self.num_shards == 1
         # An all-reduce is a reduce-scatter and a gather of the sums.
         self.counters.add("reduced", sent.nbytes + sent.numel() * self._reduce_dtype.itemsize * one_shard)
-        wait = self._recorded(
+        opened = self.counters.spans.open(TraceLane.GRADS, f"{TraceLane.REDUCE.value} {unit}")
+        wait = self._watched(
             lambda lane: (lane.all_reduce if one_shard else lane.reduce_scatter)(sent, self._reduce_dtype),
             self._reductions,
             what,
-            _Track(TraceLane.REDUCE, unit, sent.nbytes),
+            (TraceLane.REDUCE, unit, sent.nbytes),
         )
+        self.counters.spans.close(opened)
 
         def finish() -> list[torch.Tensor]:
             shard = wait()
@@ -247,74 +244,58 @@ class Collectives:
     def _rounded(self, flat: torch.Tensor) -> torch.Tensor:
         return flat if self._reduce_dtype == torch.float32 else flat.to(self._reduce_dtype)
 
-    def _watched(self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str) -> Callable[[], T]:
+    def _watched(
+        self,
+        launch: Callable[[Lane], Callable[[], T]],
+        lane: Lane,
+        what: str,
+        moved: tuple[TraceLane, str, int] | None = None,
+    ) -> Callable[[], T]:
+        """Launch `what`; the wait. `moved`, lane, unit and bytes, is drawn as a transfer."""
+        spans = self.counters.spans
+        begin = now() if spans.on else 0
         with self._watch.waiting(what):
             wait = launch(lane)
 
         def watched() -> T:
             with self._watch.waiting(what):
-                return wait()
+                result = wait()
+            if begin and moved is not None:
+                spans.put(moved[0], moved[1], begin, now(), moved[2])
+            return result
 
         return watched
 
-    def _recorded(
-        self, launch: Callable[[Lane], Callable[[], T]], lane: Lane, what: str, track: _Track
-    ) -> Callable[[], T]:
-        """`_watched`, with its time as a transfer."""
-        spans = self.counters.spans
-        begin = now() if spans.on else 0
-        opened = spans.open(_LAUNCHES[track.lane], f"{track.lane.value} {track.name}")
-
-        wait = self._watched(launch, lane, what)
-        spans.close(opened)
-
-        def recorded() -> T:
-            result = wait()
-            if begin:
-                spans.put(track.lane, track.name, begin, now(), track.nbytes)
-            return result
-
-        return recorded
-
     def sum_over_shards(self, values: list[float]) -> list[float]:
         """Add numbers over the ranks that hold different shards, of this part of the model and of the others."""
-        groups = [self._group.sharers] * (self.num_shards > 1) + self._rows()
-        if not groups:
+        if not self._over_shards:
             return values
-        self.agreement.same("the gradient norm")
         total = torch.tensor(values, dtype=torch.float64, device=self._device)
-        with self._watch.waiting("the gradient norm"):
-            for group in groups:
-                dist.all_reduce(total, group=group)
-        return [float(value) for value in total]
-
-    def _rows(self) -> list[Group]:
-        """The ranks that hold the other parts of the model, if there are any."""
-        return [self._group.row] * (len(self._group.columns) > 1)
+        return self._all_reduce(total, dist.ReduceOp.SUM, self._over_shards, "the gradient norm")
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set on some rank, whatever part of the model that holds."""
-        groups = [self._group.everyone] * (self.world_size > 1) + self._rows()
-        if not groups:
+        if not self._over_all:
             return list(flags)
-        self.agreement.same(f"an agreement about {len(flags)} flags")
         found = torch.tensor(flags, dtype=torch.int32, device=self._device)
-        with self._watch.waiting("an agreement about flags"):
-            for group in groups:
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        return [bool(flag) for flag in found.tolist()]
+        what = f"an agreement about {len(flags)} flags"
+        return [bool(flag) for flag in self._all_reduce(found, dist.ReduceOp.MAX, self._over_all, what)]
 
     def extremes(self, value: float) -> tuple[float, float]:
         """The smallest and the largest of the ranks' numbers, whatever part of the model they hold."""
-        groups = [self._group.everyone] * (self.world_size > 1) + self._rows()
-        if not groups:
+        if not self._over_all:
             return value, value
-        self.agreement.same("a comparison of gradients that are not offloaded")
         found = torch.tensor([-value, value], dtype=torch.float64, device=self._device)
-        with self._watch.waiting("a comparison of gradients that are not offloaded"):
+        what = "a comparison of gradients that are not offloaded"
+        least, most = self._all_reduce(found, dist.ReduceOp.MAX, self._over_all, what)
+        return -least, most
+
+    def _all_reduce(self, numbers: torch.Tensor, op: Any, groups: Sequence[Group], what: str) -> list[Any]:
+        self.agreement.same(what)
+        with self._watch.waiting(what):
             for group in groups:
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-        return -float(found[0]), float(found[1])
+                dist.all_reduce(numbers, op=op, group=group)
+        return numbers.tolist()
 
 
 class CommitGroup:

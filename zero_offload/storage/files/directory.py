@@ -28,7 +28,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from zero_offload.base.ends import in_child
@@ -44,13 +43,6 @@ OR_KEEP_MORE = ", or keep more on the CPU, for example optimizer='cpu'"
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _NO_DIRECTORY_LOCKS = (errno.EBADF, errno.EINVAL, errno.EISDIR, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
-
-
-class Caching(Enum):
-    """Whether transfers are to pass by the page cache; where the file system has no O_DIRECT none do."""
-
-    DIRECT = "direct"
-    BUFFERED = "buffered"
 
 
 OPEN_FILES: weakref.WeakSet[DataFile] = weakref.WeakSet()
@@ -214,7 +206,7 @@ class RunDirectory:
         with naming_errors("create", path):
             return _prepare(_open_unnamed(self.system, self.dir_fd), path, nbytes, self.system)
 
-    def open_file(self, name: str, caching: Caching = Caching.DIRECT) -> DataFile:
+    def open_file(self, name: str, *, direct: bool = True) -> DataFile:
         """An existing file of ours."""
         path = self.path_of(name)
         with naming_errors("open", path):
@@ -222,7 +214,7 @@ class RunDirectory:
         try:
             info = self.system.fstat(fd)
             check_ours(path, info)
-            _ask_for(caching, fd, self.system)
+            _set_caching(fd, self.system, direct=direct)
             return DataFile(fd, path, info.st_size, self.system)
         except BaseException:
             self.system.close(fd)
@@ -255,7 +247,7 @@ class RunDirectory:
     def sync(self, files: Iterable[str] = ()) -> None:
         """Return once these files' bytes and the directory's names (creations, renames, removals) are on the medium."""
         for name in files:
-            file = self.open_file(name, caching=Caching.BUFFERED)
+            file = self.open_file(name, direct=False)
             try:
                 file.sync()
             finally:
@@ -399,7 +391,7 @@ def check_private(path: Path, info: os.stat_result) -> None:
 def _prepare(fd: int, path: Path, nbytes: int, system: FileSystem) -> DataFile:
     file = DataFile(fd, path, 0, system)
     try:
-        _ask_for(Caching.DIRECT, fd, system)
+        _set_caching(fd, system, direct=True)
         file.grow(nbytes)
     except BaseException:
         file.close()
@@ -407,11 +399,14 @@ def _prepare(fd: int, path: Path, nbytes: int, system: FileSystem) -> DataFile:
     return file
 
 
-def _ask_for(caching: Caching, fd: int, system: FileSystem) -> None:
-    """O_DIRECT is asked for on the open file: a refusal at creation would leave the file behind."""
+def _set_caching(fd: int, system: FileSystem, *, direct: bool) -> None:
+    """With `direct`, transfers pass by the page cache, unless the file system has no O_DIRECT.
+
+    It is asked for on the open file: a refusal at creation would leave the file behind.
+    """
     flags = system.get_flags(fd) & ~os.O_NONBLOCK
     try:
-        system.set_flags(fd, flags | (os.O_DIRECT if caching is Caching.DIRECT else 0))
+        system.set_flags(fd, flags | (os.O_DIRECT if direct else 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -26,7 +26,7 @@ from zero_offload.base.types import GIB, MIB, EngineKind
 from zero_offload.hardware import native
 from zero_offload.hardware.abi import IoOp
 from zero_offload.storage.files.directory import DataFile, RunDirectory
-from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine
+from zero_offload.storage.files.engine import BLOCK_DTYPE, BlockTable, EngineSettings, FileEngine, Lasting
 from zero_offload.storage.files.system import remedy_of
 
 THREADS = EngineSettings(EngineKind.THREADS, num_threads=4, depth=1, request_bytes=4 * MIB)
@@ -114,19 +114,11 @@ class Rates:
         return 1 / self.bytes_per_s[Pattern.WRITE] + 1 / self.bytes_per_s[Pattern.READ]
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """Sector-aligned host memory to measure with."""
-
-    address: int
-    nbytes: int
-
-
 def shares(
-    settings: EngineSettings, directories: Sequence[RunDirectory], needed_bytes: int, scratch: Scratch | None
+    settings: EngineSettings, directories: Sequence[RunDirectory], needed_bytes: int, scratch: Lasting | None
 ) -> tuple[float, ...]:
     """Of each directory in a stripe, in proportion to its speed; they sum to 1. All are taken to be equally fast where
-    no `scratch` is given to measure them with.
+    no `scratch`, sector-aligned host memory, is given to measure them with.
 
     `needed_bytes` are those of all ranks in all directories.
     """
@@ -157,7 +149,7 @@ def stripe_weights(speeds: Sequence[float], room_bytes: Sequence[int], needed_by
 
 
 def measure(
-    directory: RunDirectory, candidates: Sequence[EngineSettings], scratch: Scratch, rounds: int, limit_s: float
+    directory: RunDirectory, candidates: Sequence[EngineSettings], scratch: Lasting, rounds: int, limit_s: float
 ) -> list[Rates]:
     """Write and read a file without a name with each candidate, in turns, and keep the median of the rounds."""
     file = directory.create_scratch(scratch.nbytes)
@@ -179,7 +171,7 @@ def measure(
 
 
 def lost_beside(
-    directory: RunDirectory, settings: EngineSettings, scratch: Scratch, work: Callable[[], object], times: int
+    directory: RunDirectory, settings: EngineSettings, scratch: Lasting, work: Callable[[], object], times: int
 ) -> float:
     """Seconds that `work` takes longer for each byte that a file engine reads or writes beside it.
 
@@ -231,7 +223,7 @@ def seconds_of(work: Callable[[], object]) -> float:
 class _Trial:
     """One candidate's measurements."""
 
-    def __init__(self, settings: EngineSettings, file: DataFile, scratch: Scratch) -> None:
+    def __init__(self, settings: EngineSettings, file: DataFile, scratch: Lasting) -> None:
         self._settings = settings
         self._file = file
         self._address = scratch.address

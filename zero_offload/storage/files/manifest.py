@@ -17,7 +17,7 @@ from typing import Any
 
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.base.types import GIB, Durability, format_bytes
-from zero_offload.storage.files.directory import Caching, RunDirectory
+from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.system import naming_errors
 
 MAGIC = "zero_offload manifest"
@@ -156,7 +156,7 @@ def _write_file(directory: RunDirectory, name: str, content: bytes, durability: 
 
 
 def _read_file(directory: RunDirectory, name: str) -> bytes:
-    source = directory.open_file(name, caching=Caching.BUFFERED)
+    source = directory.open_file(name, direct=False)
     try:
         if source.nbytes > SIZE_MAX_BYTES:
             raise _damaged(source.path, f"{format_bytes(source.nbytes)} exceed {format_bytes(SIZE_MAX_BYTES)}")

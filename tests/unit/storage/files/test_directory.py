@@ -14,7 +14,7 @@ import pytest
 
 from zero_offload.base.errors import CapacityError, ConfigError, LockError, StorageError
 from zero_offload.base.types import MIB
-from zero_offload.storage.files.directory import OPEN_FILES, Caching, RunDirectory, sync_path
+from zero_offload.storage.files.directory import OPEN_FILES, RunDirectory, sync_path
 from zero_offload.storage.files.system import FileSystem
 
 
@@ -251,7 +251,7 @@ def test_files_pass_by_the_page_cache_where_they_can(tmp_path: Path) -> None:
 def test_a_file_that_is_opened_for_the_page_cache(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path) as directory:
         directory.create_file("f", 4096).close()
-        file = directory.open_file("f", Caching.BUFFERED)
+        file = directory.open_file("f", direct=False)
         assert not fcntl.fcntl(file.fd, fcntl.F_GETFL) & (os.O_DIRECT | os.O_NONBLOCK)
         file.close()
 

@@ -12,7 +12,7 @@ from zero_offload.base.errors import CapacityError, ConfigError
 from zero_offload.base.types import MIB
 from zero_offload.storage.files import engines
 from zero_offload.storage.files.directory import RunDirectory
-from zero_offload.storage.files.engine import EngineSettings
+from zero_offload.storage.files.engine import EngineSettings, Lasting
 from zero_offload.storage.files.engines import (
     AIOFILES,
     FILL_MAX,
@@ -21,7 +21,6 @@ from zero_offload.storage.files.engines import (
     WORTH_BYTES,
     Pattern,
     Rates,
-    Scratch,
     lost_beside,
     measure,
     pick,
@@ -38,9 +37,9 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
 
 
 @pytest.fixture
-def scratch() -> Iterator[Scratch]:
+def scratch() -> Iterator[Lasting]:
     region = Arena(0).allocate(16 * MIB)
-    yield Scratch(region.address, region.nbytes)
+    yield region
     assert region.nbytes == 16 * MIB
 
 
@@ -82,7 +81,7 @@ def test_what_was_asked_for_is_taken(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert pick(kind).kind.value == kind
 
 
-def test_measuring_leaves_nothing_behind(directory: RunDirectory, scratch: Scratch) -> None:
+def test_measuring_leaves_nothing_behind(directory: RunDirectory, scratch: Lasting) -> None:
     rates = measure(directory, [THREADS, AIOFILES], scratch, rounds=2, limit_s=60)
     assert [each.settings for each in rates] == [THREADS, AIOFILES]
     assert all(speed > 0 for each in rates for speed in each.bytes_per_s.values())
@@ -90,7 +89,7 @@ def test_measuring_leaves_nothing_behind(directory: RunDirectory, scratch: Scrat
 
 
 def test_what_work_loses_to_transfers_beside_it(
-    directory: RunDirectory, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, scratch: Lasting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work that takes half a second longer while something is moved: the whole file at least, once."""
     alone_s, beside_s = 1.0, 1.5
@@ -106,7 +105,7 @@ def test_what_work_loses_to_transfers_beside_it(
 
 
 def test_shares_follow_what_was_measured(
-    directory: RunDirectory, scratch: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, scratch: Lasting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With made-up speeds: the second directory is twice as fast."""
     speeds = {directory.path: 1e9, tmp_path / "other": 2e9}
@@ -121,14 +120,14 @@ def test_shares_follow_what_was_measured(
 
 
 def test_one_directory_is_not_measured(
-    directory: RunDirectory, scratch: Scratch, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, scratch: Lasting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "measure", lambda *_: pytest.fail("measured"))
     assert shares(THREADS, [directory], 1000, scratch) == (1.0,)
 
 
 def test_a_drive_without_room_to_measure_is_used_all_the_same(
-    directory: RunDirectory, scratch: Scratch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    directory: RunDirectory, scratch: Lasting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier run's files fill it, from which this one goes on."""
 
