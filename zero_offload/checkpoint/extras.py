@@ -18,7 +18,6 @@ from __future__ import annotations
 import base64
 import math
 import random
-import warnings
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from torch import nn
 
 from zero_offload.base.errors import CheckpointError
 from zero_offload.base.host import host_empty, host_tensor
+from zero_offload.base.problems import warn_user
 from zero_offload.checkpoint.format import dtype_of
 from zero_offload.hardware.device import device_rng_states, set_device_rng_states
 
@@ -96,10 +96,9 @@ def restore_buffers(model: nn.Module, saved: Saved, where: str) -> None:
     """Give buffers the values that they had. Warns of those that keep their own."""
     buffers = persistent_buffers(model)
     if left := sorted(buffers.keys() - saved.keys()):
-        warnings.warn(
+        warn_user(
             f"{where} does not have the buffers {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}: they keep the "
-            "values that they have. It has those of the model as it was at zo.commit or zo.save_checkpoint",
-            stacklevel=4,
+            "values that they have. It has those of the model as it was at zo.commit or zo.save_checkpoint"
         )
     with torch.no_grad():
         for name in buffers.keys() & saved.keys():

@@ -10,7 +10,6 @@ and changes nothing. The calls: `SavedGeneration.open` for a model, or `take_dir
 from __future__ import annotations
 
 import contextlib
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import torch
 
 from zero_offload.base.errors import CheckpointError, IntegrityError
 from zero_offload.base.host import host_empty
+from zero_offload.base.problems import warn_user
 from zero_offload.base.types import StateFormat
 from zero_offload.checkpoint.format import (
     CHECKPOINT_KIND,
@@ -296,10 +296,9 @@ class SavedGeneration:
         before, now = state_format_of(self.generation), layout.state_format
         if before is not now:
             loss = "exactly" if before is not StateFormat.FP32 and now is StateFormat.FP32 else "rounded to the nearest"
-            warnings.warn(
+            warn_user(
                 f"{self.generation}: optimizer states are converted from {before.name.lower()} to {now.name.lower()}, "
-                f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are",
-                stacklevel=4,
+                f"{loss}; precision=zo.Precision(states={before.name.lower()!r}) would keep them as they are"
             )
 
     def rng_of(self, rank: int) -> dict[str, Any] | None:
