@@ -15,7 +15,7 @@ from tests.helpers.crash_disk import Disk, Op, Write
 from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crash_run import Setup, describe, play
 from tests.helpers.crashfs import CrashFS
-from tests.helpers.crew import Crew, CrewExchange, Killed
+from tests.helpers.crew import Crew, CrewGroup, Killed
 from zero_offload.base.errors import IntegrityError, LockError, RankError, StorageError
 from zero_offload.base.types import Durability
 from zero_offload.hardware.abi import IoOp
@@ -297,7 +297,7 @@ def test_ranks_hear_what_all_said() -> None:
     crew = Crew(3, 1)
 
     def work(rank: int) -> object:
-        exchange = CrewExchange(crew)
+        exchange = CrewGroup(crew)
         return (
             exchange.agree(f"of {rank}"),
             exchange.gather_digests(f"{rank}"),
@@ -327,7 +327,7 @@ def test_an_error_of_one_rank_is_raised_by_all() -> None:
     crew = Crew(2, 3)
 
     def work(rank: int) -> None:
-        with CrewExchange(crew).together():
+        with CrewGroup(crew).together():
             if rank == 1:
                 raise StorageError("no space")
 

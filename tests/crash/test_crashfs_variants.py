@@ -104,8 +104,9 @@ class _CarelessRun(Run):
 
 @dataclass
 class _Alone:
-    """An exchange that waits for nobody."""
+    """As `CommitGroup`, but it waits for nobody."""
 
+    rank: int
     world_size: int
 
     def gather_digests(self, digest: str) -> list[str]:
@@ -121,7 +122,7 @@ class _LonelyRun(Run):
 
     def commit(self) -> None:
         ranks = self.keeper._ranks
-        self.keeper._ranks = replace(ranks, exchange=_Alone(ranks.world_size))  # type: ignore[arg-type]
+        self.keeper._ranks = _Alone(ranks.rank, ranks.world_size)  # type: ignore[arg-type]
         super().commit()
         self.keeper._ranks = ranks
 

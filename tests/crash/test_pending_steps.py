@@ -372,7 +372,7 @@ def test_a_close_in_an_exception_asks_for_the_others_when_the_commit_is_over(
         return True
 
     monkeypatch.setattr(owner._commits, "drain", drain_after_gate)
-    monkeypatch.setattr(owner.ranks.exchange, "all_come", all_come)
+    monkeypatch.setattr(owner.ranks, "all_come", all_come)
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -384,8 +384,7 @@ def test_ranks_that_were_struck_at_different_steps_commit_none(nvme: Path, monke
     model, optimizer = open_model(nvme, **SELDOM)
     train(model, optimizer, 0, 3)
     drain(model)
-    exchange = runtime(model).ranks.exchange
-    monkeypatch.setattr(exchange, "gather_digests", lambda word: [word, f"{2:016x}"])
+    monkeypatch.setattr(runtime(model).ranks, "gather_digests", lambda word: [word, f"{2:016x}"])
     zo.close(model)
     monkeypatch.undo()
     assert _resumed(nvme)[0] == 2

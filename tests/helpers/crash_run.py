@@ -25,13 +25,13 @@ from torch import nn
 from tests.helpers.crash_disk import Disk, Op
 from tests.helpers.crash_engine import CrashEngine
 from tests.helpers.crashfs import CrashFS
-from tests.helpers.crew import Crew, CrewExchange
+from tests.helpers.crew import Crew, CrewGroup
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, StateKind, Tier
 from zero_offload.checkpoint import generation, run_files
 from zero_offload.checkpoint.format import StepRecord
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import SHARD_NUMEL, ShardLayout, make_layout
@@ -116,14 +116,13 @@ def mounted(fs: CrashFS, seed: int) -> Iterator[None]:
 class Run:
     """One rank's run, from `open` on; what `offload` and a step do, without a model."""
 
-    def __init__(self, setup: Setup, rank: int, exchange: CrewExchange, cleanup: ExitStack) -> None:
-        self.setup, self.rank, self.step = setup, rank, 0
-        ranks = Ranks(rank, setup.world_size, exchange)
+    def __init__(self, setup: Setup, ranks: CrewGroup, cleanup: ExitStack) -> None:
+        self.setup, self.rank, self.step = setup, ranks.rank, 0
         files = RunFiles.open(setup.config(), setup.layout, ranks, FirstError())
         cleanup.callback(files.close)
         assert files.keeper is not None and files.swap is not None
         self.keeper: GenerationKeeper = files.keeper
-        with exchange.together():
+        with ranks.together():
             places = [_place(*TIERS[setup.tiers][unit.name]) for unit in setup.layout.units]
             self.store = ShardStore(setup.layout, places, Arena(0), files.swap, num_slots=2)
             files.create(self.store, setup.durability)
@@ -237,7 +236,7 @@ def play(fs: CrashFS, setup: Setup, num_steps: int, seed: int, watch: Callable[[
 
     def life(rank: int) -> None:
         with ExitStack() as cleanup:
-            run = Run(setup, rank, CrewExchange(crew), cleanup)
+            run = Run(setup, CrewGroup(crew, rank), cleanup)
             history.opened.append((run.step, run.wrong_arrays()))
             # What a run goes on from is promised too: its user has seen it.
             history.reported.append((len(fs.journal), run.step))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from zero_offload.base.errors import RankError, StorageError
+from zero_offload.runtime.ranks.collectives import CommitGroup
 
 HAND_ON = 0.3
 """How often the others are offered a turn: on a busy machine, waking a thread takes longer than a turn does."""
@@ -27,6 +28,7 @@ class Crew:
     """So many ranks, for one run."""
 
     def __init__(self, size: int, seed: int) -> None:
+        self.size = size
         self._rng = random.Random(seed)
         self._batons = [threading.Semaphore(0) for _ in range(size)]
         self._ready = set(range(size))
@@ -106,11 +108,13 @@ def _outcome(work: Callable[[int], Any], rank: int) -> Any:
         return error
 
 
-class CrewExchange:
-    """An `Exchange` over a crew; as `CommitGroup`, which is one over gloo."""
+class CrewGroup(CommitGroup):
+    """Over a crew, not over gloo."""
 
-    def __init__(self, crew: Crew) -> None:
+    def __init__(self, crew: Crew, rank: int = 0) -> None:
         self._crew = crew
+        self.rank, self.world_size = rank, crew.size
+        self.column, self.num_columns = 0, 1
 
     def agree(self, text: str) -> str:
         return str(self._crew.meet(text)[0])

@@ -14,10 +14,9 @@ import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from zero_offload.base.errors import CheckpointError, ConfigError, IntegrityError
 from zero_offload.base.spans import Lane
@@ -39,40 +38,13 @@ from zero_offload.checkpoint.format import (
     swap_file_name,
 )
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.manifest import read_manifest, write_manifest
 from zero_offload.storage.files.swap_file import Extent, SwapFile, extent_record
 from zero_offload.storage.shards.shard import Component, Shard
 from zero_offload.storage.shards.snapshot import Snapshot
 from zero_offload.storage.shards.store import ShardStore
-
-
-class Exchange(Protocol):
-    """What a commit needs of the other ranks."""
-
-    def agree(self, text: str) -> str: ...
-
-    def gather_digests(self, digest: str) -> list[str]: ...
-
-    def all_come(self, what: str, *, surely: bool) -> bool: ...
-
-    def together(self) -> AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Who takes part, and how they talk on the thread of commits."""
-
-    rank: int
-    world_size: int
-    exchange: Exchange
-    column: int = 0
-    num_columns: int = 1
-    """Parts of the model; ranks are numbered column after column."""
-
-    def first_of_column(self, world_size: int) -> int:
-        """The first rank that holds this part in a run of so many ranks."""
-        return self.column * (world_size // self.num_columns)
 
 
 def _records(slot: Mapping[Component, Extent]) -> dict[str, Any]:
@@ -105,7 +77,7 @@ class GenerationKeeper:
         self,
         directories: Sequence[RunDirectory],
         layout: ShardLayout,
-        ranks: Ranks,
+        ranks: CommitGroup,
         durability: Durability,
     ) -> None:
         self._directories = tuple(directories)
@@ -220,8 +192,8 @@ class GenerationKeeper:
         """All ranks found the same, and have one run id. Collective."""
         number = None if self.found is None else self.found.number
         mine = [number, self.edition, self.recuts, self.goes_back]
-        run_id, *first = json.loads(self._ranks.exchange.agree(json.dumps([self.run_id, *mine])))
-        with self._ranks.exchange.together():
+        run_id, *first = json.loads(self._ranks.agree(json.dumps([self.run_id, *mine])))
+        with self._ranks.together():
             if mine != first:
                 raise CheckpointError(
                     f"{self._home.path}: rank {self._ranks.rank} goes on from generation {number}, rank 0 from "
@@ -352,8 +324,8 @@ class GenerationKeeper:
 
     def _commit(self, record: StepRecord, snapshot: Snapshot) -> None:
         assert self._store is not None and self._swap is not None
-        exchange, number = self._ranks.exchange, self._number + 1
-        with exchange.together():
+        ranks, number = self._ranks, self._number + 1
+        with ranks.together():
             self._store.snapshots.write(snapshot)
             if self._durability is Durability.COMMIT:
                 self._swap.sync()
@@ -361,15 +333,15 @@ class GenerationKeeper:
             digest = write_manifest(self._home, name, self._rank_payload(snapshot.slots, record), self._durability)
             # Last: what has lost its name until now would make a generation that no start finds.
             self._swap.check_in_place()
-        words = exchange.gather_digests(f"{digest}{record.step:016x}")
+        words = ranks.gather_digests(f"{digest}{record.step:016x}")
         digests, steps = [word[:-16] for word in words], [int(word[-16:], 16) for word in words]
         if len({*steps}) > 1:
             raise CheckpointError(
                 f"the ranks are about to commit different steps: {steps} (rank 0 first); "
                 "call step() and zo.commit equally often on every rank. The generation before stays"
             )
-        with exchange.together():
-            if self._ranks.rank == 0:
+        with ranks.together():
+            if ranks.rank == 0:
                 payload = self._global_payload(number, digests, record)
                 write_manifest(self._home, generation_name(number), payload, self._durability)
                 self.files.note_committed()

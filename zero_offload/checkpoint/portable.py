@@ -26,10 +26,11 @@ import torch
 from zero_offload.base.errors import CapacityError, CheckpointError, ConfigError, StorageError
 from zero_offload.base.types import SECTOR, Durability, StateKind, Tier
 from zero_offload.checkpoint.format import CHECKPOINT_KIND, History, StepRecord, swap_file_name
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.saved import open_in_turn
 from zero_offload.hardware.kernels.checksums import reseeded
 from zero_offload.plan.layout import CHUNK_NUMEL, ShardLayout
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.directory import OR_KEEP_MORE, RunDirectory
 from zero_offload.storage.files.engines import open_engine
 from zero_offload.storage.files.swap_file import Extent, SwapFile
@@ -45,7 +46,7 @@ _CANNOT = (errno.EOPNOTSUPP, errno.EXDEV, errno.ENOTTY, errno.EINVAL, errno.ENOS
 _ON_DISK = dict.fromkeys(StateKind, Tier.NVME)
 
 
-def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, record: StepRecord) -> None:
+def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: CommitGroup, record: StepRecord) -> None:
     """Copy every shard of this rank to `path`, chunk by chunk, and make it a checkpoint. Collective.
 
     What rests on disk is shared with the checkpoint's files where they are on the same file system and it can.
@@ -55,15 +56,15 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
     with _naming_path(path), contextlib.ExitStack() as cleanup:
         [directory] = open_in_turn([path], ranks, cleanup, _open_new, _join_new)
         keeper = GenerationKeeper([directory], layout, ranks, Durability.COMMIT)
-        keeper.run_id = ranks.exchange.agree(keeper.run_id)
-        with ranks.exchange.together():
+        keeper.run_id = ranks.agree(keeper.run_id)
+        with ranks.together():
             if ranks.rank == 0:
                 if not History.read(directory).is_empty:
                     raise CheckpointError(
                         f"{path} holds a checkpoint already, and those never change; save to another path"
                     )
                 keeper.begin(kind=CHECKPOINT_KIND)
-        with ranks.exchange.together():
+        with ranks.together():
             engine = open_engine()
             cleanup.callback(engine.close)
             swap = SwapFile([directory], swap_file_name(ranks.rank), engine, zlib.crc32(keeper.run_id.encode()))
@@ -81,7 +82,7 @@ def save(path: Path, layout: ShardLayout, store: ShardStore, ranks: Ranks, recor
                     copy.write_components(target, partial(_read_chunk, store, source))
             keeper.adopt(copy, swap)
         keeper.commit(record)
-    with ranks.exchange.together():
+    with ranks.together():
         pass  # every rank has let go of the directory: the next to open it meets no lock
 
 

@@ -20,11 +20,12 @@ from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, Existing, Tier
 from zero_offload.checkpoint.format import Generation, StepRecord, swap_file_name
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.saved import SavedGeneration, open_in_turn, take_directories
 from zero_offload.checkpoint.verify import require_whole, verify
 from zero_offload.hardware.probe import file_system_problem
 from zero_offload.plan.layout import ShardLayout
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.directory import RunDirectory
 from zero_offload.storage.files.engine import EngineSettings, FileEngine
 from zero_offload.storage.files.engines import PROBE_BYTES, WORTH_BYTES, open_engine, pick, shares
@@ -56,7 +57,7 @@ class RunFiles:
         """Closes all that is open, in the order that this needs."""
 
     @classmethod
-    def open(cls, config: OffloadConfig, layout: ShardLayout, ranks: Ranks, errors: FirstError) -> RunFiles:
+    def open(cls, config: OffloadConfig, layout: ShardLayout, ranks: CommitGroup, errors: FirstError) -> RunFiles:
         """What fails on the way to or from a drive stops the run: `errors` gets it. Collective."""
         files = cls()
         try:
@@ -67,7 +68,7 @@ class RunFiles:
             raise
         return files
 
-    def _open(self, config: OffloadConfig, layout: ShardLayout, ranks: Ranks, errors: FirstError) -> None:
+    def _open(self, config: OffloadConfig, layout: ShardLayout, ranks: CommitGroup, errors: FirstError) -> None:
         directories = open_in_turn(config.nvme_dirs, ranks, self._opened, RunDirectory.open, RunDirectory.join)
         _check_same(directories, ranks)
         if ranks.rank == 0:
@@ -78,18 +79,18 @@ class RunFiles:
         # under way, and the number of a closed descriptor soon stands for another file.
         self._opened.callback(self._close_files)
         if durability is not Durability.SCRATCH:
-            with ranks.exchange.together():
+            with ranks.together():
                 keeper.look(Existing(config.existing), config.generation)
             keeper.agree()
             self.keeper = keeper
             if keeper.found is not None:
                 self._meet(keeper.found, keeper, directories, ranks)
             else:
-                with ranks.exchange.together():
+                with ranks.together():
                     if ranks.rank == 0:
                         keeper.begin()
         moved_bytes = _state_bytes(layout)
-        with ranks.exchange.together():
+        with ranks.together():
             settings = pick(config.io_engine, moved_bytes)
             engine = open_engine(settings, len(directories))
         self._opened.callback(engine.close)
@@ -113,16 +114,16 @@ class RunFiles:
         found: Generation,
         keeper: GenerationKeeper,
         directories: list[RunDirectory],
-        ranks: Ranks,
+        ranks: CommitGroup,
     ) -> None:
         """See that the generation found can be read, before anything is changed; announce what replaces it."""
-        with ranks.exchange.together():
+        with ranks.together():
             paths = keeper.files.other_paths(found)
         self._opened.callback(self._held.close)
         self._others = take_directories(paths, ranks, self._held, locks=True)
         if not (keeper.recuts or keeper.goes_back):
             return
-        with ranks.exchange.together():
+        with ranks.together():
             places = _places_of(found, directories, self._others) if keeper.recuts else directories
             # With an engine of its own: io_uring keeps files that it has once known until it ends.
             self._reader = open_engine(num_drives=len(places))
@@ -133,7 +134,7 @@ class RunFiles:
                 require_whole(verify(saved, range(ranks.rank, found.world_size, ranks.world_size)))
         if keeper.recuts:
             self._earlier = saved
-            with ranks.exchange.together():
+            with ranks.together():
                 if ranks.rank == 0:
                     keeper.prepare_recut(self._others)
 
@@ -179,7 +180,7 @@ class RunFiles:
             store.add_states(shard, self._earlier.states(shard.layout.index))
             store.write_components(shard, self._earlier.source(shard.layout, shard_index))
 
-    def settle(self, ranks: Ranks) -> None:
+    def settle(self, ranks: CommitGroup) -> None:
         """Commit what was cut anew; then delete what this run does not lead on from. Collective.
 
         Nothing yet while the model lacks parameters of the generation found.
@@ -189,11 +190,11 @@ class RunFiles:
             return
         if self._earlier is not None:
             same_ranks = found.world_size == ranks.world_size
-            with ranks.exchange.together():
+            with ranks.together():
                 keeper.rng = self._earlier.rng_of(ranks.rank) if same_ranks else None
             keeper.commit(StepRecord.of(found, keeper.rng))
         self._close_earlier()  # or the disk space of what is deleted now would not be free
-        with ranks.exchange.together():
+        with ranks.together():
             if ranks.rank == 0:
                 keeper.tidy(self._others)
         self._others = []
@@ -236,18 +237,18 @@ def _state_bytes(layout: ShardLayout) -> int:
 
 
 def _shares(
-    settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: Ranks
+    settings: EngineSettings, directories: list[RunDirectory], moved_bytes: int, ranks: CommitGroup
 ) -> tuple[float, ...]:
     """Of each directory in a stripe. One rank measures while the others wait: all see the same drives. What may be
     deleted has been."""
-    with ranks.exchange.together():
+    with ranks.together():
         text = ""
         if ranks.rank == 0:
             scratch = None
             if len(directories) > 1 and moved_bytes >= WORTH_BYTES:
                 scratch = Arena(0).allocate(PROBE_BYTES)
             text = json.dumps(shares(settings, directories, 2 * moved_bytes * ranks.world_size, scratch))
-    return tuple(json.loads(ranks.exchange.agree(text)))
+    return tuple(json.loads(ranks.agree(text)))
 
 
 def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
@@ -257,11 +258,11 @@ def _warn_of_file_systems(directories: list[RunDirectory]) -> None:
             warn_user(f"{directory.path}: {'; '.join(problem)}")
 
 
-def _check_same(directories: list[RunDirectory], ranks: Ranks) -> None:
+def _check_same(directories: list[RunDirectory], ranks: CommitGroup) -> None:
     """Raise on all ranks when one has joined another run, or other directories of this one."""
     mine = [directory.holder.decode(errors="replace") for directory in directories]
-    first = json.loads(ranks.exchange.agree(json.dumps([[str(each.path) for each in directories], mine])))
-    with ranks.exchange.together():
+    first = json.loads(ranks.agree(json.dumps([[str(each.path) for each in directories], mine])))
+    with ranks.together():
         if mine != first[1]:
             raise ConfigError(
                 f"nvme={[str(each.path) for each in directories]} are not the directories of rank 0, which has "

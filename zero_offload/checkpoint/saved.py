@@ -33,9 +33,10 @@ from zero_offload.checkpoint.format import (
     state_format_of,
     swap_file_name,
 )
-from zero_offload.checkpoint.generation import Ranks, read_rank_manifest
+from zero_offload.checkpoint.generation import read_rank_manifest
 from zero_offload.checkpoint.values import master_of, master_parts
 from zero_offload.plan.layout import CHUNK_NUMEL, SectionLayout, ShardLayout
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.files.directory import LOCK_NAME, RunDirectory, hold_directory
 from zero_offload.storage.files.engine import FileEngine
 from zero_offload.storage.files.engines import open_engine
@@ -63,7 +64,7 @@ def is_immutable(path: Path) -> bool:
 
 
 def take_directories(
-    paths: Sequence[Path], ranks: Ranks, cleanup: contextlib.ExitStack, *, locks: bool
+    paths: Sequence[Path], ranks: CommitGroup, cleanup: contextlib.ExitStack, *, locks: bool
 ) -> list[RunDirectory]:
     """Open existing directories to read. With `locks`, no run may have them meanwhile: LockError. Collective."""
     first, then = (hold_directory, _join) if locks else (RunDirectory.look, RunDirectory.look)
@@ -72,7 +73,7 @@ def take_directories(
 
 def open_in_turn(
     paths: Sequence[Path],
-    ranks: Ranks,
+    ranks: CommitGroup,
     cleanup: contextlib.ExitStack,
     first: Callable[[Path], RunDirectory],
     then: Callable[[Path], RunDirectory],
@@ -80,7 +81,7 @@ def open_in_turn(
     """Rank 0 opens directories by `first`, and once it has them the others do by `then`. Collective."""
     opened: list[RunDirectory] = []
     for is_turn, take in ((ranks.rank == 0, first), (ranks.rank != 0, then)):
-        with ranks.exchange.together():
+        with ranks.together():
             for path in paths if is_turn else ():
                 opened.append(take(path))
                 cleanup.callback(opened[-1].close)
@@ -92,13 +93,13 @@ def _join(path: Path) -> RunDirectory:
 
 
 def open_generation(
-    path: Path, ranks: Ranks, cleanup: contextlib.ExitStack, number: int | None = None
+    path: Path, ranks: CommitGroup, cleanup: contextlib.ExitStack, number: int | None = None
 ) -> tuple[Generation, list[RunDirectory]]:
     """The newest generation of a checkpoint's or a run's directory, or the one of this number. Collective."""
-    with ranks.exchange.together():
+    with ranks.together():
         locks = not is_immutable(path)
     directories = take_directories([path], ranks, cleanup, locks=locks)
-    with ranks.exchange.together():
+    with ranks.together():
         found = History.read(directories[0]).choose(number)
         if found is None:
             raise CheckpointError(
@@ -163,17 +164,17 @@ class SavedGeneration:
 
     @classmethod
     @contextlib.contextmanager
-    def open(cls, path: Path, layout: ShardLayout, ranks: Ranks) -> Iterator[SavedGeneration]:
+    def open(cls, path: Path, layout: ShardLayout, ranks: CommitGroup) -> Iterator[SavedGeneration]:
         """Check that `path` belongs to this model, and open its files. Collective.
 
         A run's directory is locked meanwhile: LockError where one is at work.
         """
-        with ranks.exchange.together():
+        with ranks.together():
             if not path.is_dir():
                 raise CheckpointError(f"{path} is not a directory; name one that zo.save_checkpoint has written")
         with contextlib.ExitStack() as cleanup:
             generation, directories = open_generation(path, ranks, cleanup)
-            with ranks.exchange.together():
+            with ranks.together():
                 with reading(str(path)):
                     check_fingerprint(generation.payload.get("params"), layout, str(path))
                 engine = open_engine(num_drives=len(directories))

@@ -14,7 +14,6 @@ from typing import Any
 from zero_offload.base.config import OffloadConfig
 from zero_offload.base.errors import ConfigError
 from zero_offload.checkpoint.format import GENERATION_NAMES, History
-from zero_offload.checkpoint.generation import Ranks
 from zero_offload.cli.recipes.run_dir import RUN_FILE
 from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
@@ -59,9 +58,9 @@ def read_object(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def alone() -> Ranks:
+def alone() -> CommitGroup:
     """This process, which reads by itself."""
-    return Ranks(0, 1, CommitGroup(RankGroup.of(OffloadConfig())))
+    return CommitGroup(RankGroup.of(OffloadConfig()))
 
 
 def _has_generation(path: Path) -> bool:

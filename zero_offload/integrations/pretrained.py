@@ -79,16 +79,16 @@ def load_pretrained(model: nn.Module, path: str | Path, prefix: str = "") -> Non
             stacklevel=2,
         )
         return
-    exchange = owner.ranks.exchange
+    ranks = owner.ranks
     with contextlib.ExitStack() as files:
-        with exchange.together():
+        with ranks.together():
             stored = files.enter_context(open_weights(Path(path)))
             params, buffers = _sources(model, stored, prefix, Path(path))
             fresh = _fresh(model, owner, params)
         _check_same_draws(owner, fresh)
         owner.grads.drop()
         try:
-            with exchange.together(), _saying_what_is_left(path):
+            with ranks.together(), _saying_what_is_left(path):
                 _write_params(owner, params, fresh)
                 with torch.no_grad():
                     for buffer, source in buffers:
@@ -143,22 +143,22 @@ def export_pretrained(
             if not each.optional
         }
         plans = plan_files([*params.values(), *buffers], parse_bytes(max_shard_size))
-    exchange, is_writer = owner.ranks.exchange, owner.ranks.rank == 0
+    ranks, is_writer = owner.ranks, owner.ranks.rank == 0
     with contextlib.ExitStack() as files:
         writer = None
-        with exchange.together():
+        with ranks.together():
             if is_writer:
                 folder = files.enter_context(new_folder(Path(path)))
                 writer = files.enter_context(FolderWriter(folder, plans))
                 _save_configs(model, folder, _usual_dtype(params.values()))
         for unit in owner.units:
-            with _whole(owner, unit, target) as read, exchange.together():
+            with _whole(owner, unit, target) as read, ranks.together():
                 if writer is not None:
                     for section in unit.sections:
                         for piece, begin, values in _parts(section, read):
                             writer.write(params[piece].name, begin, values.to(params[piece].dtype))
                     trim_heap()
-        with exchange.together():
+        with ranks.together():
             if writer is not None:
                 for entry, buffer in buffers.items():
                     writer.write(entry.name, 0, buffer.detach().reshape(-1).cpu())
@@ -241,7 +241,7 @@ def _fresh(model: nn.Module, owner: ModelRuntime, sources: Mapping[int, StoredTe
 
 def _check_same_draws(owner: ModelRuntime, fresh: Mapping[int, Recipe]) -> None:
     drawn = hashlib.sha256(b"".join(recipe.drawn() for recipe in fresh.values())).hexdigest()
-    if len(set(owner.ranks.exchange.gather_digests(drawn))) > 1:
+    if len(set(owner.ranks.gather_digests(drawn))) > 1:
         raise ConfigError(
             f"ranks would draw different values for {len(fresh)} parameters that are in no file. Call "
             "torch.manual_seed(0) before the model is built, with the same seed on all ranks"
@@ -294,7 +294,7 @@ def _export_adapters(model: nn.Module, owner: ModelRuntime, path: Path, target: 
     names = dict(model.named_parameters(remove_duplicate=False))
     base_name, num_uses = base_names(model), Counter(map(base_names(model), names))
     wanted = [name for name in names if base_name(name) is None or num_uses[base_name(name)] > 1]
-    exchange, is_writer = owner.ranks.exchange, owner.ranks.rank == 0
+    ranks, is_writer = owner.ranks, owner.ranks.rank == 0
     if owner.ranks.world_size > 1 and any("modules_to_save" in module._modules for module in model.modules()):
         raise ConfigError(
             "zo.export_pretrained of adapters with modules_to_save works on one rank: peft asks these modules for a "
@@ -304,10 +304,10 @@ def _export_adapters(model: nn.Module, owner: ModelRuntime, path: Path, target: 
     values |= {name: each.tensor for each in _named_buffers(model) if not each.optional for name in each.names}
     with contextlib.ExitStack() as files:
         folder = None
-        with exchange.together():
+        with ranks.together():
             if is_writer:
                 folder = files.enter_context(new_folder(path))
-        with exchange.together():
+        with ranks.together():
             write_adapters(
                 model, values, lambda name: _values_of(owner, {name: names[name]}, target)[name], folder, gathered
             )
@@ -405,7 +405,7 @@ def _parts(section: Section, read: Callable[[Section], Pieces]) -> Iterator[tupl
 def _gather_masters(owner: ModelRuntime, unit: Unit) -> dict[int, torch.Tensor]:
     """By section, (numel,) on the compute device."""
     collectives = owner.collectives
-    with owner.ranks.exchange.together():
+    with owner.ranks.together():
         mine = [read_master(owner.store, section.shard) for section in unit.sections]
     gathered = {}
     for section, part in zip(unit.sections, mine, strict=True):

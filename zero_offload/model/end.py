@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.base.threads import THREAD_PREFIX, FirstError, UpdateInterrupted, start
-from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.model.commits import Commits
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.pass_tracker import ModelLife
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.shards.store import ShardStore
 
 
@@ -31,7 +31,7 @@ class ModelEnd:
     grads: Gradients
     commits: Commits
     store: ShardStore
-    ranks: Ranks
+    ranks: CommitGroup
     files: RunFiles
 
     def close(self) -> None:
@@ -39,7 +39,7 @@ class ModelEnd:
         if self.life.is_closed:
             return
         self._stop_use()
-        commits, exchange, is_raised = self.commits, self.ranks.exchange, sys.exc_info()[1] is not None
+        commits, ranks, is_raised = self.commits, self.ranks, sys.exc_info()[1] is not None
         whole = together = same = False
         try:
             self.store.read_lazy()
@@ -54,9 +54,9 @@ class ModelEnd:
                 if not whole:
                     commits.drop()
                 # An exception may be one rank's affair: then the others do not come here, and wait for it elsewhere.
-                together = exchange.all_come("zo.close, which all ranks call", surely=whole and not is_raised)
+                together = ranks.all_come("zo.close, which all ranks call", surely=whole and not is_raised)
                 # It may also have struck ranks at different steps.
-                same = together and len(set(exchange.gather_digests(f"{commits.pending_step:016x}"))) == 1
+                same = together and len(set(ranks.gather_digests(f"{commits.pending_step:016x}"))) == 1
             if same:
                 commits.launch_latest()
             if whole:
@@ -66,7 +66,7 @@ class ModelEnd:
                 commits.shutdown()
             finally:
                 # When one rank returns, none holds the directory's lock: it can be opened again at once.
-                with exchange.together() if together else nullcontext():
+                with ranks.together() if together else nullcontext():
                     self.files.close()
 
     def close_at_exit(self, close: Callable[[], None]) -> None:

@@ -22,7 +22,6 @@ from zero_offload.base.inputs import check_config, check_model
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability, HardwareProfile, Tier, UpdateOverlap
 from zero_offload.checkpoint.file_list import count_reusable
-from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
@@ -103,7 +102,7 @@ def offload(
     with contextlib.ExitStack() as undo:
         builder = Builder(model, config, mesh, units, undo)
         builder.open_files()
-        with builder.ranks.exchange.together():
+        with builder.ranks.together():
             builder.make_units()
             builder.make_transfers()
             owner = builder.make_runtime()
@@ -156,10 +155,9 @@ class Builder:
             unit_bytes = _unit_bytes(self.layout.units, self.spec, self.config, partition)
         self.group = group = RankGroup.of(self.config, mesh, tensor_mesh, callers)
         self.collectives = Collectives(group, self.device.torch_device, self.config)
-        exchange = CommitGroup(group)
-        self.ranks = Ranks(group.run_rank, len(group.run_members), exchange, group.column, max(len(group.columns), 1))
-        hardware = _agree(own_hardware, exchange)
-        with exchange.together():
+        self.ranks = CommitGroup(group)
+        hardware = _agree(own_hardware, self.ranks)
+        with self.ranks.together():
             outlook = _outlook(unit_bytes, work_of(model, self.spec), self.config, partition, hardware)
             placement = place(unit_bytes, self.config, hardware, partition, outlook)
         plan = estimate_memory(unit_bytes, placement, self.config, group.partition)
@@ -170,7 +168,7 @@ class Builder:
         """Lock the directories and look for a generation; then all ranks must have the same model. Collective."""
         self.files = RunFiles.open(self.config, self.layout, self.ranks, self.errors)
         self.undo.callback(self.files.close)
-        check_same_model(self.params, self.ranks, self.ranks.exchange, values=self.files.found is None)
+        check_same_model(self.params, self.ranks, values=self.files.found is None)
 
     def make_units(self) -> None:
         """Take memory, make or open the files, and make units, which are still empty."""
@@ -350,7 +348,7 @@ def _adopt(
     if not owner.life.is_closed:
         with owner.together("zo.offload"):
             owner.drain()  # a commit under way talks to the other ranks, as what follows does
-    with owner.ranks.exchange.together() if not owner.life.is_closed else contextlib.nullcontext():
+    with owner.ranks.together() if not owner.life.is_closed else contextlib.nullcontext():
         _check_call(owner, config, mesh)
         found = [param for param in model.parameters() if owner_of(param) is None]
         if not found:
@@ -371,12 +369,12 @@ def _adopt(
             keeper.check_growth(layout)
         sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
     awaited, skips_values = owner.files.awaits, lacks_values(found)
-    check_same_model(added, owner.ranks, owner.ranks.exchange, values=not awaited)
+    check_same_model(added, owner.ranks, values=not awaited)
     with contextlib.ExitStack() as undo:
         store, first = owner.store, len(owner.units)
         before = BufferPlan(owner.layout, owner.sizes.placement, collectives.partition, owner.config, device.is_host)
         buffers = replace(before, layout=layout, placement=sizes.placement)
-        with owner.ranks.exchange.together():
+        with owner.ranks.together():
             sections = [section for unit in layout.units[first:] for section in unit.sections]
             undo.callback(store.shrink, len(store.shards))
             shards = store.grow(sections, sizes.placement.tiers)
@@ -481,12 +479,12 @@ def _hardware(config: OffloadConfig, device: Device) -> HardwareProfile:
     return count_reusable(found, config.nvme_dirs)
 
 
-def _agree(hardware: HardwareProfile, exchange: CommitGroup) -> HardwareProfile:
+def _agree(hardware: HardwareProfile, ranks: CommitGroup) -> HardwareProfile:
     """The same figures on every rank: ranks that placed differently would gather in different orders."""
-    cpu, device, nvme, num_cores = exchange.smallest(
+    cpu, device, nvme, num_cores = ranks.smallest(
         [hardware.cpu_memory_bytes, hardware.device_memory_bytes, hardware.nvme_free_bytes, hardware.num_cores]
     )
-    name = exchange.agree(hardware.device_name)
+    name = ranks.agree(hardware.device_name)
     return HardwareProfile(num_cores, cpu, name, device, nvme)
 
 

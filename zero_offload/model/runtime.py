@@ -29,7 +29,7 @@ from zero_offload.base.stats import Stats, StatsKeeper
 from zero_offload.base.threads import FirstError
 from zero_offload.base.types import Durability
 from zero_offload.checkpoint.format import Generation, StepRecord
-from zero_offload.checkpoint.generation import GenerationKeeper, Ranks
+from zero_offload.checkpoint.generation import GenerationKeeper
 from zero_offload.checkpoint.portable import save
 from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.checkpoint.saved import SavedGeneration
@@ -49,7 +49,7 @@ from zero_offload.plan.memory import Sizes
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
-from zero_offload.runtime.ranks.collectives import Collectives
+from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import Activations
@@ -75,7 +75,7 @@ class ModelRuntime:
     layout: ShardLayout
     sizes: Sizes
     group: RankGroup
-    ranks: Ranks
+    ranks: CommitGroup
     collectives: Collectives
     device: Device
     store: ShardStore
@@ -449,7 +449,7 @@ class ModelRuntime:
 
     def save(self, path: Path, capture: Capture, extra: Any) -> None:
         """Write a checkpoint of the states as they are now, after `check_between_steps` and `drain`. Collective."""
-        with self.ranks.exchange.together():
+        with self.ranks.together():
             record = self._record(capture, extra)
         save(path, self.layout, self.store, self.ranks, record)
 
@@ -459,9 +459,9 @@ class ModelRuntime:
         `check` may raise before anything is replaced. A failure after that leaves a mix, which is neither used nor
         committed: the model has to be loaded again. What is under way is over.
         """
-        index, exchange = self.collectives.shard_index, self.ranks.exchange
+        index, ranks = self.collectives.shard_index, self.ranks
         with SavedGeneration.open(path, self.layout, self.ranks) as saved:
-            with exchange.together():
+            with ranks.together():
                 check(saved.generation)
                 same_ranks = saved.generation.world_size == self.ranks.world_size
                 rng = saved.rng_of(self.ranks.rank) if same_ranks else None
@@ -471,7 +471,7 @@ class ModelRuntime:
             self._commits.drop()
             self.life.half_loaded = str(path)
             saved.tell_conversion(self.layout)
-            with exchange.together():
+            with ranks.together():
                 for shard in self.store.shards:
                     self.store.add_states(shard, saved.states(shard.layout.index))
                     self.store.write_components(shard, saved.source(shard.layout, index))

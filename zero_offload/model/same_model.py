@@ -12,16 +12,16 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.checkpoint.generation import Exchange, Ranks
 from zero_offload.hardware.kernels.checksums import crc32c_of_tensor
 from zero_offload.plan.tensor_parallel import local_part
+from zero_offload.runtime.ranks.collectives import CommitGroup
 from zero_offload.storage.shards.registry import recipe_of
 
 _DIGITS = 8
 """Of a word, hexadecimal."""
 
 
-def check_same_model(params: Mapping[str, nn.Parameter], ranks: Ranks, exchange: Exchange, *, values: bool) -> None:
+def check_same_model(params: Mapping[str, nn.Parameter], ranks: CommitGroup, *, values: bool) -> None:
     """Raise ConfigError on every rank if two that hold the same part of the model have built it differently.
 
     Its parameters, in order: names, shapes, which are trained, and, with `values`, what they hold; of deferred ones
@@ -29,7 +29,7 @@ def check_same_model(params: Mapping[str, nn.Parameter], ranks: Ranks, exchange:
     """
     if ranks.world_size == 1:
         return
-    counts = [int(word, 16) for word in exchange.gather_digests(f"{len(params):0{_DIGITS}x}")]
+    counts = [int(word, 16) for word in ranks.gather_digests(f"{len(params):0{_DIGITS}x}")]
     if len(set(counts)) > 1:
         other = next(rank for rank, count in enumerate(counts) if count != counts[0])
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_same_model(params: Mapping[str, nn.Parameter], ranks: Ranks, exchange:
             f"{other}. Build the same one on all ranks"
         )
     mine = "".join(f"{_word(name, param, values):0{_DIGITS}x}" for name, param in params.items())
-    every = exchange.gather_digests(mine)
+    every = ranks.gather_digests(mine)
     ranks_per_column = ranks.world_size // ranks.num_columns
     for rank, words in enumerate(every):
         first = rank - rank % ranks_per_column

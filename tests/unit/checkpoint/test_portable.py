@@ -14,7 +14,6 @@ import zero_offload as zo
 from tests.helpers.disk import SWAP, abandon, flip_bit, generation_file, open_model, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import read_masters
-from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.saved import SavedGeneration
 from zero_offload.plan.dtypes import ComputeDtypes
 from zero_offload.plan.layout import ShardLayout, make_layout
@@ -96,7 +95,7 @@ def _layout(num_shards: int) -> ShardLayout:
 @pytest.mark.parametrize("num_shards", [2, 3, 7])
 def test_other_numbers_of_shards_read_the_same_elements(num_shards: int, saved: Path) -> None:
     whole, layout = _layout(1), _layout(num_shards)
-    with SavedGeneration.open(saved, whole, Ranks(0, 1, CommitGroup(RankGroup.of(zo.OffloadConfig())))) as checkpoint:
+    with SavedGeneration.open(saved, whole, CommitGroup(RankGroup.of(zo.OffloadConfig()))) as checkpoint:
         for section, cut in zip(whole.sections, layout.sections, strict=True):
             for component in planned_components(section):
                 expected = checkpoint.source(section, 0)(component, 0, section.shard_numel)

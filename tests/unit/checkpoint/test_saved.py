@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from tests.helpers.crew import Crew, CrewExchange
+from tests.helpers.crew import Crew, CrewGroup
 from zero_offload.base.errors import ConfigError, StorageError
-from zero_offload.checkpoint.generation import Ranks
 from zero_offload.checkpoint.saved import open_in_turn
 from zero_offload.storage.files.directory import RunDirectory
 
@@ -28,7 +27,7 @@ def test_rank_0_opens_first_and_all_let_go_where_one_cannot(tmp_path: Path) -> N
 
     def work(rank: int) -> None:
         with contextlib.ExitStack() as cleanup:
-            open_in_turn([tmp_path / "a", tmp_path / "b"], Ranks(rank, 3, CrewExchange(crew)), cleanup, first, then)
+            open_in_turn([tmp_path / "a", tmp_path / "b"], CrewGroup(crew, rank), cleanup, first, then)
 
     assert [type(outcome) for outcome in crew.run(work)] == [StorageError, StorageError, ConfigError]
     assert calls == ["open"] * 2 + ["join"] * 4

@@ -299,10 +299,13 @@ class Collectives:
 
 
 class CommitGroup:
-    """Agreements of ranks about files, on a process group of their own."""
+    """The ranks that train one model, all its parts; agreements about files, on a process group of their own."""
 
     def __init__(self, group: RankGroup) -> None:
         self._ranks, self._watch = group, group.watch
+        self.rank, self.world_size = group.run_rank, len(group.run_members)
+        self.column, self.num_columns = group.column, max(len(group.columns), 1)
+        """Parts of the model; ranks are numbered column after column."""
         with self._watch.waiting("zo.offload, which all ranks call"):
             self._group = group.control_group()
         ascending = sorted(group.run_members)
@@ -310,6 +313,10 @@ class CommitGroup:
         """torch's number of each of our ranks."""
         self._numbers = [self._order.index(number) for number in range(len(ascending))]
         """Our number of each of torch's ranks."""
+
+    def first_of_column(self, world_size: int) -> int:
+        """The first rank that holds this part in a run of so many ranks."""
+        return self.column * (world_size // self.num_columns)
 
     def agree(self, text: str) -> str:
         """Rank 0's text, on every rank."""
