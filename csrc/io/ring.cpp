@@ -147,6 +147,8 @@ bool Ring::register_file(uint32_t slot, int fd) {
     return syscall(kSysRegister, fd_, kRegisterFilesUpdate, &update, 1) == 1;
 }
 
+void Ring::unregister_files() { syscall(kSysRegister, fd_, kUnregisterFiles, nullptr, 0); }
+
 bool Ring::register_buffers(uint32_t num_slots) {
     const BuffersTable table = {num_slots, kSparse, 0, 0, 0};
     return syscall(kSysRegister, fd_, kRegisterBuffers, &table, sizeof(table)) == 0;

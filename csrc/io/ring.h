@@ -31,6 +31,7 @@ class Ring {
     // Files by number in the kernel's table instead of by descriptor; false where that is refused.
     bool register_files(uint32_t num_slots);
     bool register_file(uint32_t slot, int fd);
+    void unregister_files();
     // The same for memory, whose pages the kernel then keeps.
     bool register_buffers(uint32_t num_slots);
     bool register_buffer(uint32_t slot, void *memory, uint64_t nbytes);

@@ -67,7 +67,11 @@ class UringTransport : public Transport {
             fill();
             if (actives_.empty()) {
                 Job job;
-                if (!engine_->take(*lane_, &job)) return;
+                if (!engine_->take(*lane_, &job)) {
+                    // The ring may live on until the engine is freed: no file stays open with it.
+                    ring_.unregister_files();
+                    return;
+                }
                 begin(job);
                 continue;
             }

@@ -77,7 +77,7 @@ constexpr uint32_t kSetupClamp = 1u << 4, kSetupDisabled = 1u << 6, kSetupCoopTa
 constexpr uint32_t kSetupSingleIssuer = 1u << 12, kSetupDeferTaskrun = 1u << 13;
 constexpr uint32_t kFeatureSingleMmap = 1u << 0, kFeatureNoDrop = 1u << 1;
 constexpr uint32_t kEnterGetEvents = 1;
-constexpr uint32_t kRegisterFiles = 2, kRegisterFilesUpdate = 6, kRegisterEnable = 12;
+constexpr uint32_t kRegisterFiles = 2, kUnregisterFiles = 3, kRegisterFilesUpdate = 6, kRegisterEnable = 12;
 constexpr uint32_t kRegisterBuffers = 15, kRegisterBuffersUpdate = 16, kSparse = 1;
 constexpr int64_t kOffsetSqRing = 0, kOffsetSqes = 0x10000000;
 

@@ -54,7 +54,7 @@ def pick(request: str, moved_bytes: int = WORTH_BYTES) -> EngineSettings:
 
     "auto" is io_uring where much is moved and the system allows it, else threads; without the native library it is
     aiofiles. Kinds and depths differ by a few per cent on drives that were measured: less than their rates move between
-    two runs. Where little is moved threads serve: they hold no file once it is closed, as a ring does for some ms.
+    two runs.
     """
     if request != "auto":
         if request == EngineKind.IO_URING and (problem := io_uring_problem()):

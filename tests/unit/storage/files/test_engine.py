@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import mmap
 import os
@@ -650,6 +651,18 @@ def test_close_waits_and_keeps_dropped_tables_alive(engine: FileEngine, tmp_path
         engine.close()
         engine.close()
         assert os.pread(stream.fileno(), 200 * 4096, 0) == memory.bytes.tobytes() * 200
+
+
+def test_a_closed_engine_holds_no_file(engine: FileEngine, tmp_path: Path) -> None:
+    """A lock lasts until the last one who has the file open lets go of it. The engine itself is still there."""
+    memory = Memory(BLOCK)
+    with open(tmp_path / "file", "w+b") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        engine.name_file(stream.fileno(), stream.name)
+        engine.wait(engine.submit(IoOp.WRITE, File(tmp_path / "file", stream.fileno()).table(1), memory.address))
+        engine.close()
+    with open(tmp_path / "file", "rb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_closed_engine_says_so(engine: FileEngine, file: File) -> None:
