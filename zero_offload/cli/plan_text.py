@@ -70,10 +70,13 @@ def as_text(report: Report) -> str:
     request, memory = report.request, report.planned.memory
     ranks = _count(request.cluster.ranks, "rank")
     where = f" in {_count(request.cluster.nodes, 'machine')}" if request.cluster.nodes > 1 else ""
+    here = request.gpu_here
+    automatic = [kind for kind in PLACED_KINDS if isinstance(request.config.placement_of(kind), str)]
+    chosen = ", ".join(f"{kind.value} {_shares_text(_shares(report, kind))}" for kind in automatic)
     lines = [
         f"{request.model}: {report.num_parameters:,} parameters in {len(request.work)} units on {ranks}{where}",
-        *_device_lines(request),
-        *_placement_lines(report),
+        *([] if here is None else [f"on this machine's {here.name}, {format_bytes(here.free_bytes)} free"]),
+        *([f"auto: {chosen}"] if automatic else []),
         "bytes of one rank:",
         memory.table(),
         *report.planned.ways,
@@ -82,20 +85,6 @@ def as_text(report: Report) -> str:
         *_interval_lines(report),
     ]
     return "\n".join(lines)
-
-
-def _device_lines(request: Request) -> Iterator[str]:
-    if request.gpu_here is not None:
-        name, free_bytes = request.gpu_here
-        yield f"on this machine's {name}, {format_bytes(free_bytes)} free"
-
-
-def _placement_lines(report: Report) -> Iterator[str]:
-    """What "auto" chose, as settings."""
-    kinds = [kind for kind in PLACED_KINDS if isinstance(report.request.config.placement_of(kind), str)]
-    if kinds:
-        chosen = ", ".join(f"{kind.value} {_shares_text(_shares(report, kind))}" for kind in kinds)
-        yield f"auto: {chosen}"
 
 
 def _shares(report: Report, kind: StateKind) -> dict[str, float]:
@@ -226,22 +215,6 @@ def _days(days: float) -> str:
     return f"{days:.3g} days" if days < LIFE_DAYS * 2 else f"{days / 365:.3g} years"
 
 
-def _wear_json(wear: Wear, tbw: float, step_s: float | None) -> dict[str, Any]:
-    """Of each drive."""
-    written = wear.bytes_per_step > 0
-    num_steps = wear.steps_to(tbw) if written else None
-    return {
-        "states_bytes_per_step": int(wear.states_bytes),
-        "activation_bytes_per_step": int(wear.activation_bytes),
-        "commit_bytes_per_step": int(wear.commit_bytes_per_step),
-        "is_upper_bound": wear.is_bound,
-        "tbw": tbw,
-        "steps_to_tbw": num_steps,
-        "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
-        "days_to_tbw": None if step_s is None or num_steps is None else num_steps * step_s / 86400,
-    }
-
-
 def _count(number: int, what: str) -> str:
     return f"1 {what}" if number == 1 else f"{number:,} {what}s"
 
@@ -256,6 +229,8 @@ def as_json(report: Report) -> dict[str, Any]:
             "total": memory.used_bytes(tier),
             "available": memory.budget.of(tier),
         }
+    wear, tbw, step_s = report.wear, report.tbw, report.step_s
+    is_written = wear.bytes_per_step > 0
     return {
         "fits": memory.fits,
         "reasons": memory.reasons,
@@ -266,14 +241,24 @@ def as_json(report: Report) -> dict[str, Any]:
         "parameters": report.num_parameters,
         "placement": {kind.value: _shares(report, kind) for kind in PLACED_KINDS},
         "activation_bytes": report.request.activation_bytes(),
-        "step": None if found is None else _forecast_json(report, found),
+        "step": None if found is None else _step_json(report, found),
         "commit_every": report.request.config.commit_every,
         "recommended_commit_every": report.recommended,
-        "wear": _wear_json(report.wear, report.tbw, report.step_s),
+        # Of each drive.
+        "wear": {
+            "states_bytes_per_step": int(wear.states_bytes),
+            "activation_bytes_per_step": int(wear.activation_bytes),
+            "commit_bytes_per_step": int(wear.commit_bytes_per_step),
+            "is_upper_bound": wear.is_bound,
+            "tbw": tbw,
+            "steps_to_tbw": wear.steps_to(tbw) if is_written else None,
+            "tb_per_day": None if step_s is None else wear.tb_per_day(step_s),
+            "days_to_tbw": wear.days_to(tbw, step_s) if is_written and step_s is not None else None,
+        },
     }
 
 
-def _forecast_json(report: Report, found: Forecast) -> dict[str, Any]:
+def _step_json(report: Report, found: Forecast) -> dict[str, Any]:
     step, machine = found.prediction, report.planned.machine
     return {
         "predicted_s": step.step_s,
@@ -285,16 +270,14 @@ def _forecast_json(report: Report, found: Forecast) -> dict[str, Any]:
         "bottleneck_saves_s": found.bottleneck.saved_s,
         "no_offload_s": found.no_offload_s,
         "break_even_tokens": found.break_even_tokens,
-        "offers": [_offer_json(offer) for offer in report.offers],
+        "offers": [
+            {
+                "amount": offer.amount,
+                "what": offer.title,
+                "step_s": offer.prediction and offer.prediction.step_s,
+                "tokens_per_s": offer.prediction and offer.prediction.tokens_per_s,
+            }
+            for offer in report.offers
+        ],
         "rates": machine.source,
-    }
-
-
-def _offer_json(offer: Offer) -> dict[str, Any]:
-    then = offer.prediction
-    return {
-        "amount": offer.amount,
-        "what": offer.title,
-        "step_s": None if then is None else then.step_s,
-        "tokens_per_s": None if then is None else then.tokens_per_s,
     }

@@ -183,8 +183,8 @@ def refusals() -> dict[str, Any]:
     def masters(*wrong: int) -> dict[str, Any]:
         a, b, c, numel, threads = wrong
         return {
-            "split": lambda: kernels().short_master_split(a, b, c, numel, threads),
-            "join": lambda: kernels().short_master_join(b, c, a, numel, threads),
+            "split": lambda: kernels().master_split(True, a, b, c, numel, threads),
+            "join": lambda: kernels().master_join(True, b, c, a, numel, threads),
         }
 
     calls = {
@@ -261,7 +261,7 @@ def test_what_only_looks_wrong_is_welcome() -> None:
     with without_library():
         for call in (kernels().states_decode, kernels().states_encode):
             call(StateFormat.COMPACT, True, 0, 0, 0, 0, 1)
-        kernels().short_master_split(0, 0, 0, 0, 1)
+        kernels().master_split(True, 0, 0, 0, 0, 1)
         fused_update(Rule.ADAMW, touching, [replace(SEGMENT, end=500)], 1)
     assert memory[:500].all() and memory[512:1012].all() and memory[1024:].any()
     assert not memory[500:512].any() and not memory[1012:1024].any()

@@ -171,7 +171,7 @@ def refusals() -> dict[str, Any]:
         "numel": lambda: sum_of_squares(value, FP32, -1),
         "no values": lambda: sum_of_squares(0, FP32, 8),
         "halves": lambda: convert(spare, half),
-        "no residual": lambda: kernels().master_split(value, half.data_ptr(), 0, 8, 1),
+        "no residual": lambda: kernels().master_split(False, value, half.data_ptr(), 0, 8, 1),
         "half in master": lambda: split_master(arrays[0], arrays[0].view(BF16)[8:], residual),
         "master in half": lambda: join_master(arrays[0].view(BF16)[:8], residual, arrays[0]),
         "residual in half": lambda: split_master(arrays[0], half, half.view(torch.int16)),
