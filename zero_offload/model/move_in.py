@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import swap_tensors
 
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
@@ -22,8 +24,7 @@ from zero_offload.hardware.device import Device
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES
 from zero_offload.model.deferred.recorder import DeferredTensor
 from zero_offload.plan.layout import ParamSlice
-from zero_offload.plan.tensor_parallel import local_part
-from zero_offload.runtime.grads.dtensors import made_at, move_to
+from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.units.guard import wrapper_of
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.memory.heap import HeapTrimmer, trim_heap
@@ -126,7 +127,7 @@ def _move_out(
             old = host_tensor(torch.nan, torch.float32).to(dtype).expand(piece.spec.shape)
         else:
             old = values[piece.begin : piece.end].view(piece.spec.shape).to(dtype, copy=True)
-        move_to(param, old)
+        _move_to(param, old)
     if (
         values is not None
         and not section.layout.trainable
@@ -182,8 +183,41 @@ class _Values:
 def _as_view(param: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
     """The parameter that is this view: itself, or a new one for a deferred one, which cannot leave meta."""
     if recipe_of(param) is None:
-        move_to(param, view)
+        _move_to(param, view)
         return param
-    made = made_at(view, param.requires_grad)
+    made = _made_at(view, param.requires_grad)
     made.__dict__.update({key: value for key, value in param.__dict__.items() if key != "_is_param"})
+    return made
+
+
+def _move_to(param: nn.Parameter, place: torch.Tensor) -> None:
+    """Make a parameter a view of `place`, which holds its (local) values in the compute dtype.
+
+    A DTensor keeps its identity, hooked modules and placement; its plain part becomes the view.
+    """
+    if not is_dtensor(param):
+        if torch._has_compatible_shallow_copy_type(param, place):
+            param.data = place
+        else:  # between the host and device types that torch does not bring itself
+            made = _made_at(place, param.requires_grad)
+            if param.grad_dtype != param.dtype:  # as the program has set it, None for any
+                made.grad_dtype = param.grad_dtype
+            swap_tensors(param, made)
+        return
+    # Late: the import takes half a second, and a program that has a DTensor has made it.
+    from torch.distributed.tensor import DTensor
+
+    old: Any = param
+    new = DTensor.from_local(
+        place, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )
+    # As Module.to does; setting data would leave its dtype and its part as they were.
+    swap_tensors(param, nn.Parameter(new, requires_grad=param.requires_grad))
+
+
+def _made_at(place: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A new parameter that is a view of `place` and counts its own versions: writing to `place` does not
+    count for it."""
+    made = nn.Parameter(torch.empty(0, dtype=place.dtype, device=place.device), requires_grad)
+    made.data = place
     return made

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,8 +32,7 @@ from zero_offload.hardware.device import Device
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRADS_IN_FLIGHT, staged_grad_bytes
-from zero_offload.plan.tensor_parallel import is_dtensor
-from zero_offload.runtime.grads.dtensors import local_grad
+from zero_offload.plan.tensor_parallel import is_dtensor, local_part
 from zero_offload.runtime.grads.reductions import Reductions
 from zero_offload.runtime.grads.section import DevicePartial, FreshGrads, GradSection, HostPartial
 from zero_offload.runtime.prefetcher import ParamPrefetcher
@@ -158,7 +158,7 @@ class Gradients:
         if not section.arrived:
             section.num_expected = sum(each.requires_grad for each in section.params)
         if type(grad) is not torch.Tensor:
-            grad = local_grad(param, grad)
+            grad = _local_grad(param, grad)
         if grad.layout is not torch.strided or self.loss_scale != 1.0:
             self._refuse(section, index, grad)
         if grad.requires_grad or grad.is_neg():
@@ -614,6 +614,22 @@ class Gradients:
         """With the last gradients their loss scale ends."""
         if not any(section.holding for section in self.sections):
             self.loss_scale, self.overflowed = 1.0, False
+
+
+def _local_grad(param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a gradient, plain, divided as its parameter is: sums that are due are made. Collective over
+    a DTensor's mesh, whose ranks run the same operations in the same order."""
+    if not is_dtensor(grad):
+        return grad
+    # Late: the import takes half a second, and a program that has a DTensor has made it.
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    whole: Any = grad
+    dtensor: Any = param
+    with torch.no_grad():
+        part = local_part(whole.redistribute(placements=dtensor.placements))
+        waited: torch.Tensor = part.wait() if isinstance(part, AsyncCollectiveTensor) else part
+    return waited
 
 
 def _plain(grad: torch.Tensor) -> torch.Tensor:
