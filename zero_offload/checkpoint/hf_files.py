@@ -1,12 +1,11 @@
-"""Safetensors files in the layout of Hugging Face folders, read in ranges; and which tensor of them belongs to which of
-a model.
+"""Safetensors files in the layout of Hugging Face folders: read in ranges, and matched with the tensors of a model.
 
 Owns the words of the format (names of dtypes, header, names of files), reading, and the one error that lists everything
-that does not fit a model. A file is 8 bytes with the length
-of the header, a JSON header (name -> dtype, shape, range of bytes), and the tensors' bytes. A folder has one file
-`model.safetensors`, or shards and an index that says which file a tensor is in. Sizes and ranges are checked before
-a byte is believed; nothing is executed, and no file is mapped: a range is read into memory of its own, so that what a
-caller holds is all there is. The calls: `open_weights`, `match`, then `StoredTensor.read` as often as wanted.
+that does not fit. A file is 8 bytes with the length of the header, a JSON header (name -> dtype, shape, range of
+bytes), and the tensors' bytes. A folder has one file `model.safetensors`, or shards and an index that says which file a
+tensor is in. Sizes and ranges are checked before a byte is believed; nothing is executed, and no file is mapped: a
+range is read into memory of its own, so that what a caller holds is all there is. The calls: `open_weights`, `match`,
+then `StoredTensor.read` as often as wanted.
 """
 
 from __future__ import annotations

@@ -193,9 +193,10 @@ def _step_time(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _update_overlap(rows: Sequence[Row]) -> float | None:
-    exposed_s = sum(row.get("exposed_s", {}).get(Cause.UPDATE.value, row["update_s"]) for row in rows)
-    known = all("exposed_s" in row for row in rows)
-    return update_overlap(sum(row["update_s"] for row in rows), exposed_s) if known else None
+    if not all("exposed_s" in row for row in rows):
+        return None
+    exposed_s = sum(row["exposed_s"][Cause.UPDATE.value] for row in rows)
+    return update_overlap(sum(row["update_s"] for row in rows), exposed_s)
 
 
 def _memory(run: Run) -> dict[str, dict[str, int]]:

@@ -31,12 +31,13 @@ def find_home(path: Path) -> Path:
     if _has_generation(path):
         return path.absolute()
     identity = described(path).get("identity")
-    nvme = identity.get("offload.nvme") if isinstance(identity, dict) else None
+    identity = identity if isinstance(identity, dict) else {}
+    nvme = identity.get("offload.nvme")
     if not isinstance(nvme, list) or not nvme:
         damaged = f", and its {RUN_FILE} does not say where the run's states are" * os.path.lexists(path / RUN_FILE)
         raise ConfigError(f"{path} holds no generation and no run{damaged}; give a {RUN_HELP}")
     home = Path(str(nvme[0]))
-    out = Path(str(identity.get("out"))) if isinstance(identity, dict) else path
+    out = Path(str(identity.get("out")))
     if home.is_relative_to(out):
         home = path.absolute() / home.relative_to(out)  # wherever the run directory has been moved or copied to
     if not home.is_dir() or not _has_generation(home):

@@ -141,7 +141,7 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
         why = "--discard deletes it" if existing is Existing.DISCARD else f"{config.out} holds none"
         raise ConfigError(f"--generation {config.offload.generation} goes on from an earlier run, but {why}")
     ranks.wait()  # every rank has looked before the first one writes
-    baseline_bytes = _peak_rss_bytes()
+    baseline_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
     gpt = config.gpt()
     with zo.deferred_init():
         model = GPT(replace(gpt, recompute=Recompute.NONE), config.seed)
@@ -159,19 +159,20 @@ def _set_up(config: TrainConfig, corpus: Corpus, ranks: Ranks, existing: Existin
     optimizer = zo.AdamW(groups, lr=config.lr, betas=_BETAS, eps=1e-8)
     scheduler = LambdaLR(optimizer, partial(_lr_factor, warmup=config.warmup, steps=config.steps))
     scaler = zo.GradScaler(enabled=config.offload.numerics.compute == "fp16")
+    job = _Job(config, corpus, ranks, model, optimizer, scheduler, scaler)
     description = {
         "identity": identity,
         "gpt": asdict(gpt),
         "unigram_nats": corpus.unigram_nats,
         "data": corpus.description,
         "num_parameters": num_parameters(gpt),
-        "tokens_per_step": config.batch * config.seq * config.accumulate * ranks.size,
+        "tokens_per_step": job.tokens_per_step,
         "baseline_rss_bytes": baseline_bytes,
-        "device": model.rotation.device.type,
+        "device": job.device.type,
         "plan": _planned_bytes(model, config),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
-    return _Job(config, corpus, ranks, model, optimizer, scheduler, scaler), description
+    return job, description
 
 
 def _resume(job: _Job, progress: Progress, before: Mapping[str, Any]) -> int:
@@ -332,7 +333,7 @@ def _measured(job: _Job, step_s: float) -> Row:
 
 
 def _commit(job: _Job, step: int) -> None:
-    # The data position is the step itself: a batch is a function of (seed, step, rank, micro-batch).
+    # The data position is the step: a batch is a function of (seed, step, rank, micro-batch).
     zo.commit(job.model, job.optimizer, extra={"step": step, "scheduler": job.scheduler.state_dict()})
 
 
@@ -402,7 +403,3 @@ def _planned_bytes(model: GPT, config: TrainConfig) -> dict[str, int]:
     placement = Placement(tiers, Budget(0, 0, 0, runtime.device.is_host))
     plan = estimate_memory(unit_bytes, placement, config.offload, partition)
     return {tier.value: plan.used_bytes(tier) for tier in Tier}
-
-
-def _peak_rss_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
