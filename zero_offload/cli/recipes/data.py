@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -72,7 +72,7 @@ class _Source(NamedTuple):
 
 def load_corpus(paths: Sequence[Path], seq: int) -> Corpus:
     """Read the given files and directories; none means the Python standard library of this interpreter."""
-    sources = _standard_library() if not paths else list(_find_sources(paths))
+    sources = _find_sources(paths) if paths else _standard_library()
     texts = [_read(source.path) for source in sources]
     if len(sources) == 1:
         train, validation = _split_by_position(texts[0])
@@ -125,23 +125,25 @@ def _standard_library() -> list[_Source]:
     return found
 
 
-def _find_sources(paths: Sequence[Path]) -> Iterator[_Source]:
-    problems = [f"--data {path}: no such file or directory" for path in paths if not path.exists()]
+def _find_sources(paths: Sequence[Path]) -> list[_Source]:
+    found: list[_Source] = []
+    problems = []
     for path in paths:
-        if path.is_dir() and not any(_is_text(path / name) for name in _walk(path, _SKIPPED_DIRS)):
-            problems.append(f"--data {path}: the directory holds no text file")
-        elif path.is_file() and path.stat().st_size == 0:
-            problems.append(f"--data {path}: the file is empty")
-        elif path.exists() and not (path.is_dir() or path.is_file()):
-            problems.append(f"--data {path}: neither a file nor a directory")
+        if path.is_dir():
+            names = [name for name in _walk(path, _SKIPPED_DIRS) if _is_text(path / name)]
+            found += [_Source(name.as_posix(), path / name) for name in names]
+            if not names:
+                problems.append(f"--data {path}: the directory holds no text file")
+        elif path.is_file():
+            found.append(_Source(path.name, path))
+            if path.stat().st_size == 0:
+                problems.append(f"--data {path}: the file is empty")
+        else:
+            what = "neither a file nor a directory" if path.exists() else "no such file or directory"
+            problems.append(f"--data {path}: {what}")
     if problems:
         raise ConfigError("; ".join(problems))
-    for path in paths:
-        if path.is_file():
-            yield _Source(path.name, path)
-        else:
-            names = (name for name in _walk(path, _SKIPPED_DIRS) if _is_text(path / name))
-            yield from (_Source(name.as_posix(), path / name) for name in names)
+    return found
 
 
 def _walk(root: Path, skipped_dirs: frozenset[str]) -> list[Path]:
