@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from harness import command, fio
-from harness.limits import loop_disks
+from harness.limits import paced_disks
 from harness.rows import Row, missing, row, show, write
 from torch import nn
 
@@ -428,10 +428,10 @@ def _transfers_s(nbytes: int, rates: Rates) -> float:
 
 def stripe_rows(directory: Path, nbytes: int) -> list[Row]:
     """Two drives of different speed, as a run stripes them, against the sum of what each does alone."""
-    with loop_disks.paced_disks(directory, 2 * WORTH_BYTES, (SLOW, FAST)) as disks, contextlib.ExitStack() as stack:
+    with paced_disks.mounted(directory, 2 * WORTH_BYTES, (SLOW, FAST)) as disks, contextlib.ExitStack() as stack:
         names = [f"{op}, two directories of 1:3" for op in ("write", "read")]
         if disks is None:
-            return [missing(name, 0.0, "s", loop_disks.NEEDS, REACH_STRIPE) for name in names]
+            return [missing(name, 0.0, "s", paced_disks.NEEDS, REACH_STRIPE) for name in names]
         homes = [stack.enter_context(RunDirectory.open(disk / "run")) for disk in disks]
         region = Arena(0).allocate(nbytes)
         ctypes.memset(region.address, 1, nbytes)
@@ -486,6 +486,6 @@ def main(arguments: Sequence[str]) -> int:
     show(rows)
     write(rows, args.json)
     if any(each["ok"] is None for each in rows):
-        print(f"what was not measured: {DEEPSPEED_INSTALL}; stripes: {loop_disks.NEEDS}")
+        print(f"what was not measured: {DEEPSPEED_INSTALL}; stripes: {paced_disks.NEEDS}")
         return command.PEER_MISSING_EXIT_CODE
     return 0
