@@ -16,7 +16,7 @@ _V1, _V2 = Path("/sys/fs/cgroup/blkio"), Path("/sys/fs/cgroup")
 
 @contextlib.contextmanager
 def mounted(place: Path, nbytes: int, bytes_per_s: tuple[int, ...]) -> Iterator[list[Path] | None]:
-    """A mounted directory for each speed; None where the system does not allow it. This process is held to the speeds meanwhile."""
+    """A mounted directory for each speed, to which this process is held meanwhile; None if the system forbids it."""
     with contextlib.ExitStack() as undo:
         try:
             disks = [_mount(place / f"disk{i}", nbytes, undo) for i in range(len(bytes_per_s))]
