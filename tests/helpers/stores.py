@@ -67,12 +67,12 @@ def grad_memory(store: ShardStore, device: AcceleratorDevice | None = None, shar
 
 def grads_of(store: ShardStore, attach: AttachBuffer = attach, ring: GradRing | None = None) -> HostGrads:
     """Where gradients of the store's first shard rest, on the host's tier that it was placed on."""
-    shard, memory, room = store.shards[0], grad_memory(store), DriveRoom(store.counters, attach)
+    shard, memory, room = store.shards[0], grad_memory(store), DriveRoom(store.counters, None)
     tier, layout = shard.placement.grads, shard.layout
     if tier is Tier.NVME:
         if ring is not None:
-            return RingDriveGrads(ring, room, memory, layout, "unit", sums_up=True)
-        return DriveGrads(room, memory, layout, "unit", sums_up=True)
+            return RingDriveGrads(ring, room, attach, memory, layout, "unit", sums_up=True)
+        return DriveGrads(room, attach, memory, layout, "unit", sums_up=True)
     if ring is not None:
         return RingGrads(ring, memory, layout, tier, "unit", sums_up=True)
     return HostGrads(memory, layout, tier, "unit", sums_up=True)

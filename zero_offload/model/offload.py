@@ -63,6 +63,8 @@ from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.heap import trim_heap
 from zero_offload.storage.memory.pool import SpanPool
 from zero_offload.storage.memory.resizable import Budget, FrameBudget, ResizableBuffer
+from zero_offload.storage.shards.drive_grads import DriveRoom
+from zero_offload.storage.shards.grad_downloads import GradDownloads
 from zero_offload.storage.shards.registry import Owner, owner_of, register, unregister
 from zero_offload.storage.shards.ring_grads import GradRing
 from zero_offload.storage.shards.shard import Component, planned_bytes
@@ -205,7 +207,9 @@ class Builder:
         move_buffers(self.model, device, self.undo)
         ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)
         self.activations = open_activations(config, device, store, files.scratch, self.model.buffers(), ahead_max)
-        self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, room)
+        downloads = None if device.is_host else GradDownloads(device, store.arena, store.counters)
+        drive_room = DriveRoom(store.counters, downloads)
+        self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, room, drive_room)
         self.update_worker = self._start_worker("zero_offload-update")
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
         files.fill(store, store.shards, collectives.shard_index)

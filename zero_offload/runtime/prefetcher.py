@@ -8,7 +8,7 @@ a use that cannot wait. `ParamPrefetcher` decides what moves, and moves it. All 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from zero_offload.runtime.units.unit import Section, Unit, UnitState
 from zero_offload.storage.files.engine import Urgency
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.resizable import Budget
+from zero_offload.storage.shards.drive_grads import DriveRoom
 from zero_offload.storage.shards.shard import Component
 from zero_offload.storage.shards.store import ShardStore
 
@@ -199,9 +200,16 @@ class MemoryPool:
     """
 
     def __init__(
-        self, arena: Arena, budget: Budget, units: Sequence[Unit], evictor: Evictor, held_views: HeldViews
+        self,
+        arena: Arena,
+        budget: Budget,
+        units: Sequence[Unit],
+        evictor: Evictor,
+        held_views: HeldViews,
+        drive_room: DriveRoom,
     ) -> None:
-        """`budget` has the frames of `units`: `arena`, which has those of gradients, or a device's."""
+        """`budget` has the frames of `units`: `arena`, which has those of gradients, or a device's. `drive_room` has
+        the gradients that leave for drives."""
         self._arena = arena
         self._budget = budget
         self._units = units
@@ -209,8 +217,7 @@ class MemoryPool:
         self._held_views = held_views
         self.is_of_host = budget is arena
         """True if units and gradients share the host's memory."""
-        self.flush_grads: Callable[[], bool] = lambda: False
-        """Gradients on their way to drives give their frames back when they are written; True if any did."""
+        self.drive_room = drive_room
         self.measure()
 
     def measure(self) -> None:
@@ -234,14 +241,14 @@ class MemoryPool:
             self._evictor.evict_one()
             or (for_grads and self._keeps_in_backward and self._arena.raise_limit(missing, claimed=True))
             or self._held_views.drop_garbage()
-            or self.flush_grads()
+            or self.drive_room.settle()
         )
 
     def attach(self, buffer: MovableBuffer) -> None:
         """Put pages under a host buffer of gradients. Raises CapacityError."""
         if self.is_of_host:
             self.reserve(buffer.num_frames, "a gradient buffer", for_grads=True)
-        if not buffer.attach() and not (self.flush_grads() and buffer.attach()):
+        if not buffer.attach() and not (self.drive_room.settle() and buffer.attach()):
             raise self._no_room(buffer.num_frames, "a gradient buffer")
         if self._keeps_in_backward:
             self._most_for_grads = max(self._most_for_grads, self._arena.claimed_frames)
@@ -285,6 +292,7 @@ class ParamPrefetcher:
         loader: ParamLoader,
         budget: Budget,
         room: DeviceRoom | None,
+        drive_room: DriveRoom,
     ) -> None:
         """`budget` is the compute device's memory for units; `loader` brings values into it. `room` has the limit of a
         device's own memory; None where a CPU computes."""
@@ -311,7 +319,7 @@ class ParamPrefetcher:
         self._evictor = Evictor(
             units, self.schedule, self._held_views, loader, self.streams, gatherer, collectives.world_size
         )
-        self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._held_views)
+        self.pool = MemoryPool(store.arena, budget, units, self._evictor, self._held_views, drive_room)
 
     def grow(self, landing_bytes: int) -> None:
         """The list of units has become longer, and so have the limits of memory."""

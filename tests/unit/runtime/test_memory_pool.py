@@ -10,18 +10,21 @@ from torch import nn
 
 import zero_offload as zo
 from tests.helpers.models import WIDE, Block, TinyLM, tokens_of
+from zero_offload.base.events import Counters
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.prefetcher import Evictor, FetchSchedule, MemoryPool
 from zero_offload.storage.memory.arena import Arena, MovableBuffer
 from zero_offload.storage.memory.pages import FRAME
 from zero_offload.storage.memory.resizable import Budget, FrameBudget
+from zero_offload.storage.shards.drive_grads import DriveRoom
 
 
-def pool_of(arena: Arena, budget: Budget) -> MemoryPool:
+def pool_of(arena: Arena, budget: Budget, drive_room: DriveRoom | None = None) -> MemoryPool:
     """Without units: none moves, so nothing that moves them is asked."""
     held_views, nothing = HeldViews([], 1), cast(Any, None)
-    return MemoryPool(arena, budget, [], Evictor([], FetchSchedule(), held_views, nothing, None, None, 1), held_views)
+    evictor = Evictor([], FetchSchedule(), held_views, nothing, None, None, 1)
+    return MemoryPool(arena, budget, [], evictor, held_views, drive_room or DriveRoom(Counters(), None))
 
 
 def take(arena: Arena, pool: MemoryPool, *nums_frames: int) -> None:
@@ -35,16 +38,17 @@ def take(arena: Arena, pool: MemoryPool, *nums_frames: int) -> None:
 
 def test_what_gives_memory_back_is_asked_before_the_limit_rises() -> None:
     arena = Arena(4, 6)
-    pool, held = pool_of(arena, arena), MovableBuffer(arena, 3 * FRAME)
+    held = MovableBuffer(arena, 3 * FRAME)
     assert held.attach()
 
-    def flush() -> bool:
-        gives = held.attached
-        if gives:
-            held.detach()
-        return gives
+    class Leaving(DriveRoom):
+        def settle(self) -> bool:
+            gives = held.attached
+            if gives:
+                held.detach()
+            return gives
 
-    pool.flush_grads = flush
+    pool = pool_of(arena, arena, Leaving(Counters(), None))
     pool.reserve(2, "blocks.1")
     assert not held.attached and arena.frame_limit == 4
     pool.reserve(6, "blocks.1")

@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import itertools
 import math
-import weakref
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +37,7 @@ from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives
 from zero_offload.runtime.units.unit import Section, Unit
 from zero_offload.storage.shards.device_grads import DeviceGrads
-from zero_offload.storage.shards.drive_grads import DriveGrads, DriveRoom
-from zero_offload.storage.shards.grad_downloads import GradDownloads
+from zero_offload.storage.shards.drive_grads import DriveGrads
 from zero_offload.storage.shards.grad_store import Gathered, GradMemory, GradStore, HostGrads
 from zero_offload.storage.shards.ring_grads import GradRing, RingDriveGrads, RingGrads
 from zero_offload.storage.shards.store import ShardStore
@@ -66,12 +63,10 @@ class Gradients:
         self._units = units
         self._collectives = collectives
         self._spans = store.counters.spans
-        self._downloads = None if device.is_host else GradDownloads(device, store.arena, store.counters)
+        self._drive_room = prefetcher.pool.drive_room
+        self._downloads = self._drive_room.downloads
         self._memory = GradMemory(store, device, collectives.shard_index, self._downloads)
-        self._room = DriveRoom(store.counters, prefetcher.pool.attach)
         self._ring = ring
-        # Weak: this object has `attach` of the pool, and a cycle would outlive a dropped model.
-        prefetcher.pool.flush_grads = partial(_settle, weakref.ref(self))
         self._attach = prefetcher.pool.attach
         self._reductions = Reductions(collectives, self._reduced)
         self._with_pages: list[GradSection] = []
@@ -132,8 +127,8 @@ class Gradients:
             return DeviceGrads(memory, layout, unit, sums_up=sums_up)
         if tier is Tier.NVME:
             if ring is not None:
-                return RingDriveGrads(ring, self._room, memory, layout, unit, sums_up=sums_up)
-            return DriveGrads(self._room, memory, layout, unit, sums_up=sums_up)
+                return RingDriveGrads(ring, self._drive_room, self._attach, memory, layout, unit, sums_up=sums_up)
+            return DriveGrads(self._drive_room, self._attach, memory, layout, unit, sums_up=sums_up)
         if ring is not None:
             return RingGrads(ring, memory, layout, tier, unit, sums_up=sums_up)
         return HostGrads(memory, layout, tier, unit, sums_up=sums_up)
@@ -217,13 +212,7 @@ class Gradients:
     def begin_forward(self) -> None:
         """Memory that the last backward's gradients still leave is there for parameters."""
         self._memory.num_threads = kernel_threads()
-        self.settle()
-
-    def settle(self) -> bool:
-        """Pages of gradients that leave for drives are there for others. True if there were any."""
-        if self._downloads is not None:
-            self._downloads.advance()
-        return self._room.settle()
+        self._drive_room.settle()
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -575,7 +564,7 @@ class Gradients:
         """Forget all gradients, those of a backward that broke off included. True if there were any."""
         self._reductions.drop()
         self.close()
-        self._room.drop()
+        self._drive_room.drop()
         for section in self.sections:
             section.arrived.clear()
             section.awaits_more, section.aside, section.joined = False, False, None
@@ -636,11 +625,6 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
     """A gradient as its values lie in memory, part of no graph."""
     grad = grad.resolve_neg()  # a kernel sees memory, which has the other sign there
     return grad.detach() if grad.requires_grad else grad  # create_graph=True
-
-
-def _settle(gradients: weakref.ref[Gradients]) -> bool:
-    found = gradients()
-    return found is not None and found.settle()
 
 
 def _describe(section: GradSection, of_one: bool) -> str:

@@ -21,6 +21,7 @@ from zero_offload.plan.memory import GRADS_IN_FLIGHT
 from zero_offload.storage.files.swap_file import ALL_ROWS, Extent, Transfer
 from zero_offload.storage.memory.arena import MovableBuffer, Region
 from zero_offload.storage.shards import grad_store
+from zero_offload.storage.shards.grad_downloads import GradDownloads
 from zero_offload.storage.shards.grad_store import Gathered, GradMemory, GradPiece, HostGrads, Wait
 
 STREAM_CHUNKS = 4
@@ -39,9 +40,10 @@ class DriveRoom:
     happens depends on the order of the calls alone, never on what is complete, so that it is the same on all ranks.
     """
 
-    def __init__(self, counters: Counters, attach: AttachBuffer) -> None:
+    def __init__(self, counters: Counters, downloads: GradDownloads | None) -> None:
+        """`downloads`: from a GPU, which sections wait for before they leave."""
         self._counters = counters
-        self.attach = attach
+        self.downloads = downloads
         # Weak: stores hold this object, and a cycle would outlive a dropped model.
         self._stores: dict[int, list[weakref.ref[DriveGrads]]] = {}
         """By the section's index: with several ranks it has two, which leave together."""
@@ -82,7 +84,9 @@ class DriveRoom:
             self._open.pop()
 
     def settle(self) -> bool:
-        """Wait for what was launched. True if anything was."""
+        """Pages of gradients that leave are there for others. True if there were any."""
+        if self.downloads is not None:
+            self.downloads.advance()
         found = bool(self._leaving)
         while self._leaving:
             self._settle_oldest()
@@ -111,9 +115,19 @@ class DriveGrads(HostGrads):
 
     comes_by_staging = True
 
-    def __init__(self, room: DriveRoom, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool) -> None:
+    def __init__(
+        self,
+        room: DriveRoom,
+        attach: AttachBuffer,
+        memory: GradMemory,
+        layout: SectionLayout,
+        unit: str,
+        *,
+        sums_up: bool,
+    ) -> None:
         super().__init__(memory, layout, Tier.NVME, unit, sums_up=sums_up)
         self._room = room
+        self._attach = attach
         self._pages: MovableBuffer | None = None
         """Under the array."""
         self._stream_pages: MovableBuffer | None = None
@@ -233,7 +247,7 @@ class DriveGrads(HostGrads):
         """With pages attached; its addresses are reserved once for each size."""
         if pages is None or pages.region.nbytes != nbytes:
             pages = MovableBuffer(self._store.arena, nbytes, claims=True)
-        self._room.attach(pages)
+        self._attach(pages)
         return pages
 
     def _extent(self, dtype: torch.dtype) -> Extent:

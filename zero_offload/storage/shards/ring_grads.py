@@ -19,7 +19,7 @@ from zero_offload.plan.layout import SectionLayout
 from zero_offload.plan.memory import GRAD_RING_UNITS
 from zero_offload.storage.memory.arena import Arena, Region
 from zero_offload.storage.memory.pool import SpanPool
-from zero_offload.storage.shards.drive_grads import DriveGrads, DriveRoom
+from zero_offload.storage.shards.drive_grads import AttachBuffer, DriveGrads, DriveRoom
 from zero_offload.storage.shards.grad_store import GradMemory, HostGrads
 
 LAUNCHED_MAX = GRAD_RING_UNITS - 3
@@ -148,9 +148,17 @@ class RingDriveGrads(RingGrads, DriveGrads):
     """The gradients of one shard: in the ring, or on a drive."""
 
     def __init__(
-        self, ring: GradRing, room: DriveRoom, memory: GradMemory, layout: SectionLayout, unit: str, *, sums_up: bool
+        self,
+        ring: GradRing,
+        room: DriveRoom,
+        attach: AttachBuffer,
+        memory: GradMemory,
+        layout: SectionLayout,
+        unit: str,
+        *,
+        sums_up: bool,
     ) -> None:
-        DriveGrads.__init__(self, room, memory, layout, unit, sums_up=sums_up)
+        DriveGrads.__init__(self, room, attach, memory, layout, unit, sums_up=sums_up)
         self._ring = ring
 
     def leave(self) -> None:
