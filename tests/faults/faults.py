@@ -161,7 +161,7 @@ FAULTS = [
     ),
     fault(
         "zero_grad leaves the gradients for the next step",
-        "model/param_access.py",
+        "model/params.py",
         "        self._grads.forget(params)",
         "        pass",
         "tests/parity/test_reference.py::test_dropped_steps_leave_no_trace",

@@ -32,7 +32,7 @@ from zero_offload.base.problems import warn_user
 from zero_offload.base.threads import FirstError
 from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import Hyper
-from zero_offload.model.param_places import ParamPlaces
+from zero_offload.model.params import ParamPlaces
 from zero_offload.model.updates import Updates, failing
 from zero_offload.runtime.grads.gradients import Gradients, check_closed
 from zero_offload.runtime.grads.section import GradSection

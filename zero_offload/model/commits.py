@@ -82,10 +82,6 @@ class Commits:
         self._is_aside = self._is_aside or self._latest is None
 
     @property
-    def makes_generations(self) -> bool:
-        return self._keeper is not None
-
-    @property
     def pending_step(self) -> int:
         """The step that `launch_latest` would make a generation; 0 when there is none."""
         return 0 if self._latest is None or self._is_aside else self._latest.step

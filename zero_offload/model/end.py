@@ -104,7 +104,7 @@ class ModelEnd:
             self.commits.drop()
             with suppress(UpdateInterrupted):
                 self.commits.drain()
-            if step and self.commits.makes_generations:
+            if step and self.files.keeper is not None:
                 _say(f"step {step} is not made a generation: the model was dropped. Call zo.close(model) to keep it")
         except ZeroOffloadError as error:
             if not told:  # else the program has had it, and the user

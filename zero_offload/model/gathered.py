@@ -15,7 +15,7 @@ from torch import nn
 from zero_offload.base.errors import ConfigError, ZeroOffloadError
 from zero_offload.base.inputs import params_of
 from zero_offload.checkpoint.values import read_master
-from zero_offload.model.param_places import Place
+from zero_offload.model.params import Place
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.runtime.grads.gradients import check_not_updated
 from zero_offload.runtime.prefetcher import replaced

@@ -39,9 +39,7 @@ from zero_offload.hardware.probe import free_memory_bytes
 from zero_offload.model.backward_updates import BackwardUpdates
 from zero_offload.model.commits import Commits
 from zero_offload.model.end import ModelEnd
-from zero_offload.model.optimizer_states import OptimizerStates
-from zero_offload.model.param_access import ParamAccess
-from zero_offload.model.param_places import ParamPlaces
+from zero_offload.model.params import OptimizerStates, ParamAccess, ParamPlaces
 from zero_offload.model.updates import Updates, check_holds_grads, failing
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.layout import ShardLayout
@@ -186,7 +184,7 @@ class ModelRuntime:
 
     @property
     def makes_generations(self) -> bool:
-        return self._commits.makes_generations
+        return self.keeper is not None
 
     # Gradients
 

@@ -24,7 +24,7 @@ from zero_offload.hardware.device import Device
 from zero_offload.hardware.kernels.arguments import STATES, Hyper, Segment, segment_array
 from zero_offload.hardware.probe import kernel_threads
 from zero_offload.model.commits import Commits
-from zero_offload.model.optimizer_states import OptimizerStates
+from zero_offload.model.params import OptimizerStates
 from zero_offload.optim.device_pass import DevicePass
 from zero_offload.optim.pipeline import SectionUpdate, UpdatePipeline
 from zero_offload.optim.worker import Worker

@@ -209,7 +209,7 @@ class MemoryPool:
         drive_room: DriveRoom,
     ) -> None:
         """`budget` has the frames of `units`: `arena`, which has those of gradients, or a device's. `drive_room` has
-        the gradients that leave for drives."""
+        the pages of gradients that leave for drives, and gives them back."""
         self._arena = arena
         self._budget = budget
         self._units = units

@@ -1,21 +1,22 @@
-"""What optimizers keep of offloaded parameters, as they see it, and the writes of masters and states. One model's.
+"""Each parameter of one offloaded model: where it is, what optimizers keep of it, and what it answers.
 
-Owns how many updates each parameter has had, and what budgets leave for states that plans do not count. The states
-themselves are the shards': there are none before an optimizer is built, and of each section all that its parameters'
-optimizers keep. With several ranks a parameter is spread over them: then reads and writes of one parameter raise,
-naming the call that works.
+With several ranks a parameter is spread over them: then reads and writes of one parameter raise, naming the call that
+works.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_offload.base.errors import CapacityError, ZeroOffloadError
-from zero_offload.base.host import host_tensor, host_zeros
+from zero_offload.base.errors import CapacityError, ConfigError, ZeroOffloadError
+from zero_offload.base.host import host_reserved, host_tensor, host_zeros
 from zero_offload.base.problems import warn_user
 from zero_offload.base.types import Tier, format_bytes
 from zero_offload.checkpoint.values import (
@@ -24,20 +25,96 @@ from zero_offload.checkpoint.values import (
     completed,
     master_part,
     master_parts,
+    read_master,
     read_master_part,
     read_state,
+    read_values,
 )
 from zero_offload.hardware.abi import Rule
 from zero_offload.hardware.kernels.arguments import Hyper
 from zero_offload.model.commits import Commits
-from zero_offload.model.param_places import ParamPlaces, Place, need_whole
 from zero_offload.optim.state import BESIDE, STEP, Entry, Readers, StateTensor, count_of, settled
 from zero_offload.plan.layout import ParamSlice
 from zero_offload.plan.memory import MemoryPlan
-from zero_offload.runtime.pass_tracker import ModelLife
+from zero_offload.runtime.grads.gradients import Gradients, check_not_updated
+from zero_offload.runtime.pass_tracker import ModelLife, PassTracker
 from zero_offload.runtime.prefetcher import ParamPrefetcher, replaced
+from zero_offload.runtime.saved.tensors import runs
+from zero_offload.runtime.units.state_copy import StateCopy, again, state_copy
+from zero_offload.runtime.units.unit import Section, Unit
+from zero_offload.storage.shards.registry import Touched
 from zero_offload.storage.shards.shard import Component, Shard, unplanned_bytes
 from zero_offload.storage.shards.store import ShardStore
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter is."""
+
+    unit: Unit
+    section: Section
+    piece: ParamSlice
+    param: nn.Parameter = field(compare=False)
+
+    @property
+    def name(self) -> str:
+        return self.piece.spec.name
+
+
+class ParamPlaces:
+    """Implements `shards.registry.ParamPlaces`."""
+
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self._places: dict[int, Place] = {}
+        self.grow(units)
+
+    def grow(self, units: Iterable[Unit]) -> None:
+        """Know the parameters of further units."""
+        self._places |= {
+            id(param): Place(unit, section, piece, param)
+            for unit in units
+            for section, piece, param in unit.placed_params
+        }
+
+    def __getitem__(self, param: nn.Parameter) -> Place:
+        return self._places[id(param)]
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        return id(param) in self._places
+
+    def all(self) -> list[Place]:
+        return list(self._places.values())
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return self[param].name
+
+    def describe(self, param: nn.Parameter) -> str:
+        """Name and tier, for repr and messages."""
+        place, shard = self[param], self[param].section.shard
+        return f"{place.name}, offloaded to {(Tier.DEVICE if shard.on_device else shard.placement.params).value}"
+
+    def check_requires_grad(self, param: nn.Parameter, value: object) -> None:
+        """What was trained at `zo.offload` may be frozen and thawed; what was frozen then stays so."""
+        place = self[param]
+        if value and not place.section.layout.trainable:
+            raise ConfigError(
+                f"{place.name} was frozen when zo.offload was called: it has no optimizer state and cannot be trained "
+                "now. Let what is to be trained later require a gradient at zo.offload, and freeze it right after: "
+                "requires_grad_(False) then holds until requires_grad_(True)"
+            )
+
+    def check_frozen(self, params: Iterable[nn.Parameter]) -> None:
+        """The same for parameters that an optimizer steps: they may have been thawed while no guard saw it."""
+        for param in params:
+            if not self._places[id(param)].section.layout.trainable and param.requires_grad:
+                self.check_requires_grad(param, True)
+
+
+def need_whole(places: Iterable[Place], call: str, instead: str) -> None:
+    """Raise where one of these parameters is divided over ranks."""
+    if any(place.section.layout.num_shards > 1 or place.piece.spec.division for place in places):
+        raise ZeroOffloadError(f"{call} works on one rank; with several use {instead}")
+
 
 States = Mapping[str, torch.Tensor]
 """By torch's names."""
@@ -46,7 +123,12 @@ _SETTINGS = {Tier.DEVICE: "device_memory", Tier.CPU: "cpu_memory", Tier.NVME: "n
 
 
 class OptimizerStates:
-    """Implements `shards.registry.OptimizerStates`."""
+    """What optimizers keep of offloaded parameters, as they see it, and the writes of masters and states.
+
+    Implements `shards.registry.OptimizerStates`. Owns how many updates each parameter has had, and what budgets leave
+    for states that plans do not count. The states themselves are the shards': there are none before an optimizer is
+    built, and of each section all that its parameters' optimizers keep.
+    """
 
     def __init__(
         self,
@@ -289,3 +371,177 @@ def _moved(states: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
         if not isinstance(each, StateTensor) or not each.rests_at(param, name)
     }
     return settled(found, param)
+
+
+class ParamAccess:
+    """What a parameter answers: its data and its gradient. Implements `shards.registry.ParamAccess`.
+
+    Reads and writes of single parameters go section by section through the store.
+    """
+
+    def __init__(
+        self,
+        places: ParamPlaces,
+        states: OptimizerStates,
+        store: ShardStore,
+        grads: Gradients,
+        tracker: PassTracker,
+        life: ModelLife,
+        prefetcher: ParamPrefetcher,
+    ) -> None:
+        self._places = places
+        self._states = states
+        self._prefetcher = prefetcher
+        self._store = store
+        self._grads = grads
+        self._tracker = tracker
+        self._life = life
+        self._walk: FrameType | None = None
+        self._walks_over: nn.Module | None = None
+        self._copies: dict[int, StateCopy] = {}
+        self._writes: dict[int, dict[ParamSlice, torch.Tensor]] = {}
+
+    # Data
+
+    def touch(self, params: Sequence[nn.Parameter]) -> Touched:
+        """Inside a forward or backward parameters are fetched; outside they are read if they are here."""
+        self._life.check_usable()
+        units = list({self._places[param].unit.index: self._places[param].unit for param in params}.values())
+        if self._tracker.active:
+            self._tracker.touch(units)
+            return Touched.OPEN
+        if not all(unit.gathered_uses > 0 or unit.readable for unit in units):
+            return Touched.AWAY
+        for unit in units:
+            if unit.gathered_uses > 0:
+                self._prefetcher.bring(unit)  # a step or a load may have replaced its values meanwhile
+            else:
+                unit.wait_for_update()
+                if self._prefetcher.streams is not None:
+                    self._prefetcher.streams.use(unit)
+        return Touched.FOR_READING
+
+    def is_gathered(self, param: nn.Parameter) -> bool:
+        return self._places[param].unit.gathered_uses > 0
+
+    def begin_walk(self, module: nn.Module, call: FrameType) -> None:
+        """Until `end_walk` of the module, `detach` gives copies and `copy_` writes: what state_dict and
+        load_state_dict do. Those of modules inside of it belong to the same walk. `call` may be left by an exception,
+        and `end_walk` not come."""
+        if self.walking:
+            return
+        self._life.check_usable()
+        # What a backward that broke off has left in use would be read and written as a plain parameter.
+        self._tracker.settle()
+        need_whole(self._places.all(), "model.state_dict()", "zo.save_checkpoint(model, optimizer, path)")
+        self._walk, self._walks_over = call, module
+        self._writes.clear()
+        self._copies.clear()
+
+    def end_walk(self, module: nn.Module, *, has_masters: bool = False) -> None:
+        """Write what was copied in, section by section, if anything was. `has_masters`: where values are what they
+        were, fp32 masters were copied in."""
+        if self._walks_over is not module:
+            return
+        self._walk, self._walks_over = None, None
+        if self._writes:
+            names = {piece.spec.name for values in self._writes.values() for piece in values}
+            self._states.values_replaced(() if has_masters else names)
+        self._copies.clear()
+        places = self._places.all()
+        sections = {id(place.section): place for place in places}
+        try:
+            for key, values in self._writes.items():
+                self._states.write_masters(sections[key], values)
+        finally:
+            written = [place for place in places if place.piece in self._writes.get(id(place.section), {})]
+            replaced(self._prefetcher, [(place.unit, place.param) for place in written])
+            self._writes.clear()
+
+    @property
+    def walking(self) -> bool:
+        return self._walk is not None and runs(self._walk)
+
+    def copy_out(self, param: nn.Parameter) -> torch.Tensor:
+        """The parameter's value, a `StateCopy`, host; one for all of its names. In a walk no update comes between."""
+        if id(param) not in self._copies:
+            place = self._places[param]
+            place.unit.wait_for_update()
+            with torch.inference_mode(False):  # whose tensors count no changes
+                values = host_reserved(place.piece.spec.shape, place.section.layout.dtype)
+                lazy = self._store.read_lazily(place.section.shard, place.piece.begin, values)
+            self._copies[id(param)] = state_copy(param, place.name, values, lazy.read)
+        return again(self._copies[id(param)])
+
+    def copy_in(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Take new values, of the parameter's shape; written when the walk ends."""
+        place = self._places[param]
+        self._writes.setdefault(id(place.section), {})[place.piece] = values
+
+    def write_param(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """As load_state_dict does, but what stays as it was keeps its fp32 master. Inside of a walk, at its end."""
+        walk = nn.Module()
+        self.begin_walk(walk, sys._getframe())
+        with torch.no_grad():
+            param.copy_(self._with_masters(param, values))
+        self.end_walk(walk, has_masters=True)
+
+    def _with_masters(self, param: nn.Parameter, values: torch.Tensor) -> torch.Tensor:
+        """The parameter's new values; where they are what they were, its fp32 master."""
+        place = self._places[param]
+        shard = place.section.shard
+        if not shard.layout.trainable or shard.layout.dtype == torch.float32:
+            return values
+        place.unit.wait_for_update()
+        span, shape = (place.piece.begin, place.piece.end), place.piece.spec.shape
+        old = read_values(self._store, shard, span).view(shape)
+        return torch.where(old == values, read_master(self._store, shard, span).view(shape), values.float())
+
+    # Gradients
+
+    def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if param.grad is not None:
+                return param.grad  # on its way from autograd to us: a hook of the user's looks at it
+        place = self._places[param]
+        check_not_updated(self._grads, param, place.name)
+        if param in self._grads.zeroed:
+            return torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)  # which refuses writes
+        if not place.section.layout.trainable or not self._grads.held(param):
+            return None
+        view = self._grads.view(param)
+        if view is None:
+            raise ZeroOffloadError(
+                f"the gradient of {place.name} rests on {place.section.shard.placement.grads.value} and waits for the "
+                "optimizer's step; .grad does not have it. Step with zo.AdamW (or zo.SGD, ...), not torch.optim's; "
+                "clip with zo.clip_grad_norm_(model, max_norm) or zo.clip_grad_value_(model, clip_value) instead of "
+                "torch's; unscale with zo.GradScaler; drop it with optimizer.zero_grad(), or where no optimizer has it "
+                "with param.grad = None. On one rank a copy is read by "
+                f'\'with zo.gathered(model, kind="grads") as grads: grads["{place.name}"]\''
+            )
+        if self._grads.loss_scale != 1.0:
+            raise ZeroOffloadError(
+                f"the gradient of {place.name} is unscaled by the step itself: in memory it still has the loss scale. "
+                'Clip with zo.clip_grad_norm_(model, max_norm), or read a copy with zo.gathered(module, kind="grads")'
+            )
+        return view
+
+    def write_grad(self, param: nn.Parameter, grad: torch.Tensor | None) -> None:
+        if grad is not None and (grad.shape != param.shape or bool(grad.any())):
+            raise ZeroOffloadError(
+                f"the gradient of {self._places.describe(param)} cannot be assigned; only None, which drops it, or "
+                "zeros"
+            )
+        self.drop_grads([param])
+        if grad is not None and self._places[param].section.layout.trainable:
+            self._grads.zeroed.add(param)
+
+    def drop_grads(self, params: Collection[nn.Parameter]) -> None:
+        if not self._grads.updated.isdisjoint(params):
+            self._life.check_usable()
+            for param in params:
+                check_not_updated(self._grads, param, self._places.name_of(param))
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in params:
+                param.grad = None
+        self._grads.forget(params)
