@@ -1,8 +1,8 @@
 """Counters that every layer may raise: bytes moved per tier, time stalled. Values only.
 
 `Counters` only adds; `Counters.snapshot` copies; a step's figures are the difference of two snapshots.
-Threads add under one lock: an addition happens per transfer, not per element. `Counters.spans` is there for all who
-count, and off unless a recording runs.
+Threads add under one lock: an addition happens per transfer, not per element. `Counters.spans` is there for all
+that count, and off unless a recording runs.
 """
 
 from __future__ import annotations

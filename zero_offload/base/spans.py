@@ -161,7 +161,7 @@ class Spans:
 
     @property
     def is_full(self) -> bool:
-        """Whether the ring had no more room, so that the oldest are missing."""
+        """True if the ring had no more room, so that the oldest are missing."""
         return len(self._ring) == SPANS_MAX
 
 

@@ -14,7 +14,7 @@ import threading
 
 
 def _is_command() -> bool:
-    """Whether this process runs the command, by its script or by `python -m zero_offload`."""
+    """True if this process runs the command, by its script or by `python -m zero_offload`."""
     return sys.orig_argv[1:3] == ["-m", "zero_offload"] or os.path.basename(sys.argv[0]) == "zero-offload"
 
 

@@ -2,8 +2,8 @@
 
 `Condition`, `Event`, `Semaphore` and `Future` of the standard library take and give back their locks in Python, where a
 signal's handler may raise first: the lock stays taken, and other threads wait for ever, and with them the end of the
-program. What is here holds nothing but locks of C, which a `with` gives back whatever strikes, and a waiter looks
-by himself now and then, should an interrupt have kept others from waking him.
+program. What is here holds nothing but locks of C, which a `with` gives back whatever strikes. A waiting thread looks
+by itself now and then, should an interrupt have kept others from waking it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Bell:
             self._silence.release()
 
     def wait(self, timeout_s: float = -1) -> bool:
-        """Whether it rang, within this time if it is given."""
+        """True if it rang, within this time if it is given."""
         return self._silence.acquire(timeout=timeout_s)
 
 

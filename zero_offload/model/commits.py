@@ -47,16 +47,16 @@ class Commits:
         self._latest: StepRecord | None = None
         """The last step, until a generation has it."""
         self._is_aside = self._is_loaded = False
-        """Whether the states are no longer what `_latest` or, without it, the newest generation says; and whether they
-        are all a checkpoint's."""
+        """The first is True if the states are no longer what `_latest` says or, without it, the newest generation. The
+        second is True if they are all a checkpoint's."""
         self._due = False
         self.completes = False
-        """Whether this run calls `complete`: then a record without its part belongs to a step that broke off."""
+        """True if this run calls `complete`: then a record without its part belongs to a step that broke off."""
         self._clock: CommitClock | None = None
         if isinstance(every, str) and is_first_rank and keeper is not None:
             self._clock = CommitClock(every)
         self._is_due_by_time = False
-        """Whether rank 0 has said that this step becomes a generation."""
+        """True if rank 0 has said that this step becomes a generation."""
         self._num_launched = self._num_ended = 0
 
     def start(self, *, loaded: bool = False) -> None:

@@ -64,7 +64,7 @@ def param_problem(param: nn.Parameter) -> str | None:
 
 
 def lacks_values(params: Iterable[nn.Parameter]) -> bool:
-    """Whether values of some parameter were left out by `deferred_init(values="skip")`."""
+    """True if values of some parameter were left out by `deferred_init(values="skip")`."""
     recipes = [recipe_of(param) for param in params]
     return any(recipe is not None and recipe.is_skipped for recipe in recipes)
 

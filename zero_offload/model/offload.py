@@ -138,7 +138,7 @@ class Builder:
         join_ranks()
         callers = Callers.of(mesh)
         callers.take_gpus()
-        # DTensors: those who hold the other parts are told as well.
+        # With DTensors the ranks that hold the other parts are told as well.
         tensor_mesh = mesh_of(model.parameters()) if isinstance(model, nn.Module) else None
         with callers.together_with(tensor_mesh):
             check_model("zo.offload", model)

@@ -502,7 +502,7 @@ class ParamAccess:
     def read_grad(self, param: nn.Parameter) -> torch.Tensor | None:
         with torch._C.DisableTorchFunctionSubclass():
             if param.grad is not None:
-                return param.grad  # on its way from autograd to us: a hook of the user's looks at it
+                return param.grad  # on its way from autograd: a hook of the program looks at it
         place = self._places[param]
         check_not_updated(self._grads, param, place.name)
         if param in self._grads.zeroed:

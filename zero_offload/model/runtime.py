@@ -171,7 +171,7 @@ class ModelRuntime:
         return self.files.keeper
 
     def _stays_in_memory(self) -> bool:
-        """Whether a CPU computes, all units stay with it, and nothing of this model is on a drive."""
+        """True if a CPU computes, all units stay with it, and nothing of this model is on a drive."""
         shards = [section.shard for unit in self.units for section in unit.sections]
         resident = all(unit.on_host and unit.resident for unit in self.units)
         return resident and self.activations is None and all(shard.placement.all_in_memory for shard in shards)
@@ -520,7 +520,7 @@ class ModelRuntime:
 
 
 def _is_ordinary(param: nn.Parameter) -> bool:
-    """Whether it is trained, and no model's."""
+    """True if it is trained, and no model's."""
     return owner_of(param) is None and param.requires_grad
 
 

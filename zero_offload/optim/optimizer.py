@@ -87,7 +87,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return int(state["step"])
 
     counts_steps = True
-    """Whether torch's optimizer of this name keeps `step`."""
+    """True if torch's optimizer of this name keeps `step`."""
 
     # What users call
 
@@ -491,7 +491,7 @@ def not_decays(group: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_kernel(param: nn.Parameter) -> bool:
-    """Whether a fused kernel updates this parameter; its states are fp32 then."""
+    """True if a fused kernel updates this parameter; its states are fp32 then."""
     # The memory of a DTensor, or of another wrapper, is not its own.
     plain = param.dtype in (torch.float32, torch.bfloat16) and param.is_contiguous() and type(param.data) is Tensor
     return plain and (param.device.type == "cpu" or has_device_update(param))

@@ -65,7 +65,7 @@ class StateTensor(Tensor):
     _root: StateTensor | None
     """What this is a view of."""
     _is_copy: bool
-    """Whether changes are its own: what `.to()` of a state dict's gives, which is made when it is read."""
+    """True if changes are its own: what `.to()` of a state dict's gives, which is made when it is read."""
     _kept: Tensor | ZeroOffloadError | None
     """Its values, once they are no longer those on the tier; or why they could not be read."""
 
@@ -92,7 +92,7 @@ class StateTensor(Tensor):
         return self._owner is not None
 
     def rests_at(self, param: nn.Parameter, name: str) -> bool:
-        """Whether it shows what this state is now."""
+        """True if it shows what this state is now."""
         return self._root is None and self._kept is None and self.param is param and self.state_name == name
 
     def keep(self) -> None:
@@ -261,7 +261,7 @@ class Keeper(Protocol):
     """What a mapping asks of its optimizer."""
 
     counts_steps: bool
-    """Whether torch's optimizer of this name keeps `step`."""
+    """True if torch's optimizer of this name keeps `step`."""
 
     def hyper_of(self, param: nn.Parameter) -> Hyper | None:
         """Hyperparameters of one of its parameters; None for another's."""
@@ -293,7 +293,7 @@ class Entry(MutableMapping[str, Any]):
         return made
 
     def rests_at(self, param: nn.Parameter) -> bool:
-        """Whether it shows what there is of this parameter now."""
+        """True if it shows what there is of this parameter now."""
         return self._kept is None and self.param is param
 
     def keep(self) -> None:
