@@ -348,11 +348,12 @@ def _adopt(
             "a module that holds parameters of one"
         )
     assert isinstance(owner, ModelRuntime)
-    keeper, device, collectives = owner.keeper, owner.device, owner.collectives
-    if not owner.life.is_closed:
-        with owner.together("zo.offload"):
-            owner.drain()  # a commit under way talks to the other ranks, as what follows does
-    with owner.ranks.together() if not owner.life.is_closed else contextlib.nullcontext():
+    if owner.life.is_closed:
+        raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
+    files, keeper, device, collectives = owner.files, owner.keeper, owner.device, owner.collectives
+    with owner.together("zo.offload"):
+        owner.drain()  # a commit under way talks to the other ranks, as what follows does
+    with owner.ranks.together():
         _check_call(owner, config, mesh)
         found = [param for param in model.parameters() if owner_of(param) is None]
         if not found:
@@ -372,7 +373,7 @@ def _adopt(
         if keeper is not None:
             keeper.check_growth(layout)
         sizes = _grown_sizes(owner, layout, spec, work_of(root, spec))
-    awaited, skips_values = owner.files.awaits, lacks_values(found)
+    awaited, skips_values = files.awaits, lacks_values(found)
     check_same_model(added, owner.ranks, values=not awaited)
     with contextlib.ExitStack() as undo:
         store, first = owner.store, len(owner.units)
@@ -382,21 +383,21 @@ def _adopt(
             sections = [section for unit in layout.units[first:] for section in unit.sections]
             undo.callback(store.shrink, len(store.shards))
             shards = store.grow(sections, sizes.placement.tiers)
-            owner.files.lay_out(store, shards, awaited=awaited)
+            files.lay_out(store, shards, awaited=awaited)
             new = [
                 _make_unit(index, buffers, store, device, owner.frames, owner.errors, collectives.shard_index)
                 for index in range(first, len(layout.units))
             ]
             move_buffers(root, device, undo)
-            owner.files.fill(store, shards if awaited else (), collectives.shard_index)
+            files.fill(store, shards if awaited else (), collectives.shard_index)
             left_out = move_in(root, new, store, None if awaited else collectives.shard_index, undo)
             store.staging.drop()
-        steps = owner.found_steps() if awaited else {}
+        steps = files.found.payload.get("param_steps", {}) if awaited and files.found is not None else {}
         if keeper is not None:
             undo.callback(keeper.shrink, owner.layout)
             keeper.grow(layout)
             if awaited:
-                owner.files.settle(owner.ranks)
+                files.settle(owner.ranks)
         if owner.activations is not None:
             owner.activations.keep(root.buffers())
         limits = zip(buffers.frame_limits(planned_bytes), before.frame_limits(planned_bytes), strict=True)
@@ -442,8 +443,6 @@ def _grown_sizes(owner: ModelRuntime, layout: ShardLayout, spec: ModelSpec, work
 def _check_call(owner: ModelRuntime, config: OffloadConfig | None, mesh: DeviceMesh | None) -> None:
     """Raise where an offloaded model cannot grow now, or is to be another one."""
     before = owner.config
-    if owner.life.is_closed:
-        raise ConfigError("zo.offload: the model is offloaded already, and was closed by zo.close; build it again")
     if config is not None:
         check_config("zo.offload", config)
         names = [each.name for each in fields(config) if each.name not in ("existing", "generation")]  # done with

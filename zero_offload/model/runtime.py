@@ -259,12 +259,6 @@ class ModelRuntime:
         self.places.grow(units)
         self._states.grow(sizes.plan, param_steps)
 
-    def found_steps(self) -> Mapping[str, int]:
-        """Of the generation found: how many updates each parameter has had."""
-        assert self.keeper is not None and self.keeper.found is not None
-        steps: dict[str, int] = self.keeper.found.payload.get("param_steps", {})
-        return steps
-
     def check_whole(self, call: str) -> None:
         """Raise if a generation has more than this model: what is made of the rest would be all that is kept."""
         keeper = self.keeper
