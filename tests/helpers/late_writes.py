@@ -19,6 +19,8 @@ from zero_offload.storage.shards.snapshot import Snapshot, Snapshots
 class LateWrite:
     """Stands in for a `Transfer`."""
 
+    arrived = False
+
     def __init__(self, launch: Callable[[], Transfer]) -> None:
         self._launch = launch
         self._lock = threading.Lock()

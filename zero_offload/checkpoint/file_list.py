@@ -65,7 +65,7 @@ def _texts(run: Mapping[str, Any], what: str) -> list[str]:
 
 
 def _is_home(directory: RunDirectory) -> bool:
-    """Whether a run, or a checkpoint, has its manifests here."""
+    """True if a run, or a checkpoint, has its manifests here."""
     return not ALWAYS.isdisjoint(directory.names())
 
 

@@ -221,7 +221,7 @@ class History:
         )
 
     def is_newest(self, chosen: Generation) -> bool:
-        """Whether nothing here can be newer."""
+        """True if nothing here can be newer."""
         return chosen is self.newest and not self.damaged
 
     def remedy(self, bad: Generation) -> str:
@@ -237,7 +237,7 @@ def _is_missing(
     damaged: Mapping[str, ZeroOffloadError],
     newest: Generation | None,
 ) -> bool:
-    """Whether a generation was committed under this name, may be the newest, and is not there."""
+    """True if a generation was committed under this name, may be the newest, and is not there."""
     if name in found or name in damaged:
         return False
     committed = _read_or_none(home, RUN_NAME).get(COMMITTED)

@@ -100,7 +100,7 @@ class GenerationKeeper:
         self.weights: tuple[float, ...] = ()
         """The directories' shares, which say where blocks lie; a generation that was found brings its own."""
         self.recuts = False
-        """Whether that was cut for other ranks or directories than these."""
+        """True if that was cut for other ranks or directories than these."""
         self.rng: dict[str, Any] | None = None
         """This rank's random number generators in it; None where it has none for this rank."""
 
@@ -185,7 +185,7 @@ class GenerationKeeper:
 
     @property
     def goes_back(self) -> bool:
-        """Whether something in the directory may be newer than the generation found."""
+        """True if something in the directory may be newer than the generation found."""
         return self.found is not None and self._history is not None and not self._history.is_newest(self.found)
 
     def agree(self) -> None:

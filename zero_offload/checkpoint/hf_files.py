@@ -108,31 +108,25 @@ def open_weights(path: Path) -> Iterator[dict[str, StoredTensor]]:
 
     Raises CheckpointError when a file is missing, IntegrityError when one is damaged.
     """
-    listed = _files_of(path)
+    paths, weight_map = _files_of(path)
     with contextlib.ExitStack() as cleanup:
-        files = {name: _open(file, cleanup) for name, file in listed.files.items()}
-        lost = [name for name, file in listed.weight_map.items() if name not in files[file]]
+        files = {name: _open(file, cleanup) for name, file in paths.items()}
+        lost = [name for name, file in weight_map.items() if name not in files[file]]
         if lost:
             raise CheckpointError(
-                f"{path / INDEX_NAME} puts {lost[0]!r} in {listed.weight_map[lost[0]]}, which does not have it "
+                f"{path / INDEX_NAME} puts {lost[0]!r} in {weight_map[lost[0]]}, which does not have it "
                 f"({len(lost)} such names); get the folder again"
             )
         tensors = {name: tensor for file in files.values() for name, tensor in file.items()}
-        yield tensors | {name: files[file][name] for name, file in listed.weight_map.items()}
+        yield tensors | {name: files[file][name] for name, file in weight_map.items()}
 
 
-@dataclass(frozen=True)
-class _Listed:
-    files: dict[str, Path]
-    weight_map: dict[str, str]
-    """Name of a tensor -> key of `files`; empty where there is not an index."""
-
-
-def _files_of(path: Path) -> _Listed:
+def _files_of(path: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Files by their names, and the name of each tensor's file; the latter is empty where there is no index."""
     if path.is_file():
-        return _Listed({path.name: path}, {})
+        return {path.name: path}, {}
     if (path / SINGLE_NAME).is_file():
-        return _Listed({SINGLE_NAME: path / SINGLE_NAME}, {})
+        return {SINGLE_NAME: path / SINGLE_NAME}, {}
     if not (path / INDEX_NAME).is_file():
         raise CheckpointError(
             f"{path} {'holds' if path.is_dir() else 'does not exist: there is'} neither {SINGLE_NAME} nor {INDEX_NAME}"
@@ -146,7 +140,7 @@ def _files_of(path: Path) -> _Listed:
             f"{path} lacks {len(missing)} of the {len(names)} files that {INDEX_NAME} names: "
             f"{', '.join(missing[:10])}; get them, or copy the folder again"
         )
-    return _Listed({name: path / name for name in names}, weight_map)
+    return {name: path / name for name in names}, weight_map
 
 
 def _what_else(path: Path) -> str:

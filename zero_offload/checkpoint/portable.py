@@ -125,7 +125,7 @@ def _create(swap: SwapFile, directory: RunDirectory, store: ShardStore) -> bool:
 
 
 def _cloned(source: Shard, target: Shard) -> bool:
-    """Whether the blocks of a shard that rests on disk could be shared with the checkpoint's file."""
+    """True if the blocks of a shard that rests on disk could be shared with the checkpoint's file."""
     if not source.on_disk:
         return False
     source.settle()
@@ -138,7 +138,7 @@ def _read_chunk(store: ShardStore, shard: Shard, component: Component, begin: in
 
 
 def can_share(source: Extent, directory: RunDirectory) -> bool:
-    """Whether files in `directory` can share the blocks of an open file: tried on one sector."""
+    """True if files in `directory` can share the blocks of an open file: tried on one sector."""
     trial = directory.create_scratch(SECTOR)
     try:
         return _share(source, source.blocks[0], trial.fd, 0, SECTOR)

@@ -140,7 +140,7 @@ class RunFiles:
 
     @property
     def awaits(self) -> bool:
-        """Whether the generation found has parameters that the model has not got yet."""
+        """True if the generation found has parameters that the model has not got yet."""
         return self.keeper is not None and bool(self.keeper.awaited)
 
     @property

@@ -58,7 +58,7 @@ _BLOCK_BYTES_MAX = CHUNK_NUMEL * 8  # no dtype that is laid out is wider
 
 
 def is_immutable(path: Path) -> bool:
-    """Whether `path` is a checkpoint's directory, and no run's."""
+    """True if `path` is a checkpoint's directory, and no run's."""
     with RunDirectory.look(path) as directory:
         return (read_manifest(directory, RUN_NAME) or {}).get("kind") == CHECKPOINT_KIND
 

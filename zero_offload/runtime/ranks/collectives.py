@@ -346,7 +346,7 @@ class CommitGroup:
         return [bytes(every[number].tolist()).decode() for number in self._order]
 
     def all_come(self, what: str, *, surely: bool) -> bool:
-        """Whether every rank calls this, for `what`, after which it computes no more.
+        """True if every rank calls this, for `what`, after which it computes no more.
 
         Not `surely`: this rank has met an error, which may be its own affair, and waits for the others for `COME_S`
         only. After a False the group is of no more use. Else RankError is raised where one does not come.

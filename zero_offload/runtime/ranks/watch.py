@@ -78,7 +78,7 @@ class Witness:
 
     @property
     def is_clear(self) -> bool:
-        """Whether more will not be known."""
+        """True if more will not be known."""
         return bool(self.failed or self.waits or self.ended) or self.state == "gone"
 
     def __str__(self) -> str:

@@ -67,7 +67,7 @@ class _Batch:
         self.ended.ring()
 
     def ends_in(self, timeout_s: float) -> bool:
-        """Whether it is done, within this time."""
+        """True if it is done, within this time."""
         if not self.done:
             self.ended.wait(timeout_s)
         return self.done

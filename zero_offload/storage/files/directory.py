@@ -497,7 +497,7 @@ def _hold_shared(path: Path, system: FileSystem, dir_fd: int, fd: int) -> None:
 
 
 def _try_lock(system: FileSystem, fd: int, kind: int) -> bool:
-    """Whether the lock is held now; True too where the system has no locks of directories."""
+    """True if the lock is held now; True too where the system has no locks of directories."""
     try:
         system.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -219,6 +219,8 @@ class Transfer:
         self._on_error = on_error
         self._lock = threading.Lock()
         self._finished = ticket is None
+        self.arrived = ticket is None
+        """True once it was waited for without an error: a further wait would only return."""
         self._error: ZeroOffloadError | None = None
         self._tell = tell
 
@@ -230,6 +232,7 @@ class Transfer:
                     moved = self._engine.wait(self._ticket)
                     if self._tell is not None:
                         self._tell(*moved)
+                    self.arrived = True
                 except ZeroOffloadError as error:
                     self._error = error
                     self._on_error(error)
@@ -238,12 +241,12 @@ class Transfer:
             raise self._error
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """True if `wait` would return at once."""
         # Without the lock: a signal's handler may raise between taking it and any line that would give it back.
         try:
             return self._finished or self._ticket is None or self._engine.done(self._ticket)
         except ConfigError:
-            return True  # someone has just waited for it
+            return True  # another thread has just waited for it
 
 
 def _ignore(error: Exception) -> None:

@@ -56,7 +56,7 @@ class ParamAccess(Protocol):
         """Make the data of `params` readable for an operation, where that may be; says what may be done with it."""
 
     def is_gathered(self, param: nn.Parameter) -> bool:
-        """Whether it may be read now as it stands, inside of `zo.gathered`."""
+        """True if it may be read now as it stands, inside of `zo.gathered`."""
 
     def begin_walk(self, module: nn.Module, call: FrameType) -> None:
         """Before `state_dict` or `load_state_dict` of a module goes over its parameters; `call` is its frame."""
@@ -69,7 +69,7 @@ class ParamAccess(Protocol):
 
     @property
     def walking(self) -> bool:
-        """Whether state_dict or load_state_dict is walking over the model."""
+        """True if state_dict or load_state_dict is walking over the model."""
 
     def copy_out(self, param: nn.Parameter) -> torch.Tensor:
         """A copy of the data."""
@@ -170,7 +170,7 @@ class Owner(Protocol):
 
     @property
     def makes_generations(self) -> bool:
-        """Whether it keeps param groups with its steps."""
+        """True if it keeps param groups with its steps."""
 
     def together(self, call: str) -> AbstractContextManager[None]:
         """What each rank does by itself at the beginning of `call` succeeds on all, or all raise. Collective."""
@@ -209,7 +209,7 @@ class Recipe(Protocol):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether they were left out."""
+        """True if they were left out."""
 
     @property
     def value(self) -> object | None:
@@ -268,7 +268,7 @@ def not_adopted(call: str, names: Sequence[str]) -> ConfigError:
 
 
 def is_dropped(param: nn.Parameter) -> bool:
-    """Whether the model that offloaded `param` is gone, and with it the values."""
+    """True if the model that offloaded `param` is gone, and with it the values."""
     found = _owners.get(param)
     return isinstance(found, weakref.ref) and found() is None
 

@@ -80,12 +80,12 @@ _MASTER_COMPONENTS = frozenset({Component.VALUE, Component.RESIDUAL, Component.M
 
 
 def is_state(component: Component) -> bool:
-    """Whether it is what an optimizer keeps."""
+    """True if it is what an optimizer keeps."""
     return component not in _MASTER_COMPONENTS
 
 
 def is_packed(layout: SectionLayout, component: Component) -> bool:
-    """Whether its array is bytes: codes and scales."""
+    """True if its array is bytes: codes and scales."""
     return layout.state_format is StateFormat.COMPACT and is_state(component)
 
 
@@ -266,7 +266,7 @@ class Shard:
         return Tier.DEVICE if self.on_device else Tier.CPU
 
     def keeps(self, states: Iterable[str]) -> bool:
-        """Whether it has all of these."""
+        """True if it has all of these."""
         return set(states) <= set(self.states)
 
     @property
@@ -276,13 +276,14 @@ class Shard:
 
     @property
     def on_disk(self) -> bool:
-        """Whether the working copy is in the slots (then generations cost no further write)."""
+        """True if the working copy is in the slots (then generations cost no further write)."""
         return any(component not in self.memory for component in self.components)
 
     def settle(self) -> None:
         """Return when what was written can be read. Raises StorageError when a write failed."""
         for transfer in list(self.writes):
-            transfer.wait()
+            if not transfer.arrived:
+                transfer.wait()
             # An update on another thread may have added further ones, and a commit may have waited as well.
             with contextlib.suppress(ValueError):
                 self.writes.remove(transfer)

@@ -177,7 +177,7 @@ class Snapshots:
     # Threads that would change what is being written
 
     def needs(self, shard: Shard) -> bool:
-        """Whether a commit under way is made of what the shard has in memory."""
+        """True if a commit under way is made of what the shard has in memory."""
         return (shard.layout.index, 0) in self._copies
 
     def ask(self, shard: Shard, row: int) -> Callable[[], None] | None:

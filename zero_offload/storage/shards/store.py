@@ -376,7 +376,7 @@ class ShardStore:
         return found
 
     def may_open_all(self, shard: Shard) -> bool:
-        """Whether all chunks of a shard in host memory may be opened together: there is nothing to read, to write, or
+        """True if all chunks of a shard in host memory may be opened together: there is nothing to read, to write, or
         to wait for; until the next commit begins."""
         return not (shard.on_disk or shard.cache is not None or shard.on_device or self.snapshots.needs(shard))
 
@@ -470,7 +470,7 @@ class ShardStore:
         return out
 
     def writes_in_place(self, shard: Shard) -> bool:
-        """Whether what is written takes the place of the newest values: no generation names it."""
+        """True if what is written takes the place of the newest values: no generation names it."""
         return not shard.on_disk or shard.writable_slot() == shard.current
 
     def write_components(

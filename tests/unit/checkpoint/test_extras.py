@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import zero_offload as zo
-from zero_offload.checkpoint.extras import from_json, to_json
+from zero_offload.checkpoint.extras import capture_rng, from_json, restore_rng, to_json
 
 NUMPY = st.sampled_from([np.float32(0.1), np.float64(0.1), np.float16(-2), np.int64(-3), np.uint8(200), np.bool_(True)])
 PLAIN = st.none() | st.booleans() | st.integers() | st.text() | NUMPY
@@ -119,3 +120,35 @@ def test_a_scheduler_goes_on(kind: str, rate_is_tensor: bool, nvme: Path) -> Non
     scheduler.step(*([1.0] if kind == "plateau" else []))
     assert before + train(model, optimizer, scheduler, 6) == expected and expected[-1] < 0.5
     zo.close(model)
+
+
+def _draw() -> list[float]:
+    return [random.random(), random.gauss(0, 1), *np.random.randn(3), *torch.rand(3).tolist(), np.random.rand()]
+
+
+def test_all_generators_go_on_from_the_same_place() -> None:
+    random.seed(3), np.random.seed(3), torch.manual_seed(3)
+    _draw()
+    saved = json.loads(json.dumps(capture_rng()))
+    first, second = _draw(), _draw()
+    assert first != second
+    restore_rng(saved)
+    assert [_draw(), _draw()] == [first, second]
+
+
+def test_a_gaussian_kept_for_the_next_call_is_kept() -> None:
+    random.seed(1), np.random.seed(1)
+    random.gauss(0, 1), np.random.randn()
+    saved = capture_rng()
+    expected = [random.gauss(0, 1), np.random.randn()]
+    random.seed(2), np.random.seed(2)
+    restore_rng(saved)
+    assert [random.gauss(0, 1), np.random.randn()] == expected
+
+
+def test_capturing_draws_nothing() -> None:
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    expected = _draw()
+    torch.manual_seed(5), random.seed(5), np.random.seed(5)
+    capture_rng()
+    assert _draw() == expected
