@@ -54,10 +54,6 @@ class Extent:
         return int(self.blocks["nbytes"][self.directories == place].sum())
 
 
-ExtentRecord = dict[str, Any]
-"""What a manifest keeps of an extent."""
-
-
 class ExtentMap:
     """The extents of one rank in several directories."""
 
@@ -83,7 +79,8 @@ class ExtentMap:
         first.directories[:] = [self._dealer.deal(nbytes) for nbytes in block_sizes]
         for place in range(len(self.sizes)):
             here = first.directories == place
-            begins = _begins(first.blocks["nbytes"][here])
+            sizes = first.blocks["nbytes"][here]
+            begins = np.cumsum(sizes, dtype=np.uint64) - sizes
             first.blocks["offset"][here] = begins + self._take(place, len(names) * first.nbytes_in(place))
         _place_copies(extents, 0)
         return extents
@@ -150,17 +147,11 @@ class ExtentMap:
         return tuple(extents)
 
 
-def extent_record(extent: Extent) -> ExtentRecord:
+def extent_record(extent: Extent) -> dict[str, Any]:
     """What a manifest keeps of an extent: where each block is and its checksum; or that it was never written."""
     columns = {"offset": extent.blocks["offset"], "crc": extent.blocks["crc"], "directory": extent.directories}
     record = {key: values.tolist() for key, values in columns.items()}
     return record if extent.written.any() else {**record, "blank": True}
-
-
-def _begins(sizes: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
-    """Where each of these begins, one after the other from 0."""
-    ends = np.cumsum(sizes, dtype=np.uint64)
-    return ends - sizes
 
 
 def _place_copies(extents: Sequence[Extent], known: int) -> None:
@@ -274,7 +265,7 @@ class SwapFile:
         """Of bytes that are read and written."""
         self._directories = tuple(directories)
         self._map = ExtentMap(seed, weights or [1 / len(directories)] * len(directories))
-        self._name = name
+        self.name = name
         self._engine = engine
         self._files: list[DataFile] = []
         self._extents: list[Extent] = []
@@ -285,10 +276,6 @@ class SwapFile:
     @property
     def nbytes(self) -> int:
         return sum(self._map.sizes)
-
-    @property
-    def name(self) -> str:
-        return self._name
 
     def allocate(self, name: str, block_sizes: Sequence[int]) -> Extent:
         """Plan an extent of blocks of these sizes (bytes, whole sectors). After `create` the files grow."""
@@ -332,7 +319,7 @@ class SwapFile:
 
     def create(self) -> None:
         """Preallocate the files. Raises CapacityError when a directory is too small."""
-        self._make(lambda directory, nbytes: directory.create_file(self._name, nbytes))
+        self._make(lambda directory, nbytes: directory.create_file(self.name, nbytes))
 
     def create_scratch(self) -> None:
         """The same in files without a name: they vanish with the process."""
@@ -352,12 +339,12 @@ class SwapFile:
         with contextlib.ExitStack() as undo:
             files = []
             for directory in self._directories:
-                if self._name not in directory.names():
+                if self.name not in directory.names():
                     raise StorageError(
-                        f"{directory.path / self._name} is missing, which has the states that the generation names. "
+                        f"{directory.path / self.name} is missing, which has the states that the generation names. "
                         "Restore the file, load a checkpoint, or start over with existing='discard'"
                     )
-                files.append(directory.open_file(self._name))
+                files.append(directory.open_file(self.name))
                 undo.callback(files[-1].close)
             self._check_sizes(files)
             undo.pop_all()
