@@ -1,17 +1,26 @@
 """`deferred_init()`: modules built inside get their parameters later.
 
-Owns what a recording sees: operations (a dispatch mode), questions about tensors (a function mode), and what
-modules register (torch's registration hooks). A parameter that a module registers is replaced by a
-`DeferredTensor` on meta. Never decides when values are made: `zo.offload` does, from the recipes that are
-left in the registry when the recording ends.
+A recording sees operations (a dispatch mode), questions about tensors (a function mode), and what modules register
+(torch's registration hooks). A parameter that a module registers is replaced by a `DeferredTensor` on meta. `Recorder`
+knows modules and parameters; `Tracer` runs every operation on real values and notes how they were made. Neither decides
+when values are made: `zo.offload` does, from the recipes that are in the registry when the recording ends.
+
+[Note: faces]
+A tensor in a recording is real, or a *face*: a meta tensor, whose storage stands for values that are in memory only
+while operations use them. An operation on a face runs on its real values, so it does what it does in a plain program:
+errors, random numbers and results that depend on data included. Values that were dropped are replayed first, unless
+they are about to be filled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,14 +36,16 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_offload.base.errors import ConfigError
-from zero_offload.base.host import host_empty, host_tensor
-from zero_offload.model.deferred.call import Call
-from zero_offload.model.deferred.tracer import Tracer
+from zero_offload.base.host import host_empty, host_tensor, host_zeros
+from zero_offload.base.types import MIB
+from zero_offload.model.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
+from zero_offload.runtime.units.read_only import name_of
+from zero_offload.storage.memory.heap import HeapTrimmer
 from zero_offload.storage.shards.registry import keep_recipe
 
 VALUES = ("init", "skip")
@@ -157,11 +168,6 @@ def _refuse_copy() -> NoReturn:
         "a parameter of zo.deferred_init cannot be copied or pickled before zo.offload has made its values; "
         "copy the module inside zo.deferred_init"
     )
-
-
-def name_of(func: Any) -> str:
-    """A tensor function's name; properties are functions of a descriptor."""
-    return str(getattr(getattr(func, "__self__", None), "__name__", None) or getattr(func, "__name__", func))
 
 
 class Recorder(TorchDispatchMode):
@@ -320,3 +326,346 @@ class _Answers(TorchFunctionMode):
                 )
             rest[0] = self._tracer.face(rest[0].detach())
         return (face, *rest), kwargs
+
+
+# Values
+
+KEPT_BYTES = 16 * MIB
+"""Real values of faces that stay in memory beside those in use: an initialisation touches neighbours in turn."""
+
+
+@dataclass(eq=False)
+class _Slot:
+    """One storage of the program."""
+
+    key: int
+    nbytes: int
+    value: Value
+    real: weakref.ref[torch.UntypedStorage] | None
+    """Its values, while they are in memory."""
+    face: weakref.ref[torch.UntypedStorage] | None = None
+    """The meta storage of its faces."""
+    unknown: bool = False
+    """Its values were left out, or computed from such."""
+    can_be_made: bool = True
+    """Of an unknown one: `value` says how, without values of other unknown ones."""
+
+
+class Tracer:
+    """Storages of one recording and the operations on them. Used by one thread, outside of its modes."""
+
+    def __init__(self, *, leaves_out: bool) -> None:
+        """`leaves_out`: faces have no values, and what fills them is not run."""
+        self.leaves_out = leaves_out
+        self._slots: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """Storage, real or meta -> slot."""
+        self._kept: dict[_Slot, torch.UntypedStorage] = {}
+        """Real values of faces, the last used last."""
+        self._trimmer = HeapTrimmer(TEMPORARY_BYTES)
+        self._keys = itertools.count()
+        self._orders = itertools.count()
+
+    # Faces
+
+    def is_face(self, tensor: Tensor) -> bool:
+        return tensor.is_meta and self._slot(tensor) is not None
+
+    def face(self, tensor: Tensor) -> Tensor:
+        """A meta tensor in the place of `tensor`, a real one; its values are what they are now."""
+        slot = self._slot(tensor) or self._follow(tensor)
+        slot.unknown |= self.leaves_out
+        storage = slot.face() if slot.face is not None else None
+        if storage is None:
+            storage = torch.empty(slot.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+            slot.face = weakref.ref(storage)
+            self._slots[storage] = slot
+        return Ref.of(tensor, slot.key).on(storage)
+
+    def values(self, face: Tensor) -> Tensor:
+        """The values of a face, which are in memory as long as the result."""
+        slot = self._slots[face.untyped_storage()]
+        return Ref.of(face, slot.key).on(self._storage(slot))
+
+    def is_unknown(self, tensor: Tensor) -> bool:
+        slot = self._slot(tensor)
+        return slot is not None and slot.unknown
+
+    def forget(self, tensor: Tensor) -> None:
+        """A real tensor may change where no operation is seen: from now on its values are what they are."""
+        if has_storage(tensor) and not tensor.is_meta:
+            self._slots.pop(tensor.untyped_storage(), None)
+
+    def recipe(self, face: Tensor) -> Recipe:
+        """How the values of a face are made, as far as the program has come."""
+        slot = self._slots[face.untyped_storage()]
+        made = slot.value if slot.can_be_made or not slot.unknown else None
+        return Recipe(made, Ref.of(face, slot.key), is_skipped=slot.unknown)
+
+    def _slot(self, tensor: Tensor) -> _Slot | None:
+        slot: _Slot | None = self._slots.get(tensor.untyped_storage()) if has_storage(tensor) else None
+        return slot
+
+    def _follow(self, tensor: Tensor) -> _Slot:
+        """Begin with a storage whose values were made elsewhere: they are copied."""
+        storage = tensor.untyped_storage()
+        key = next(self._keys)
+        slot = _Slot(key, storage.nbytes(), Value(key, data=storage.clone()), weakref.ref(storage))
+        self._slots[storage] = slot
+        return slot
+
+    # Operations
+
+    def run(self, call: Call) -> Any:
+        """Do an operation, and note it."""
+        faces = [tensor for tensor in call.tensors if self.is_face(tensor)]
+        if call.only_renames:
+            return call.run()
+        if faces and len(faces) < sum(tensor.is_meta for tensor in call.tensors):
+            raise ConfigError(
+                f"{call.name} inside zo.deferred_init mixes a parameter and a tensor on meta without values"
+            )
+        if faces and call.moves_storage:
+            return self._move(call)
+        filled = call.filled()
+        if faces and call.written and all(t.is_meta and self.is_unknown(t) for t in call.written):
+            self._leave_out(call, filled)
+            return call.targets
+        is_unknown = any(self.is_unknown(t) for t in call.tensors if all(t is not f for f in filled))
+        if is_unknown and not call.gives_tensors:
+            raise ConfigError(
+                f"{call.name} reads values of a parameter, which zo.deferred_init(values='skip') leaves out; "
+                "use zo.deferred_init()"
+            )
+        for tensor in call.written:
+            if _is_followed(tensor) and self._slot(tensor) is None:
+                self._follow(tensor)
+        node = self._node(call, filled) if call.gives_tensors or call.written else None
+        reals = self._reals(faces, filled)
+        results = call.run(reals)
+        if node is not None:
+            self._note(node, call, filled, results, is_unknown=is_unknown)
+        return self._with_faces(call, faces, reals, results)
+
+    def _leave_out(self, call: Call, filled: Sequence[Tensor]) -> None:
+        """Note what would fill unknown values, without doing it: a parameter may turn out to be in no file.
+
+        The program's generator stays as it is. Numbers are drawn from one of each operation's own, seeded by both.
+        """
+        if filled and len(call.tensors) == 1:
+            node, slot = self._node(call, filled), self._slots[filled[0].untyped_storage()]
+            if node.generator_state is not None:
+                seed = hash((torch.initial_seed(), node.order)) % (1 << 63)
+                node = replace(node, generator_state=torch.Generator("cpu").manual_seed(seed).get_state())
+            slot.value, slot.can_be_made = Value(slot.key, node), True
+            return
+        for tensor in call.written:
+            self._slots[tensor.untyped_storage()].can_be_made = False
+
+    def _move(self, call: Call) -> Any:
+        """A face becomes a face of another storage."""
+        target, *sources = call.tensors
+        if call.func is not torch.ops.aten.set_.source_Tensor or not self.is_face(target):
+            raise ConfigError(f"{call.name} of a parameter inside zo.deferred_init: give it its size when it is made")
+        source = sources[0] if self.is_face(sources[0]) else self.face(sources[0])
+        return call.func(target, source)
+
+    def _node(self, call: Call, filled: Sequence[Tensor]) -> Node:
+        reads = []
+        unread = {id(self._slot(tensor)) for tensor in filled}
+
+        def noted(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Generator):
+                return OwnGenerator()
+            if not isinstance(leaf, Tensor) or leaf.is_meta and not self.is_face(leaf):
+                return leaf
+            slot = self._slot(leaf)
+            if slot is None:
+                return leaf.detach().clone()
+            if id(slot) not in unread:
+                reads.append(slot.value)
+            return Ref.of(leaf, slot.key)
+
+        args, kwargs = tree_map(noted, call.args), tree_map(noted, call.kwargs)
+        dtype = torch.get_default_dtype()
+        return Node(next(self._orders), call.func, args, kwargs, call.generator_state(), dtype, tuple(reads), [])
+
+    def _note(self, node: Node, call: Call, filled: Sequence[Tensor], results: Any, *, is_unknown: bool) -> None:
+        refilled = {id(self._slot(tensor)) for tensor in filled}
+        for tensor in call.written:
+            slot = self._slot(tensor)
+            if slot is not None:
+                slot.value = Value(slot.key, node)
+                slot.unknown = is_unknown or (slot.unknown and id(slot) not in refilled)
+                slot.can_be_made = not slot.unknown
+        # A copy in another dtype is the same parameter still; what is computed from one needs its true values.
+        can_be_made = not is_unknown or (
+            call.only_casts and all(slot.can_be_made for slot in map(self._slot, call.tensors) if slot is not None)
+        )
+        of_inputs = {t.untyped_storage()._cdata for t in call.tensors if has_storage(t)}
+        for index, leaf in enumerate(tree_leaves(results)):
+            if not isinstance(leaf, Tensor) or not _is_followed(leaf) or self._slot(leaf) is not None:
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata not in of_inputs:
+                self._trimmer.freed(storage.nbytes())
+                key = next(self._keys)
+                node.makes.append((index, key))
+                self._slots[storage] = _Slot(
+                    key, storage.nbytes(), Value(key, node), weakref.ref(storage), None, is_unknown, can_be_made
+                )
+
+    # Values of faces
+
+    def _reals(self, faces: Sequence[Tensor], filled: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Real tensors for faces, by id."""
+        slots = {id(face): self._slots[face.untyped_storage()] for face in faces}
+        self._make_room(set(slots.values()))
+        blank = {id(slots[id(tensor)]) for tensor in filled if id(tensor) in slots}
+        reals = {}
+        for face in faces:
+            slot = slots[id(face)]
+            storage = self._storage(slot, is_filled=id(slot) in blank)
+            self._kept.pop(slot, None)
+            self._kept[slot] = storage
+            reals[id(face)] = Ref.of(face, slot.key).on(storage)
+        return reals
+
+    def _storage(self, slot: _Slot, *, is_filled: bool = False) -> torch.UntypedStorage:
+        """The values of a slot; `is_filled`: they are not read before they are filled."""
+        storage = slot.real() if slot.real is not None else None
+        if storage is None:
+            storage = blank(slot.nbytes) if is_filled else self._made(slot)
+            slot.real = weakref.ref(storage)
+            self._slots[storage] = slot
+        return storage
+
+    @staticmethod
+    def _made(slot: _Slot) -> torch.UntypedStorage:
+        if slot.unknown:
+            return host_zeros(slot.nbytes, torch.uint8).untyped_storage()
+        return replay(slot.value, slot.nbytes)
+
+    def _make_room(self, used: set[_Slot]) -> None:
+        """Drop values of faces that were not used for long."""
+        others = [slot for slot in self._kept if slot not in used]
+        surplus = sum(slot.nbytes for slot in others) - KEPT_BYTES
+        for slot in others:
+            if surplus > 0:
+                del self._kept[slot]
+                surplus -= slot.nbytes
+
+    def _with_faces(self, call: Call, faces: Sequence[Tensor], reals: dict[int, Tensor], results: Any) -> Any:
+        """Results with the faces that were given, faces for other views of their values, and else what they are."""
+        given = {id(reals[id(face)]): face for face in faces}
+        slots = {self._slots[face.untyped_storage()] for face in faces}
+
+        def faced(leaf: Tensor) -> Tensor:
+            if id(leaf) in given:
+                return given[id(leaf)]
+            # A change of dtype (model.half()) makes parameters of parameters.
+            return self.face(leaf) if self._slot(leaf) in slots or (faces and call.only_casts) else leaf
+
+        return tree_map_only(Tensor, faced, results)
+
+
+def _is_followed(tensor: Tensor) -> bool:
+    return has_storage(tensor) and tensor.device.type == "cpu"
+
+
+aten = torch.ops.aten
+
+_FILLS = {
+    *(aten.normal_, aten.uniform_, aten.random_, aten.exponential_, aten.cauchy_, aten.log_normal_),
+    *(aten.geometric_, aten.zero_, aten.fill_, aten.copy_),
+}
+"""In-place operations whose result does not depend on what was there."""
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether its elements lie in one storage, by strides."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+class Call:
+    """An operator and its arguments, as torch's dispatcher hands it over: what it reads, writes, draws and returns."""
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        if self.func.overloadpacket is aten._to_copy and str(kwargs.get("device")) == "meta":
+            # Asked to be where a deferred tensor is: in a plain program that is the CPU.
+            self.kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+        self.tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.written = self._written()
+        """Tensors that it changes."""
+
+    @property
+    def name(self) -> str:
+        return str(self.func.overloadpacket.__name__)
+
+    def run(self, instead: dict[int, Tensor] | None = None) -> Any:
+        """Do it, with other tensors in the place of some, by id."""
+        stand_ins = instead or {}
+
+        def real(leaf: Tensor) -> Tensor:
+            return stand_ins.get(id(leaf), leaf)
+
+        args, kwargs = tree_map_only(Tensor, real, (self.args, self.kwargs))
+        return self.func(*args, **kwargs)
+
+    def _written(self) -> list[Tensor]:
+        found = []
+        for index, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = self.args[index] if index < len(self.args) else self.kwargs.get(argument.name)
+                found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        return found
+
+    @property
+    def targets(self) -> Any:
+        """What an operation returns that returns what it has changed."""
+        num_results = len(self.func._schema.returns)
+        return (None, *self.written[:1])[num_results] if num_results < 2 else tuple(self.written)
+
+    @property
+    def moves_storage(self) -> bool:
+        return self.func.overloadpacket in (aten.set_, aten.resize_, aten.resize_as_)
+
+    @property
+    def only_renames(self) -> bool:
+        """Whether it makes a view, or changes nothing but a tensor's shape: no element is read or written."""
+        returns = self.func._schema.returns
+        is_view = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        return is_view or (torch.Tag.inplace_view in self.func.tags and not self.moves_storage)
+
+    @property
+    def only_casts(self) -> bool:
+        """Whether it is a change of dtype on the same device."""
+        return self.func.overloadpacket is aten._to_copy and self.kwargs.get("device") is None
+
+    @property
+    def gives_tensors(self) -> bool:
+        return any("Tensor" in str(result.type) for result in self.func._schema.returns)
+
+    def filled(self) -> list[Tensor]:
+        """The tensor whose storage it fills from end to end without reading it, if there is one."""
+        if self.func.overloadpacket not in _FILLS:
+            return []
+        target = self.tensors[0]
+        if not has_storage(target) or any(_share(target, other) for other in self.tensors[1:]):
+            return []
+        is_whole = target.is_contiguous() and target.nbytes == target.untyped_storage().nbytes()
+        return [target] if is_whole else []
+
+    def generator_state(self) -> Tensor | None:
+        """Of the generator that it draws from."""
+        given = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Generator)]
+        if given:
+            return given[0].get_state()
+        draws = torch.Tag.nondeterministic_seeded in self.func.tags
+        return torch.get_rng_state() if draws else None
+
+
+def _share(tensor: Tensor, other: Tensor) -> bool:
+    return has_storage(other) and tensor.untyped_storage()._cdata == other.untyped_storage()._cdata

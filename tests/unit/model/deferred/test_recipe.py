@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zero_offload as zo
 from tests.helpers.deferred import Bag, built, made_values
 from zero_offload.base.types import MIB
-from zero_offload.model.deferred import recipe, tracer
+from zero_offload.model.deferred import recipe, recorder
 from zero_offload.model.deferred.recipe import Node
 
 
@@ -71,7 +71,7 @@ def test_what_is_done_again(fill: Callable[[Any], None], expected: list[str], ru
 
 def test_values_that_are_filled_are_not_made(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two passes over a model, as transformers makes: the second draws all values anew."""
-    monkeypatch.setattr(tracer, "KEPT_BYTES", 0)
+    monkeypatch.setattr(recorder, "KEPT_BYTES", 0)
     with zo.deferred_init():
         layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
         for layer in layers:

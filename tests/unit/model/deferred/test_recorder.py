@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 
 import zero_offload as zo
 from tests.helpers.deferred import ODDITIES, Bag, built, kept, made_values, modules
-from zero_offload.model.deferred import tracer
+from zero_offload.model.deferred import recorder
 from zero_offload.model.deferred.recorder import current_recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -25,10 +25,10 @@ def _same(found: Tensor, expected: Tensor) -> bool:
     return found.dtype == expected.dtype and torch.equal(found, expected.detach())
 
 
-@pytest.mark.parametrize("kept_bytes", [0, tracer.KEPT_BYTES], ids=["dropped", "kept"])
+@pytest.mark.parametrize("kept_bytes", [0, recorder.KEPT_BYTES], ids=["dropped", "kept"])
 @pytest.mark.parametrize("fill", ODDITIES, ids=lambda fill: fill.__name__)
 def test_values(fill: Callable[[Any], None], kept_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracer, "KEPT_BYTES", kept_bytes)
+    monkeypatch.setattr(recorder, "KEPT_BYTES", kept_bytes)
     plain, state = built(lambda: Bag(fill), deferred=False)
     model, deferred_state = built(lambda: Bag(fill), deferred=True)
     assert torch.equal(state, deferred_state)
