@@ -20,9 +20,7 @@ from tests.helpers.models import TinyLM, build
 from tests.helpers.ranks import wait_until
 from tests.models.test_exceptions import Explosion, Fused
 from zero_offload.hardware.device import HostDevice
-from zero_offload.runtime.accumulate.generators import Forks
-from zero_offload.runtime.accumulate.relay import Relay
-from zero_offload.runtime.accumulate.surroundings import Surroundings
+from zero_offload.runtime.accumulate.relay import Forks, Relay, Surroundings
 
 ERRORS = [Explosion, KeyboardInterrupt, torch.OutOfMemoryError, SystemExit]
 

@@ -21,9 +21,8 @@ from zero_offload.base.stats import Stats
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.model.updates import check_holds_grads
 from zero_offload.optim.optimizer import squares_of
-from zero_offload.runtime.accumulate.generators import Forks
-from zero_offload.runtime.accumulate.micro_batches import MicroBatches, Pieces
-from zero_offload.runtime.accumulate.relay import takes_turns
+from zero_offload.runtime.accumulate.micro_batches import MicroBatches
+from zero_offload.runtime.accumulate.relay import Forks, takes_turns
 from zero_offload.runtime.hooks import mark_for_recompute
 from zero_offload.runtime.pass_tracker import in_backward
 from zero_offload.storage.shards.registry import by_owner, check_adopted, owner_of
@@ -89,8 +88,9 @@ def accumulate(
     with Forks(len(batches)) as forks:
         if not owner.tracker.any_leaves:
             return _one_after_the_other(owner, forwards, forks)
-        pieces = Pieces(owner, owner.tracker, owner.prefetcher, owner.grads, owner.activations, owner.device)
-        by_unit = MicroBatches(pieces, forwards, forks)
+        by_unit = MicroBatches(
+            forwards, forks, owner, owner.tracker, owner.prefetcher, owner.grads, owner.activations, owner.device
+        )
         losses = by_unit.forward()
         by_unit.backward()
         return losses

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,8 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty
 from zero_offload.base.spans import Lane
 from zero_offload.hardware.device import Device
-from zero_offload.runtime.accumulate.generators import Forks
 from zero_offload.runtime.accumulate.graph import MicroGraph, Part, leaf_of
-from zero_offload.runtime.accumulate.relay import Relay, Runner
-from zero_offload.runtime.accumulate.surroundings import Surroundings
+from zero_offload.runtime.accumulate.relay import Forks, Relay, Runner, Surroundings
 from zero_offload.runtime.grads.gradients import Gradients
 from zero_offload.runtime.pass_tracker import PassTracker, Scope, changed_in_forward
 from zero_offload.runtime.prefetcher import ParamPrefetcher
@@ -36,31 +33,32 @@ from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.shards.registry import Owner, owner_of
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Of one offloaded model."""
-
-    owner: Owner
-    tracker: PassTracker
-    prefetcher: ParamPrefetcher
-    grads: Gradients
-    activations: Activations | None
-    device: Device
-
-
 class MicroBatches:
     """Those of one call; implements `runtime.pass_tracker.Round`."""
 
-    def __init__(self, pieces: Pieces, losses: Sequence[Callable[[], Tensor]], forks: Forks) -> None:
-        """Each of `losses` runs a micro-batch's forwards."""
+    def __init__(
+        self,
+        losses: Sequence[Callable[[], Tensor]],
+        forks: Forks,
+        owner: Owner,
+        tracker: PassTracker,
+        prefetcher: ParamPrefetcher,
+        grads: Gradients,
+        activations: Activations | None,
+        device: Device,
+    ) -> None:
+        """Each of `losses` runs a micro-batch's forwards; the rest is of one offloaded model."""
         self._forks = forks
-        self._pieces = pieces
-        self._tracker = pieces.tracker
-        self._graphs = [MicroGraph(number, pieces.activations) for number in range(len(losses))]
+        self._owner = owner
+        self._tracker = tracker
+        self._prefetcher = prefetcher
+        self._grads = grads
+        self._activations = activations
+        self._graphs = [MicroGraph(number, activations) for number in range(len(losses))]
         self._stacks: list[list[Scope]] = [[] for _ in losses]
         self._losses: list[Tensor] = [host_empty(0, torch.float32) for _ in losses]
         works = [partial(self._compute, number, loss) for number, loss in enumerate(losses)]
-        surroundings = Surroundings(pieces.device)
+        surroundings = Surroundings(device)
         self._relay: Relay | None = Relay(works, surroundings, forks, self._begin_station, self._begin_turn)
         """Until all forwards are over."""
         self._held: list[Unit] = []
@@ -72,7 +70,7 @@ class MicroBatches:
 
     def forward(self) -> list[Tensor]:
         """Run all forwards; the losses, without their graphs."""
-        tracker, spans = self._tracker, self._pieces.prefetcher.spans
+        tracker, spans = self._tracker, self._prefetcher.spans
         opened = spans.open(Lane.FORWARD, Lane.FORWARD.value)
         relay = self._relay
         assert relay is not None
@@ -90,7 +88,7 @@ class MicroBatches:
             tracker.round = None
             tracker.resume([])
             self._relay = None  # it knows this object: a cycle would keep the model
-        self._pieces.prefetcher.meet("the end of a forward")
+        self._prefetcher.meet("the end of a forward")
         spans.close(opened)
         return [loss.detach() for loss in self._losses]
 
@@ -131,12 +129,12 @@ class MicroBatches:
         self._visit += 1
 
     def _begin_turn(self, runner: Runner) -> None:
-        if self._pieces.activations is not None:
-            self._pieces.activations.part = (self._visit, -runner.number)
+        if self._activations is not None:
+            self._activations.part = (self._visit, -runner.number)
 
     def _release(self) -> None:
         held, self._held = self._held, []
-        changed = [name for unit in held for name in unit.end_use(self._pieces.prefetcher.holds_value)]
+        changed = [name for unit in held for name in unit.end_use(self._prefetcher.holds_value)]
         if changed:
             raise changed_in_forward(changed)
 
@@ -151,26 +149,25 @@ class MicroBatches:
                     self._lines.setdefault(group, deque()).append(graph.number)
         self._losses.clear()
         end = self._tracker.begin_backward()
-        activations = self._pieces.activations
-        if activations is not None:
-            activations.begin_parts()
+        if self._activations is not None:
+            self._activations.begin_parts()
         try:
-            self._pieces.grads.coming = self._lines
+            self._grads.coming = self._lines
             self._run_parts()
         except BaseException:
             del end  # a program that keeps the exception keeps this frame
             raise
         finally:
-            self._pieces.grads.coming = {}
-            if activations is not None:
-                activations.end_backward()
+            self._grads.coming = {}
+            if self._activations is not None:
+                self._activations.end_backward()
         end()
 
     def _together(self, leaf: Tensor) -> int:
         """The same number for leaves whose gradients must arrive with each other."""
         owner = owner_of(leaf) if isinstance(leaf, nn.Parameter) else None
-        if owner is self._pieces.owner and isinstance(leaf, nn.Parameter):
-            return self._pieces.grads.arrive_together(leaf)
+        if owner is self._owner and isinstance(leaf, nn.Parameter):
+            return self._grads.arrive_together(leaf)
         if owner is not None:
             raise ConfigError(
                 f"zo.accumulate trains one offloaded model, and {owner.places.describe(leaf)}, belongs to another one. "  # type: ignore[arg-type]
@@ -197,11 +194,11 @@ class MicroBatches:
         leaves = [leaf_of(leaves[0]) for leaves in part.completes.values()]
         params = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and owner_of(leaf) is not None]
         for param in params:
-            self._pieces.grads.begin_section(param)
+            self._grads.begin_section(param)
         for leaf, grad in complete:
             _accumulate(leaf, grad)
         for param in params:
-            self._pieces.grads.finish_section(param)
+            self._grads.finish_section(param)
 
     def _may_run(self, graph: MicroGraph) -> bool:
         return all(self._lines[group][0] == graph.number for group in graph.left[0].completes)

@@ -1,25 +1,43 @@
-"""Forwards that take turns: each on a thread of its own, and only the one that has the turn runs.
+"""Forwards of micro-batches that take turns: each on a thread of its own, and only the one that has the turn runs.
 
-Owns the threads, and whose turn it is. Never knows what is computed, nor from which generators. The calls: `run` on
-the caller's thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives
-the turn back. A forward that waits says which station it wants to go to; all who want the one where the others are go
-there before one of them goes on. `run` leaves no thread behind, whatever ends it.
+`Relay` owns the threads, and whose turn it is. It never knows what is computed. The calls: `run` on the caller's
+thread, which gives out the turns and returns when all forwards have; `wait` on the others, which gives the turn back. A
+forward that waits says which station it wants to go to; all that want the one where the others are go there before one
+of them goes on. `run` leaves no thread behind, whatever ends it. `Surroundings` is what torch keeps for a thread,
+`Forks` the random generators of each micro-batch.
+
+[Note: forks]
+How forwards and backwards of micro-batches take turns depends on where parameters rest. So each micro-batch has
+generators of its own: torch's (the CPU's and those of devices in use), Python's `random` and NumPy's global one. A
+generator object that the program holds is the program's. The first micro-batch goes on with the caller's generators,
+and each other one starts from a seed that is drawn from them, on every placement. At the end the caller's stand where
+the first micro-batch has left them. One that no micro-batch has drawn from is as it was; one that only others have
+drawn from stands after the seeds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import random
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _python_dispatch as dispatch
 
+from zero_offload.base.host import host_empty
 from zero_offload.base.threads import LOOK_S, Bell, start
-from zero_offload.runtime.accumulate.generators import Forks
-from zero_offload.runtime.accumulate.surroundings import Surroundings
-from zero_offload.runtime.saved.tensors import runs
+from zero_offload.hardware.device import Device, this_stream
+from zero_offload.runtime.saved.recompute import Autocast, generators, set_generators
+from zero_offload.runtime.saved.tensors import runs, saving_hooks
 
 Station = tuple[int, ...]
 """What a forward needs to go on: indices of units."""
@@ -165,3 +183,132 @@ class Relay:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+
+
+class Surroundings:
+    """What torch keeps for each thread, of the one that makes this object: both then compute alike.
+
+    What torch keeps for the process (default dtype, backends) needs no care.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._stream = this_stream()
+        self._grad = torch.is_grad_enabled()
+        autocasts = [Autocast.of(kind) for kind in sorted({"cpu", device.torch_device.type})]
+        # Entered only where it is on: autocast forgets its casts of weights when the outermost context ends.
+        self._autocasts = [autocast for autocast in autocasts if autocast.enabled]
+        self._hooks = saving_hooks()
+        # The default device of `with torch.device(...)` and of torch.set_default_device is a mode, too.
+        self._function_modes = _get_current_function_mode_stack()
+        self._dispatch_modes = dispatch._get_current_dispatch_mode_stack()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """On another thread."""
+        with contextlib.ExitStack() as contexts:
+            contexts.enter_context(self._stream())
+            for function_mode in self._function_modes:
+                _push_mode(function_mode)
+                contexts.callback(_pop_mode)
+            for dispatch_mode in self._dispatch_modes:
+                dispatch._push_mode(dispatch_mode)
+                contexts.callback(dispatch._pop_mode)
+            for autocast in self._autocasts:
+                contexts.enter_context(torch.autocast(*autocast))
+            contexts.enter_context(torch.set_grad_enabled(self._grad))
+            if self._hooks is not None:
+                contexts.enter_context(saved_tensors_hooks(*self._hooks))
+            yield
+
+
+_SEEDS = 2**32
+"""As many as NumPy takes."""
+
+
+class _Kind(NamedTuple):
+    """Generators that are read, written and seeded together."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    draw: Callable[[int], Sequence[int]]
+    """So many seeds."""
+    seed: Callable[[int], Any]
+
+
+_KINDS = (
+    _Kind(
+        generators,
+        set_generators,
+        lambda count: host_empty(count, torch.int64).random_(_SEEDS).tolist(),
+        torch.manual_seed,
+    ),
+    _Kind(
+        random.getstate,
+        random.setstate,
+        lambda count: [random.randrange(_SEEDS) for _ in range(count)],
+        random.seed,
+    ),
+    _Kind(
+        np.random.get_state,
+        np.random.set_state,
+        lambda count: [int(seed) for seed in np.random.randint(_SEEDS, size=count, dtype=np.int64)],
+        np.random.seed,
+    ),
+)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """True if two states of one kind are alike."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    return all(map(_equal, one, other)) if isinstance(one, tuple | list) else bool(one == other)
+
+
+class Forks:
+    """The generators of `count` micro-batches; after an error they are the caller's again, as they were."""
+
+    def __init__(self, count: int) -> None:
+        self._before = [kind.read() for kind in _KINDS]
+        self._begins: list[list[Any]] = [self._before]
+        """Of each micro-batch, its generators' first states."""
+        seeds = [kind.draw(count - 1) for kind in _KINDS]
+        self._drawn = [kind.read() for kind in _KINDS]
+        for of_one in zip(*seeds, strict=True):
+            for kind, seed in zip(_KINDS, of_one, strict=True):
+                kind.seed(seed)
+            self._begins.append([kind.read() for kind in _KINDS])
+        self._states = list(self._begins)
+        self._write(self._before)
+
+    @contextlib.contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """A micro-batch draws inside."""
+        self._write(self._states[number])
+        try:
+            yield
+        finally:
+            self._states[number] = [kind.read() for kind in _KINDS]
+
+    def __enter__(self) -> Forks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        self._write(self._before if kind is not None else self._ends())
+
+    def _ends(self) -> list[Any]:
+        """See [Note: forks]."""
+        ends = []
+        for index, before in enumerate(self._before):
+            drew = [
+                not _equal(begin[index], state[index]) for begin, state in zip(self._begins, self._states, strict=True)
+            ]
+            left = self._drawn[index] if any(drew) else before
+            ends.append(self._states[0][index] if drew[0] else left)
+        return ends
+
+    @staticmethod
+    def _write(states: Sequence[Any]) -> None:
+        for kind, state in zip(_KINDS, states, strict=True):
+            kind.write(state)

@@ -17,7 +17,7 @@ import zero_offload as zo
 from tests.helpers.accumulating import assert_same_grads, away, batches_of, grads_of, loop, third
 from tests.helpers.models import Block, TinyLM, build, tokens_of
 from zero_offload.hardware.device import HostDevice
-from zero_offload.runtime.accumulate.surroundings import Surroundings
+from zero_offload.runtime.accumulate.relay import Surroundings
 
 
 class Counting(TorchDispatchMode):
