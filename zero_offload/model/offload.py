@@ -26,9 +26,15 @@ from zero_offload.checkpoint.run_files import RunFiles
 from zero_offload.hardware.device import Device, compute_device, on_likely_gpu
 from zero_offload.hardware.probe import probe_hardware
 from zero_offload.hardware.rates import with_measured
-from zero_offload.model.move_in import check_not_wrapped, lacks_values, move_buffers, move_in, param_problem
+from zero_offload.model.move_in import (
+    check_not_wrapped,
+    check_same_model,
+    lacks_values,
+    move_buffers,
+    move_in,
+    param_problem,
+)
 from zero_offload.model.runtime import ModelRuntime
-from zero_offload.model.same_model import check_same_model
 from zero_offload.optim.worker import Worker
 from zero_offload.plan.buffers import BufferPlan, FrameLimits, Home
 from zero_offload.plan.dtypes import Cast, resolve

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zero_offload.base.errors import ZeroOffloadError
 from zero_offload.runtime.saved.tensors import Saved
-from zero_offload.runtime.units.read_only import ReadOnly
+from zero_offload.runtime.units.guard import ReadOnly
 from zero_offload.runtime.units.unit import Unit, UnitState
 
 TRANSPORT_S = 5.0

@@ -44,7 +44,7 @@ from zero_offload.base.errors import ConfigError
 from zero_offload.base.host import host_empty, host_tensor, host_zeros
 from zero_offload.base.types import MIB
 from zero_offload.model.deferred.recipe import TEMPORARY_BYTES, Node, OwnGenerator, Recipe, Ref, Value, blank, replay
-from zero_offload.runtime.units.read_only import name_of
+from zero_offload.runtime.units.guard import name_of
 from zero_offload.storage.memory.heap import HeapTrimmer
 from zero_offload.storage.shards.registry import keep_recipe
 
@@ -534,16 +534,15 @@ class Tracer:
         """The values of a slot; `is_filled`: they are not read before they are filled."""
         storage = slot.real() if slot.real is not None else None
         if storage is None:
-            storage = blank(slot.nbytes) if is_filled else self._made(slot)
+            if is_filled:
+                storage = blank(slot.nbytes)
+            elif slot.unknown:
+                storage = host_zeros(slot.nbytes, torch.uint8).untyped_storage()
+            else:
+                storage = replay(slot.value, slot.nbytes)
             slot.real = weakref.ref(storage)
             self._slots[storage] = slot
         return storage
-
-    @staticmethod
-    def _made(slot: _Slot) -> torch.UntypedStorage:
-        if slot.unknown:
-            return host_zeros(slot.nbytes, torch.uint8).untyped_storage()
-        return replay(slot.value, slot.nbytes)
 
     def _make_room(self, used: set[_Slot]) -> None:
         """Drop values of faces that were not used for long."""

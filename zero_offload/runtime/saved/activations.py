@@ -82,19 +82,19 @@ def changed_in_place(shape: tuple[int, ...], version: int, expected: int) -> Run
 class Stored:
     """One storage's memory, away; dies with the last node that saved a view of it."""
 
-    def __init__(self, nbytes: int, away: StoredBytes, number: int, part: Part) -> None:
+    def __init__(self, nbytes: int, copy: StoredBytes, number: int, part: Part) -> None:
         self.number = number
         self.part = part
         self.nbytes = nbytes
         self.num_saved = 0
-        self.away = away
+        self.copy = copy
         self.here: Tensor | None = None
         """(nbytes,) uint8 on the compute device, while some who saved it have still to read it."""
         self._num_read = 0
 
     def read(self) -> Tensor:
         """(nbytes,) uint8 on the compute device; kept until all who saved it have read it."""
-        memory = self.away.finish() if self.here is None else self.here
+        memory = self.copy.finish() if self.here is None else self.here
         self._num_read = (self._num_read + 1) % self.num_saved
         self.here = memory if self._num_read else None
         return memory
@@ -102,7 +102,7 @@ class Stored:
     def leave(self) -> None:
         """This backward reads it no more."""
         self.here, self._num_read = None, 0
-        self.away.abandon()
+        self.copy.abandon()
 
 
 class _Remains(weakref.ref[Stored]):
@@ -112,7 +112,7 @@ class _Remains(weakref.ref[Stored]):
     frees a graph would be lost in `__del__`.
     """
 
-    __slots__ = ("key", "number", "part", "origin", "away")
+    __slots__ = ("key", "number", "part", "origin", "copy")
 
     def __new__(cls, stored: Stored, told: Callable[[Any], None], *_: Any) -> Self:
         return super().__new__(cls, stored, told)
@@ -122,7 +122,7 @@ class _Remains(weakref.ref[Stored]):
         self.number = stored.number
         self.part = stored.part
         self.origin = weakref.ref(origin)
-        self.away = stored.away
+        self.copy = stored.copy
 
 
 class Away(NamedTuple):
@@ -205,7 +205,9 @@ class Activations:
         kept = self._kept.get(key)
         if kept is not None and kept() is storage:
             return None
-        stored = self._stored(storage, key)
+        remains = self._by_key.get(key)
+        # Another storage may be at its address by now.
+        stored = remains() if remains is not None and remains.origin() is storage else None
         if stored is None:
             tier = self._dealer.deal(storage.nbytes())
             self._counters.add(f"activations.{tier.value}", storage.nbytes())
@@ -218,11 +220,6 @@ class Activations:
             stored, VersionCheck(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset())
         )
 
-    def _stored(self, storage: torch.UntypedStorage, key: _Key) -> Stored | None:
-        """Where it went, if it did: another storage may be at its address by now."""
-        remains = self._by_key.get(key)
-        return remains() if remains is not None and remains.origin() is storage else None
-
     def _put(self, tier: ActivationTier, storage: torch.UntypedStorage, device: torch.device, key: _Key) -> Stored:
         self._give_back()
         self._num_stored += 1
@@ -230,8 +227,8 @@ class Activations:
             self._ahead = ahead
             for each in self._tiers.values():
                 each.reach(ahead)
-        away = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
-        stored = Stored(storage.nbytes(), away, self._num_stored, self.part)
+        copy = tier.put(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        stored = Stored(storage.nbytes(), copy, self._num_stored, self.part)
         self._count(stored)
         remains = _Remains(stored, self._dead.append, storage, key)
         self._by_key[key] = self._by_number[stored.number] = remains
@@ -244,13 +241,16 @@ class Activations:
             del self._by_number[remains.number]
             if self._by_key.get(remains.key) is remains:
                 del self._by_key[remains.key]
-            remains.away.release()
+            remains.copy.release()
 
     def unpack(self, away: Away) -> Tensor:
         """The tensor, for compute launched from now on."""
         self._give_back()
         away.check.raise_if_changed()
-        self._note_backward()
+        backward = torch._C._current_graph_task_id()
+        if backward not in (-1, self._backward) and not self._in_parts:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         stored = away.stored
         if stored.here is not None:
             memory = stored.read()
@@ -273,17 +273,11 @@ class Activations:
             remains = self._by_number.get(earlier)
             stored = None if remains is None else remains()
             if stored is not None and stored.here is None:
-                if not stored.away.start():
+                if not stored.copy.start():
                     return
                 left -= stored.nbytes
                 if left <= 0:
                     return
-
-    def _note_backward(self) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward not in (-1, self._backward) and not self._in_parts:
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def begin_parts(self) -> None:
         """A backward of several parts, which for autograd are backwards of their own, until `end_backward`."""

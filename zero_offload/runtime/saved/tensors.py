@@ -31,7 +31,7 @@ from torch.utils import checkpoint
 
 from zero_offload.plan.tensor_parallel import PLAIN, is_dtensor, local_part
 from zero_offload.runtime.saved.activations import Activations, changed_in_place
-from zero_offload.runtime.units.read_only import storage_of
+from zero_offload.runtime.units.guard import storage_of
 from zero_offload.runtime.units.unit import Unit
 
 Pack = Callable[[Tensor], Any]

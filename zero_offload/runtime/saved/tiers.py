@@ -116,15 +116,6 @@ def _allocate(arena: Arena, num_blocks: int) -> Tensor:
     return arena.allocate(nbytes).tensor(torch.uint8, nbytes)
 
 
-class _Out(NamedTuple):
-    """A storage on its way."""
-
-    begin: int
-    end: int
-    """In bytes that have left since there was none on its way."""
-    last: Handoff
-
-
 class HostTier:
     """Pinned host memory: the most that was away at once."""
 
@@ -132,11 +123,12 @@ class HostTier:
         self.device = device
         self.slabs = _Slabs(arena)
         self.counters = counters
-        self._out: deque[_Out] = deque()
+        self._out: deque[tuple[int, Handoff]] = deque()
+        """Bytes of each storage that may still be on its way, and its last download; the oldest first."""
 
     def put(self, source: Tensor) -> StoredInHost:
-        while self._out and self._out[-1].end - self._out[0].begin + source.nbytes > BYTES_OUT:
-            self._out[0].last.take_on_host()  # while it is still here: a wait can be interrupted
+        while self._out and sum(nbytes for nbytes, _ in self._out) + source.nbytes > BYTES_OUT:
+            self._out[0][1].take_on_host()  # while it is still here: a wait can be interrupted
             self._out.popleft()
         runs: list[range] = []
         try:
@@ -146,8 +138,7 @@ class HostTier:
             for run in runs:
                 self.slabs.give_back(run, None)  # what writes there next comes after, on the same lane
             raise
-        first = self._out[-1].end if self._out else 0
-        self._out.append(_Out(first, first + source.nbytes, pieces[-1].last))
+        self._out.append((source.nbytes, pieces[-1].last))
         self.counters.written(Tier.CPU, source.nbytes)
         return StoredInHost(self, pieces)
 

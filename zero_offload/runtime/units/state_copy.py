@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import TensorWeakRef
 
 from zero_offload.base.errors import ZeroOffloadError
-from zero_offload.runtime.units.read_only import wrap_views
+from zero_offload.runtime.units.guard import wrap_views
 from zero_offload.storage.shards.registry import owner_of
 
 _SET_DATA: Any = cast(Any, Tensor.data).__set__
