@@ -14,7 +14,7 @@ from zero_offload.cli.doctor import Check, Status, examine
 from zero_offload.cli.main import main
 from zero_offload.hardware import native, probe
 from zero_offload.hardware.probe import MemoryLimit
-from zero_offload.storage.memory import pages
+from zero_offload.storage.memory import arena
 
 
 def find(checks: tuple[Check, ...], name: str) -> Check:
@@ -93,7 +93,7 @@ def test_huge_pages(monkeypatch: pytest.MonkeyPatch, mode: str | None, status: S
 
 @pytest.mark.parametrize(("moves", "status"), [(True, Status.OKAY), (False, Status.WARNING)])
 def test_moving_pages(monkeypatch: pytest.MonkeyPatch, moves: bool, status: Status) -> None:
-    monkeypatch.setattr(pages, "moves_pages", lambda: moves)
+    monkeypatch.setattr(arena, "moves_pages", lambda: moves)
     assert find(examine([]), "moving pages").status is status
 
 

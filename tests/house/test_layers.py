@@ -82,7 +82,7 @@ def test_imports_point_down() -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("storage.memory.pages", "from zero_offload.runtime.pass_tracker import PassTracker"),
+        ("storage.memory.arena", "from zero_offload.runtime.pass_tracker import PassTracker"),
         ("plan.memory", "from zero_offload.storage import memory"),
         ("base.types", "def f():\n    from zero_offload import offload"),
         ("optim.optimizers", "import zero_offload.runtime.pass_tracker"),

@@ -16,7 +16,7 @@ OWNERS: dict[str, frozenset[str]] = {
     "psutil": frozenset({"hardware/probe.py"}),
     "torch.cuda": frozenset({"hardware/accelerators.py"}),
     "matplotlib": frozenset({"cli/report.py"}),
-    "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/pages.py"}),
+    "ctypes.CDLL": frozenset({"hardware/native.py", "storage/memory/heap.py", "storage/memory/arena.py"}),
     "numba": frozenset({"hardware/kernels/fallback/numba_words.py"}),
     "triton": frozenset(
         {

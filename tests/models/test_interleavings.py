@@ -29,7 +29,7 @@ from zero_offload.optim import pipeline
 from zero_offload.runtime.units.param_loader import HostParamLoader
 from zero_offload.storage.files import aiofiles_engine
 from zero_offload.storage.files.engine import BLOCK_DTYPE, EngineSettings
-from zero_offload.storage.memory import arena, pages
+from zero_offload.storage.memory import arena
 
 Model = partial(TinyLM, WIDE)
 
@@ -103,7 +103,7 @@ def test_a_view_of_a_weight_in_place_shows_new_values_after_a_step(slow_updates:
 @pytest.mark.parametrize("strike", range(1, 9))
 def test_a_ctrl_c_while_pages_move_loses_no_weight(strike: int, nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It strikes as a call of the system returns, in any eviction of a forward."""
-    detach, move_frame, left = arena.MovableBuffer.detach, pages.move_frame, 0
+    detach, move_frame, left = arena.MovableBuffer.detach, arena.move_frame, 0
 
     def move(source: int, target: int) -> None:
         nonlocal left
@@ -114,7 +114,7 @@ def test_a_ctrl_c_while_pages_move_loses_no_weight(strike: int, nvme: Path, monk
 
     def leaving(self: arena.MovableBuffer) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(pages, "move_frame", move)
+            patch.setattr(arena, "move_frame", move)
             detach(self)
 
     monkeypatch.setattr(arena.MovableBuffer, "detach", leaving)

@@ -25,7 +25,7 @@ from tests.helpers.schedules import Pass, Script
 from tests.helpers.twins import train
 from zero_offload.base.types import MIB
 from zero_offload.model.api import runtime_of
-from zero_offload.storage.memory import pages
+from zero_offload.storage.memory import arena as pages
 
 
 @contextmanager

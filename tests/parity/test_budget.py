@@ -20,7 +20,7 @@ from torch import nn
 import zero_offload as zo
 from tests.helpers.models import TinyLM
 from zero_offload.base.types import MIB, Tier
-from zero_offload.storage.memory import pages
+from zero_offload.storage.memory import arena
 
 DIM, NUM_BLOCKS, NUM_STEPS = 512, 14, 3
 CPU_MEMORY = 128 * MIB
@@ -65,13 +65,13 @@ def _empty_model() -> nn.Module:
 
 def _count_ranges() -> list[int]:
     """A list that grows with every address range that the package takes from now on."""
-    taken, original = [], pages._map
+    taken, original = [], arena._map
 
     def counted(nbytes: int, protection: int) -> int:
         taken.append(nbytes)
         return original(nbytes, protection)
 
-    pages._map = counted
+    arena._map = counted
     return taken
 
 

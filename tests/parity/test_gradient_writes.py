@@ -19,7 +19,7 @@ from tests.helpers.reference import Recipe, Trajectory, read_masters, train_offl
 from zero_offload.model.api import runtime_of
 from zero_offload.plan.layout import CHUNK_NUMEL
 from zero_offload.plan.memory import GRADS_IN_FLIGHT
-from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory.arena import FRAME
 from zero_offload.storage.shards import grad_store
 from zero_offload.storage.shards.drive_grads import STREAM_CHUNKS, DriveGrads
 

@@ -11,7 +11,7 @@ import zero_offload as zo
 from tests.helpers.disk import reference, train
 from tests.helpers.models import TinyLM, build
 from tests.helpers.reference import param_groups
-from zero_offload.storage.memory import pages
+from zero_offload.storage.memory import arena
 from zero_offload.storage.memory.arena import MovableBuffer
 
 STEPS = 4
@@ -25,7 +25,7 @@ def test_the_same_losses(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given.append(buffer.num_frames)
         return attach(buffer)
 
-    monkeypatch.setattr(pages, "moves_pages", lambda: False)
+    monkeypatch.setattr(arena, "moves_pages", lambda: False)
     monkeypatch.setattr(MovableBuffer, "attach", count)
     settings: dict[str, Any] = {"params": "nvme", "grads": "nvme", "optimizer": "nvme", "device_memory": "8MiB"}
     model = build(TinyLM)

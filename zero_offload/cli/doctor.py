@@ -26,7 +26,7 @@ from zero_offload.hardware.kernels import choice
 from zero_offload.plan.memory import margin_bytes
 from zero_offload.storage.files.directory import check_private
 from zero_offload.storage.files.engines import io_uring_problem
-from zero_offload.storage.memory import pages
+from zero_offload.storage.memory import arena
 
 PYTHON_MIN = (3, 11)
 TORCH_MIN = (2, 10)
@@ -135,7 +135,7 @@ def _check_host() -> Iterator[Check]:
     else:
         fix = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
         yield Check("huge pages", Status.WARNING, mode or "not supported by this kernel", fix)
-    if pages.moves_pages():
+    if arena.moves_pages():
         yield Check("moving pages", Status.OKAY, "parameters are fetched into memory that was used before")
     else:
         fix = "Linux 5.7 or later, not in gVisor; until then each fetch fills new pages with zeros first"

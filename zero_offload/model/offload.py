@@ -55,11 +55,11 @@ from zero_offload.plan.placement import Outlook, assign_tiers, place, tier_budge
 from zero_offload.plan.shapes import UnitWork, work_of
 from zero_offload.plan.step_time import TOKENS_UNKNOWN, Batch
 from zero_offload.plan.tensor_parallel import dtensor_problems, is_dtensor, mesh_of
+from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.hooks import install_hooks, install_walk_hooks, is_recomputed
 from zero_offload.runtime.prefetcher import ParamPrefetcher
 from zero_offload.runtime.ranks.collectives import Collectives, CommitGroup
 from zero_offload.runtime.ranks.group import Callers, RankGroup, join_ranks, mesh_problems, partition_of
-from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.saved.activations import open_activations
 from zero_offload.runtime.units.guard import unguard
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, HostParamLoader, ParamLoader
@@ -204,18 +204,18 @@ class Builder:
         collectives.counters = store.counters
         device.record_to(store.counters.spans)
         loader: ParamLoader = HostParamLoader(store, collectives.shard_index)
-        room: DeviceRoom | None = None
+        limit: DeviceLimit | None = None
         budget: Budget = store.arena
         if not device.is_host:
             landing = SpanPool(store.arena, self.buffers.landing_bytes())
             loader = DeviceParamLoader(store, device, landing, collectives.shard_index)
-            room, budget = self._make_room(), self.frames
+            limit, budget = self._make_limit(), self.frames
         move_buffers(self.model, device, self.undo)
         ahead_max = activations_ahead_bytes(config, self.sizes.placement.budget)
         self.activations = open_activations(config, device, store, files.scratch, self.model.buffers(), ahead_max)
         downloads = None if device.is_host else GradDownloads(device, store.arena, store.counters)
         drive_room = DriveRoom(store.counters, downloads)
-        self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, room, drive_room)
+        self.prefetcher = ParamPrefetcher(self.units, store, collectives, loader, budget, limit, drive_room)
         self.update_worker = self._start_worker("zero_offload-update")
         self.commit_worker = None if files.keeper is None else self._start_worker("zero_offload-commit")
         files.fill(store, store.shards, collectives.shard_index)
@@ -223,12 +223,12 @@ class Builder:
         self.left_out = move_in(self.model, self.units, store, values_of, self.undo)
         store.staging.drop()
 
-    def _make_room(self) -> DeviceRoom:
+    def _make_limit(self) -> DeviceLimit:
         collectives, grows = self.collectives, self.config.device_memory is None
         # Where ranks use different units, they agree before each gather, and need not have the same ones here.
         alike = collectives.num_shards > 1 and not collectives.partition.any_branches
         agreement, world_size = collectives.agreement if alike else None, collectives.world_size
-        return DeviceRoom(self.device.torch_device, self.frames, self.units, agreement, world_size, grows=grows)
+        return DeviceLimit(self.device.torch_device, self.frames, self.units, agreement, world_size, grows=grows)
 
     def _start_worker(self, name: str) -> Worker:
         worker = Worker(self.errors, name)

@@ -52,7 +52,7 @@ from zero_offload.runtime.ranks.group import RankGroup
 from zero_offload.runtime.ranks.watch import Notice
 from zero_offload.runtime.saved.activations import Activations
 from zero_offload.runtime.units.unit import Unit
-from zero_offload.storage.memory.heap import HeapRoom
+from zero_offload.storage.memory.heap import HeapHole
 from zero_offload.storage.memory.resizable import FrameBudget
 from zero_offload.storage.shards.registry import LossScaler, Recipe, Trainer, not_adopted, owner_of
 from zero_offload.storage.shards.ring_grads import GradRing
@@ -112,7 +112,7 @@ class ModelRuntime:
             stay_in_memory=self._stays_in_memory(),
         )
         grad_bytes = sum(section.layout.nbytes for section in self.grads.sections)
-        room = HeapRoom(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
+        hole = HeapHole(grad_bytes, free_memory_bytes) if self._stays_in_memory() else None
         self.step_count = 0
         self.skipped_steps = 0
         self.groups: list[dict[str, Any]] = []
@@ -159,7 +159,7 @@ class ModelRuntime:
                 self.places,
                 self._updates,
             )
-        self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, room, self.life, self._in_backward)
+        self.tracker = PassTracker(units, prefetcher, self.grads, self.activations, hole, self.life, self._in_backward)
         self.access = ParamAccess(self.places, self._states, store, self.grads, self.tracker, self.life, prefetcher)
         self.resume_pending = self.keeper is not None and self.keeper.found is not None
         """True if a generation's tensors are loaded, and the program has not asked for the rest of it."""
@@ -486,8 +486,8 @@ class ModelRuntime:
     # Life
 
     def stats(self) -> Stats:
-        room = self.prefetcher.room
-        params = None if room is None else room.params
+        limit = self.prefetcher.device_limit
+        params = None if limit is None else limit.params
         return self._stats.stats(self.step_count, self.skipped_steps, self._resident_bytes(), params)
 
     def _resident_bytes(self) -> dict[str, int]:

@@ -47,7 +47,7 @@ from zero_offload.runtime.saved.recompute import drop_stale
 from zero_offload.runtime.saved.tensors import SavedTensors, leave_hooks, runs, runs_again, saving_hooks
 from zero_offload.runtime.units.guard import cannot_wrap, refuse_copy, wrapper_of
 from zero_offload.runtime.units.unit import Unit, UpdatesInBackward
-from zero_offload.storage.memory.heap import HeapRoom, HeapTrimmer
+from zero_offload.storage.memory.heap import HeapHole, HeapTrimmer
 
 _IN_ANOTHER_THREAD = (
     "of this model runs in another thread; what starts now could take its parameters out of memory. Run one forward at "
@@ -246,7 +246,7 @@ class PassTracker:
         prefetcher: ParamPrefetcher,
         grads: Gradients,
         activations: Activations | None,
-        room: HeapRoom | None,
+        hole: HeapHole | None,
         life: ModelLife,
         updates: UpdatesInBackward | None,
     ) -> None:
@@ -288,9 +288,9 @@ class PassTracker:
         self.any_leaves = False
         """Whether it matters that a use ends, and who holds views of parameters."""
         self._trimmer: HeapTrimmer | None = None
-        self._room = room
+        self._hole = hole
         self._updates = updates
-        self._saved = SavedTensors((), activations, always=grads.passing)
+        self._saved = SavedTensors((), activations, always=grads.updates_in_backward)
         self.grow(units)
 
     def grow(self, units: Sequence[Unit]) -> None:
@@ -362,7 +362,7 @@ class PassTracker:
         if units and (self.any_leaves or self._updates is not None) and self.round is None:
             # Learn when the backward through this forward is over.
             watch_inputs(inputs, partial(self.leave_backward, units))
-        if self._watches and self._prefetcher.room is not None:
+        if self._watches and self._prefetcher.device_limit is not None:
             refuse_graph_modes(module)
 
     def exit(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -481,15 +481,15 @@ class PassTracker:
             self._recover()
         kind = "grad" if torch.is_grad_enabled() else "no_grad"
         self._num_cycles[kind] += 1
-        if self._room is not None and kind == "grad":
-            self._room.begin()
+        if self._hole is not None and kind == "grad":
+            self._hole.begin()
         # The first, second, fourth, eighth and so on, so that it costs nothing in the long run; all uses of it, since
         # a unit may be used by several modules in turn.
         self._watches = self._num_cycles[kind].bit_count() == 1
         self._records = self._spans.records
         self._saved.begin(checks=self._watches)
         self._grads.begin_forward()
-        sizes = () if self._prefetcher.room is None else (tensor.numel() for tensor in tensors_in(inputs))
+        sizes = () if self._prefetcher.device_limit is None else (tensor.numel() for tensor in tensors_in(inputs))
         self._prefetcher.begin_cycle(kind, sum(sizes))
 
     def settle(self) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 from zero_offload.base.errors import CapacityError
 from zero_offload.base.spans import Cause, Lane
 from zero_offload.base.types import FRAME, format_bytes
+from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.ranks.collectives import Collectives
-from zero_offload.runtime.room import DeviceRoom
 from zero_offload.runtime.units.gather import Gatherer
 from zero_offload.runtime.units.param_loader import DeviceParamLoader, ParamLoader, UnitStreams
 from zero_offload.runtime.units.unit import Section, Unit, UnitState
@@ -291,11 +291,11 @@ class ParamPrefetcher:
         collectives: Collectives,
         loader: ParamLoader,
         budget: Budget,
-        room: DeviceRoom | None,
+        device_limit: DeviceLimit | None,
         drive_room: DriveRoom,
     ) -> None:
-        """`budget` is the compute device's memory for units; `loader` brings values into it. `room` has the limit of a
-        device's own memory; None where a CPU computes."""
+        """`budget` is the compute device's memory for units; `loader` brings values into it.
+        `device_limit` sets the limit of a device's own memory; None where a CPU computes."""
         self._units = units
         self._store = store
         self.spans = store.counters.spans
@@ -308,7 +308,7 @@ class ParamPrefetcher:
         self.streams = None if self._uploader is None else self._uploader.streams
         """Told of every use; None where a CPU computes."""
         self._budget = budget
-        self.room = room
+        self.device_limit = device_limit
         self._refused_at = -1
         """Evictions so far when the device last had no memory for a unit."""
         self._complete_at = -1
@@ -326,8 +326,8 @@ class ParamPrefetcher:
         self._complete_at = -1
         if self._uploader is not None:
             self._uploader.make_room(landing_bytes)
-        if self.room is not None:
-            self.room.measure()
+        if self.device_limit is not None:
+            self.device_limit.measure()
         self.pool.measure()
 
     def begin_cycle(self, kind: str, num_elements: int = 0) -> None:
@@ -344,15 +344,15 @@ class ParamPrefetcher:
         has_departed = self.schedule.has_departed
         self.schedule.begin_cycle(kind)
         self._refused_at = -1
-        if self.room is not None and self.room.begin(kind, num_elements, has_departed=has_departed):
+        if self.device_limit is not None and self.device_limit.begin(kind, num_elements, has_departed=has_departed):
             self._shrink()
-            self.room.settle()
+            self.device_limit.settle()
         self._look_ahead()
 
     def acquire(self, unit: Unit) -> None:
         """Return when the unit's newest parameters are on the device; records the use."""
-        if self.room is not None:
-            self.room.refuse_capture()
+        if self.device_limit is not None:
+            self.device_limit.refuse_capture()
         self.bring(unit)
         self.schedule.used(unit.index)
         self._look_ahead()
@@ -409,8 +409,8 @@ class ParamPrefetcher:
         """
         self.gatherer.begin_update(order)
         self._complete_at = -1
-        if self.room is not None:
-            self.room.stepped()
+        if self.device_limit is not None:
+            self.device_limit.stepped()
         stale = [unit for unit in (self._units[i] for i in order) if unit.is_updating and not unit.updates_in_place]
         self._held_views.find(stale)
         if not in_backward:
@@ -543,8 +543,8 @@ class ParamPrefetcher:
     def _note_refusal(self) -> None:
         """The device had no memory for a unit: several ranks lower their limits when they next agree."""
         self._refused_at = self._evictor.num_evictions
-        if self._is_alone and self.room is not None:
-            self.room.ran_out()
+        if self._is_alone and self.device_limit is not None:
+            self.device_limit.ran_out()
             self._shrink()
 
     def _shrink(self) -> None:

@@ -14,8 +14,7 @@ from zero_offload.base.events import Counters
 from zero_offload.model.api import runtime_of
 from zero_offload.runtime.held_views import HeldViews
 from zero_offload.runtime.prefetcher import Evictor, FetchSchedule, MemoryPool
-from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
 from zero_offload.storage.memory.resizable import Budget, FrameBudget
 from zero_offload.storage.shards.drive_grads import DriveRoom
 

@@ -17,7 +17,7 @@ from zero_offload.model.api import runtime_of
 from zero_offload.model.runtime import ModelRuntime
 from zero_offload.optim.worker import Worker
 from zero_offload.runtime.units.unit import UnitState
-from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory.arena import FRAME
 
 
 @pytest.fixture

@@ -71,9 +71,9 @@ class Gradients:
         self._reductions = Reductions(collectives, self._reduced)
         self._with_pages: list[GradSection] = []
         """Sections whose partial sum has pages, in the order in which they got them."""
-        self.passing = ring is not None
+        self.updates_in_backward = ring is not None
         """True if gradients are used by the backward that makes them, unless it defers."""
-        self.defers = collectives.partition.defers_reduction and not self.passing
+        self.defers = collectives.partition.defers_reduction and not self.updates_in_backward
         """True if backward only adds up on this rank; what it leaves is reduced by `reduce_waiting`."""
         self._deferred = False
         self.coming: Mapping[int, Sized] = {}
@@ -324,7 +324,7 @@ class Gradients:
         them as those of earlier backwards do."""
         open_ = (each for each in self._with_pages if not self._reductions.has(each))
         # An update inside of backward takes whole sections.
-        chosen = (each for each in open_ if not self.passing or self._awaits_more(each))
+        chosen = (each for each in open_ if not self.updates_in_backward or self._awaits_more(each))
         if (section := next(chosen, None)) is None:
             return
         gathered, local = section.partial.here(), section.local
@@ -350,7 +350,7 @@ class Gradients:
         wide = ", in fp32" if section.partial.is_wide else ""
         self._collectives.agreement.same(f"the reduction of gradients of {_describe(section, of_one)}{wide}")
         taken = section.arrived | section.waiting
-        if self._deferred and self.passing:  # its update follows at once
+        if self._deferred and self.updates_in_backward:  # its update follows at once
             flags = [index in taken for index in range(len(section.params))]
             section.holding |= {index for index, any_ in enumerate(self._collectives.any_rank(flags)) if any_}
         elif self._deferred:

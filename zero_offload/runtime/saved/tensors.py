@@ -122,8 +122,12 @@ class SavedTensors:
 
     def unit_of(self, tensor: Tensor) -> Unit | None:
         """The unit whose buffer the tensor views."""
-        storage = storage_of(tensor if type(tensor) in PLAIN else local_part(tensor))
-        return None if storage is None else self._unit_of_storage.get(storage._cdata)
+        plain = tensor if type(tensor) in PLAIN else local_part(tensor)
+        try:
+            return self._unit_of_storage.get(plain.untyped_storage()._cdata)
+        except NotImplementedError:  # not strided, or of torch.func
+            storage = storage_of(plain)
+            return None if storage is None else self._unit_of_storage.get(storage._cdata)
 
     def _save_in_backward(self, use: Use) -> None:
         """The node that runs now saves what it uses, for a backward through it (create_graph=True)."""

@@ -2,7 +2,7 @@
 
 glibc reuses freed blocks of up to 32 MiB but does not return their pages, and backward frees some of every size: where
 units leave memory, `HeapTrimmer` returns them (`begin` with each backward, `freed` with what it is through with).
-Larger blocks are mapped anew each time, unless a hole takes them: where all is in memory, `HeapRoom` keeps one
+Larger blocks are mapped anew each time, unless a hole takes them: where all is in memory, `HeapHole` keeps one
 (`begin` with each step; it goes with the object).
 """
 
@@ -66,7 +66,7 @@ class HeapTrimmer:
             trim_heap()
 
 
-class HeapRoom:
+class HeapHole:
     """A hole in the heap that stays, for the large tensors that come and go with each step: logits, their gradients.
 
     A program that holds its gradients to the end of a step has such holes where they were. A hole is addresses: it
@@ -84,7 +84,7 @@ class HeapRoom:
         self._taken: deque[int] = deque(maxlen=2)
         """Bytes that the system gave in the last steps."""
         self._is_possible = True
-        self._pin: weakref.finalize[[int], HeapRoom] | None = None
+        self._pin: weakref.finalize[[int], HeapHole] | None = None
         """Frees the block behind the hole, which keeps it from being the heap's end, and so from being given back."""
 
     def begin(self) -> None:

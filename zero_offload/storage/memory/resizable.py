@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from zero_offload.storage.memory.pages import num_frames
+from zero_offload.storage.memory.arena import num_frames
 
 
 class Budget(Protocol):

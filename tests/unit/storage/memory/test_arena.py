@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from zero_offload.base.errors import CapacityError
-from zero_offload.storage.memory import pages
-from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory import arena as pages
+from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["pages move", "pages stay"])

@@ -59,7 +59,7 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anot
 def test_large_blocks_of_steps_find_room() -> None:
     """From the third step on nothing is mapped anew, and a hole follows steps that grow."""
     in_new_process("""
-room = heap.HeapRoom(1 << 40, lambda: 1 << 40)
+room = heap.HeapHole(1 << 40, lambda: 1 << 40)
 given = []
 for sizes in 4 * [(60, 90)] + 4 * [(60, 90, 200)]:
     room.begin()
@@ -74,7 +74,7 @@ assert 350 * MIB <= room.nbytes < 370 * MIB
 @needs_glibc
 def test_room_goes_with_its_owner_and_is_bounded() -> None:
     in_new_process("""
-room = heap.HeapRoom(1 << 40, lambda: 400 * MIB)
+room = heap.HeapHole(1 << 40, lambda: 400 * MIB)
 for _ in range(4):
     room.begin()
     step(60, 90)
@@ -89,7 +89,7 @@ assert resident - left > 50 * MIB, (resident, left)
 @needs_glibc
 def test_steps_without_large_blocks_leave_the_heap_alone() -> None:
     in_new_process("""
-room = heap.HeapRoom(1 << 40, lambda: 1 << 40)
+room = heap.HeapHole(1 << 40, lambda: 1 << 40)
 for _ in range(4):
     room.begin()
     step(10, 20)
@@ -106,7 +106,7 @@ assert room.nbytes == 0
 def test_a_heap_that_was_told_what_to_map_is_left_alone(environment: dict[str, str]) -> None:
     in_new_process(
         """
-room = heap.HeapRoom(1 << 40, lambda: 1 << 40)
+room = heap.HeapHole(1 << 40, lambda: 1 << 40)
 for _ in range(4):
     room.begin()
     given = step(60, 90)
@@ -131,7 +131,7 @@ for i in range(300):
 @pytest.mark.parametrize(("grads_mib", "room_mib"), [(0, 80), (120, 120), (1000, 160)])
 def test_a_hole_is_half_of_what_comes_and_goes_or_what_gradients_leave(grads_mib: int, room_mib: int) -> None:
     in_new_process(f"""
-room = heap.HeapRoom({grads_mib} * MIB, lambda: 1 << 40)
+room = heap.HeapHole({grads_mib} * MIB, lambda: 1 << 40)
 for _ in range(6):
     room.begin()
     step(80), step(80)

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from zero_offload.base.errors import CapacityError
-from zero_offload.storage.memory import pages
-from zero_offload.storage.memory.arena import Arena, MovableBuffer
-from zero_offload.storage.memory.pages import FRAME
+from zero_offload.storage.memory import arena as pages
+from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
 
-PREAMBLE = "import ctypes; from zero_offload.storage.memory import pages; F = pages.FRAME\n"
+PREAMBLE = "import ctypes; from zero_offload.storage.memory import arena as pages; F = pages.FRAME\n"
 
 
 def run_alone(body: str) -> int:

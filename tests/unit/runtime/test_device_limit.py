@@ -12,8 +12,8 @@ import torch
 from zero_offload.base.types import FRAME, GIB
 from zero_offload.hardware.device import DeviceMemory
 from zero_offload.plan.memory import margin_bytes
-from zero_offload.runtime import room as room_module
-from zero_offload.runtime.room import DeviceRoom
+from zero_offload.runtime import device_limit
+from zero_offload.runtime.device_limit import DeviceLimit
 from zero_offload.storage.memory.resizable import FrameBudget
 
 UNITS, LEAST = 20, 6
@@ -39,7 +39,7 @@ class _Others:
 
 
 class Machine:
-    """An allocator with figures that a test sets, and a room on it."""
+    """An allocator with figures that a test sets, and a limit on it."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class Machine:
     ) -> None:
         self.memory = DeviceMemory(TOTAL, TOTAL, 0, 0, 0, 0, 0)
         self.num_forgotten = 0
-        monkeypatch.setattr(room_module, "read_memory", lambda device: self.memory)
-        monkeypatch.setattr(room_module, "forget_peak", self._forget_peak)
-        monkeypatch.setattr(room_module, "refuse_capture", lambda device: None)
+        monkeypatch.setattr(device_limit, "read_memory", lambda device: self.memory)
+        monkeypatch.setattr(device_limit, "forget_peak", self._forget_peak)
+        monkeypatch.setattr(device_limit, "refuse_capture", lambda device: None)
         self.budget = FrameBudget(LEAST, 1 << 40, LEAST)
         units: Any = [_Unit()] * num_units
         agreement: Any = others
-        self.room = DeviceRoom(torch.device("cuda", 0), self.budget, units, agreement, 1, grows=grows)
+        self.limit = DeviceLimit(torch.device("cuda", 0), self.budget, units, agreement, 1, grows=grows)
 
     def _forget_peak(self, device: torch.device) -> None:
         self.num_forgotten += 1
         self.memory = self.memory._replace(peak=self.memory.reserved, peak_allocated=self.memory.allocated)
 
     def begin(self, kind: str = "grad", num_elements: int = 100, *, has_departed: bool = False) -> bool:
-        if self.room.begin(kind, num_elements, has_departed=has_departed):
-            self.room.settle()
+        if self.limit.begin(kind, num_elements, has_departed=has_departed):
+            self.limit.settle()
             return True
         return False
 
@@ -76,7 +76,7 @@ class Machine:
         self.memory = self.memory._replace(
             peak=TOTAL - MARGIN - spare, peak_allocated=self.memory.allocated + activations
         )
-        self.room.stepped()
+        self.limit.stepped()
         return frames
 
 
@@ -89,7 +89,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_the_second_step_has_what_the_first_one_left(machine: Machine, spare: int) -> None:
     assert machine.step(spare) == LEAST
     assert machine.step(0) == min(max(LEAST + spare // FRAME, LEAST), 2 * UNITS)
-    assert machine.room.params.reason == ""
+    assert machine.limit.params.reason == ""
 
 
 def test_the_limit_does_not_rise_again(machine: Machine) -> None:
@@ -114,7 +114,7 @@ def test_an_evaluation_is_measured_by_a_forward_and_training_anew(machine: Machi
     machine.begin("no_grad")
     assert machine.budget.frame_limit == 2 * UNITS
     assert machine.begin("grad") and machine.budget.frame_limit == LEAST
-    machine.room.stepped()
+    machine.limit.stepped()
     machine.memory = machine.memory._replace(peak=TOTAL - MARGIN - 2 * FRAME)
     machine.begin("no_grad")
     assert machine.budget.frame_limit == LEAST
@@ -129,7 +129,7 @@ def test_larger_inputs_lower_it_before_their_forward(machine: Machine) -> None:
     assert machine.step(0, num_elements=105) == LEAST + 20 - 5
     assert machine.step(0, num_elements=101) == LEAST + 20 - 5
     assert machine.step(0, num_elements=1000) == LEAST
-    assert "inputs are larger" in machine.room.params.reason
+    assert "inputs are larger" in machine.limit.params.reason
 
 
 def test_larger_inputs_take_what_is_spare_first(machine: Machine) -> None:
@@ -154,7 +154,7 @@ def test_half_of_the_margin_may_be_taken(machine: Machine, share: float) -> None
     assert machine.begin() == (share > 0.5)
     assert machine.budget.frame_limit == (max(before - taken, LEAST) if share > 0.5 else before)
     assert machine.num_forgotten == forgotten + (share > 0.5)
-    assert machine.budget.frame_limit == before or "less memory" in machine.room.params.reason
+    assert machine.budget.frame_limit == before or "less memory" in machine.limit.params.reason
 
 
 def test_what_another_process_takes_lowers_it(machine: Machine) -> None:
@@ -169,7 +169,7 @@ def test_a_departure_takes_half_of_what_was_gained(machine: Machine) -> None:
     machine.step(0)
     limits = [machine.step(0, has_departed=True) - LEAST for _ in range(6)]
     assert limits == [8, 4, 2, 1, 0, 0]
-    assert machine.step(100 * FRAME) == LEAST and "departed" in machine.room.params.reason
+    assert machine.step(100 * FRAME) == LEAST and "departed" in machine.limit.params.reason
 
 
 def test_a_departure_of_an_evaluation_does_not_count(machine: Machine) -> None:
@@ -197,7 +197,7 @@ def test_an_out_of_memory_in_the_first_step_is_measured_again(machine: Machine) 
     machine.step(-GIB, num_elements=1 << 20)
     machine.memory = machine.memory._replace(num_ooms=1)
     assert machine.begin(num_elements=100)
-    machine.room.stepped()
+    machine.limit.stepped()
     machine.memory = machine.memory._replace(peak=TOTAL - MARGIN - 9 * FRAME)
     assert machine.step(0) == LEAST + 9
 
@@ -210,11 +210,11 @@ def test_a_refused_prefetch_makes_the_margin_whole(monkeypatch: pytest.MonkeyPat
     machine.budget.take(frames + 9)
     machine.memory = machine.memory._replace(num_ooms=1)
     with pytest.warns(UserWarning, match="in a prefetch"):
-        machine.room.ran_out()
+        machine.limit.ran_out()
     assert machine.budget.frame_limit == 9
     machine.budget.give_back(frames)
     assert machine.step(0) == machine.step(0) == 9, "counted twice"
-    machine.room.ran_out()
+    machine.limit.ran_out()
     assert machine.budget.frame_limit == LEAST
 
 
@@ -233,9 +233,9 @@ def test_ranks_that_gather_have_the_least_of_their_limits(monkeypatch: pytest.Mo
     others = _Others(LEAST + 5)
     machine = Machine(monkeypatch, others)
     machine.step(16 * FRAME)
-    assert machine.step(0) == LEAST + 5 and machine.room.params.reason == ""
+    assert machine.step(0) == LEAST + 5 and machine.limit.params.reason == ""
     others.limit = LEAST + 2
-    assert machine.step(0) == LEAST + 2 and "another rank" in machine.room.params.reason
+    assert machine.step(0) == LEAST + 2 and "another rank" in machine.limit.params.reason
     asked = others.asked
     assert not machine.begin("no_grad") and others.asked == asked, "an evaluation may be one rank's affair"
 
@@ -243,18 +243,18 @@ def test_ranks_that_gather_have_the_least_of_their_limits(monkeypatch: pytest.Mo
 def test_units_that_are_added_are_measured_anew(machine: Machine) -> None:
     machine.step(4 * FRAME)
     machine.step(0)
-    machine.room.measure()
+    machine.limit.measure()
     assert machine.step(8 * FRAME) == LEAST
     assert machine.step(0) == LEAST + 8
 
 
 def test_what_cannot_be_measured_stays_as_it_is(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room_module, "read_memory", lambda device: None)
+    monkeypatch.setattr(device_limit, "read_memory", lambda device: None)
     assert not any(machine.begin() for _ in range(3)) and machine.budget.frame_limit == LEAST
     with pytest.warns(UserWarning):
         machine.budget.raise_limit(3)
         machine.budget.least = LEAST
-        machine.room.ran_out()
+        machine.limit.ran_out()
     assert machine.budget.frame_limit == LEAST
 
 

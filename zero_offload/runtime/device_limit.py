@@ -34,7 +34,7 @@ from zero_offload.runtime.units.unit import Unit
 from zero_offload.storage.memory.resizable import FrameBudget
 
 
-class DeviceRoom:
+class DeviceLimit:
     """The limit of one model's frames on a device."""
 
     def __init__(
