@@ -129,7 +129,7 @@ def remembered(config: OffloadConfig, directories: Sequence[Path], num_cores: in
         sources.append(f"this machine, measured {rates.host['taken']}")
     else:
         sources.append(usual.source)
-    return replace(found, name="this machine", source="; ".join([*sources, *([io_source] if directories else [])]))
+    return replace(found, source="; ".join([*sources, *([io_source] if directories else [])]))
 
 
 def remembered_drives(directories: Sequence[Path]) -> tuple[Drives, str]:

@@ -116,7 +116,6 @@ _ALIASES = {"a100": "a100-80"}
 class Machine:
     """What one rank can do in a second beside the other ranks alone; 0 where it lacks the lane."""
 
-    name: str
     is_host: bool
     """The CPU computes: the host's memory is the device's, and an update beside forward shares its cores."""
     flops: float
@@ -287,7 +286,6 @@ def share_of_rank(gpu_name: str, drives: Drives, cluster: Cluster, dtype: str = 
     share = gpu.share
     assumed = f", assumed from {share.card}" if share.card else ", assumed from bf16" if is_fp32 else ""
     return Machine(
-        name=name,
         is_host=False,
         flops=tflops * 1e12 * share.of_peak,
         device_bytes=gpu.memory_gb_s * GB * STREAM_SHARE,
@@ -324,7 +322,6 @@ def default_machine(
     """What a rank is taken to be able to do where nothing was measured, the same on every rank that agrees on these."""
     if device_name.startswith("cpu"):
         return Machine(
-            name="cpu",
             is_host=True,
             flops=CORE_FLOPS * num_cores,
             device_bytes=CORE_BYTES * min(num_cores, 2),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from zero_offload.base.types import GIB, Tier
 from zero_offload.hardware.machines import Lane, Machine
@@ -118,8 +118,7 @@ class Plan(MemoryPlan):
     def of(cls, memory: MemoryPlan, job: Job, placement: Placement, machine: Machine) -> Plan:
         step_s = predict(job, placement, machine).step_s
         bottleneck = find_bottleneck(job, placement, machine, step_s)
-        values = {field.name: getattr(memory, field.name) for field in fields(memory)}
-        return cls(**values, predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
+        return cls(**vars(memory), predicted_step_s=step_s, bottleneck=bottleneck.title, rates=machine.source)
 
     def table(self) -> str:
         seconds = f"predicted step: {self.predicted_step_s:.3g} s, bound by {self.bottleneck}\nrates: {self.rates}"

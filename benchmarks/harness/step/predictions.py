@@ -161,7 +161,6 @@ def machine_of(rates: Sequence[Rates]) -> Machine:
         return statistics.mean(getattr(each, table)[name] for each in rates)
 
     return Machine(
-        name="this machine",
         is_host=True,
         flops=1.0,  # the units' seconds are given
         device_bytes=mean("update", "bytes_per_s"),

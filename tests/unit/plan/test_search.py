@@ -15,8 +15,8 @@ from zero_offload.plan.placement import Outlook, UnitTiers, assign_tiers, spread
 from zero_offload.plan.shapes import equal_blocks
 from zero_offload.plan.step_time import Batch, Job, predict
 
-GPU = Machine("gpu", False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
-CPU = Machine("cpu", True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
+GPU = Machine(False, 1e13, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
+CPU = Machine(True, 1e10, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
 PARAMS, GRADS, OPTIMIZER = PLACED_KINDS
 ROOMY = 1 << 40
 NUMEL = 10_000_000

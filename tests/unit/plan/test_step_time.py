@@ -24,8 +24,8 @@ from zero_offload.plan.partition import ONE_RANK, Partition
 from zero_offload.plan.shapes import SHAPES, equal_blocks
 from zero_offload.plan.step_time import Batch, Job, Prediction, predict
 
-CPU = Machine("cpu", True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
-GPU = Machine("gpu", False, 1e12, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
+CPU = Machine(True, 1e9, 8e9, 0.0, 0.0, 8e9, 4e9, 2e9, 1e9, True, 0.0)
+GPU = Machine(False, 1e12, 1e12, 20e9, 20e9, 50e9, 50e9, 5e9, 4e9, True, 0.0)
 BATCH = Batch(tokens=64, sequence=64, recompute=False)
 NUMEL = 10_000_000
 
@@ -240,7 +240,7 @@ def test_a_faster_lane_never_makes_a_step_slower_and_no_lane_is_longer_than_a_st
     link, dram, read, write, network, flops = rates
     crossing = 0.0 if host else link
     many = network if world[1] > 1 else 0.0
-    machine = Machine("m", host, 10 * flops, dram, crossing, crossing, dram, dram / 2, read, write, turns, many, 1e-10)
+    machine = Machine(host, 10 * flops, dram, crossing, crossing, dram, dram / 2, read, write, turns, many, 1e-10)
     config = OffloadConfig(nvme="x", activations=activations.value, device_memory=budget)
     batch = replace(BATCH, micro_batches=micro_batches)
     job = Job.of(equal_blocks(5 * NUMEL, 5), config, Partition(*world), batch)
