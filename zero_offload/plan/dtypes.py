@@ -12,7 +12,7 @@ data. The call: `resolve`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -81,8 +81,16 @@ def resolve(root: nn.Module, config: OffloadConfig, *, strict: bool = True) -> C
     casts = {
         name: _cast(name, modules, inside) for name, module in modules.items() if can_be_called(module) or not name
     }
-    problems += _ties(root, params)
-    problems += _shared_modules(modules, casts)
+    problems += [
+        f"{one} ({_name(params[one])}) and {other} ({_name(params[other])}) are one parameter; let "
+        "Precision(modules=) give the modules of both names the same dtype"
+        for one, other in _differing(root.named_parameters(remove_duplicate=False), params)
+    ]
+    problems += [
+        f"{one} and {other} are one module, for which Precision(modules=) asks different casts; let keys "
+        "match both names, and what is around them, alike"
+        for one, other in _differing(((name, modules[name]) for name in casts), casts)
+    ]
     if problems:
         raise ConfigError("\n".join(problems))
     kept = {name: dtype for name, dtype in params.items() if dtype != compute}
@@ -127,26 +135,13 @@ def _cast(name: str, modules: Mapping[str, nn.Module], inside: Mapping[str, torc
     return None if inside[around] == inside[name] else Cast(inside[name], inside[around])
 
 
-def _ties(root: nn.Module, params: Mapping[str, torch.dtype]) -> Iterator[str]:
+def _differing(named: Iterable[tuple[str, object]], values: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """Two names of one object that have different values."""
     first: dict[int, str] = {}
-    for name, param in root.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(param), name)
-        if params[name] != params[other]:
-            yield (
-                f"{other} ({_name(params[other])}) and {name} ({_name(params[name])}) are one parameter; let "
-                "Precision(modules=) give the modules of both names the same dtype"
-            )
-
-
-def _shared_modules(modules: Mapping[str, nn.Module], casts: Mapping[str, Cast | None]) -> Iterator[str]:
-    first: dict[int, str] = {}
-    for name in casts:
-        other = first.setdefault(id(modules[name]), name)
-        if casts[name] != casts[other]:
-            yield (
-                f"{other} and {name} are one module, for which Precision(modules=) asks different casts; let keys "
-                "match both names, and what is around them, alike"
-            )
+    for name, each in named:
+        other = first.setdefault(id(each), name)
+        if values[name] != values[other]:
+            yield other, name
 
 
 def _unmatched(key: ModuleKey, modules: Mapping[str, nn.Module]) -> str:

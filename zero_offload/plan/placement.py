@@ -329,6 +329,12 @@ _CHANGES: tuple[Mapping[str, str | None], ...] = (
     {"params": "cpu", "grads": "cpu", "optimizer": "cpu", "durability": "scratch"},
 )
 """What to try when a plan does not fit, least costly for step time and safety first. None lifts a budget."""
+_VARIANT_CHANGES: tuple[Mapping[str, str | None], ...] = (
+    {},
+    {"optimizer": "nvme"},
+    {"optimizer": "nvme", "params": "nvme"},
+)
+"""What a variant of the model may need beside itself; the first under which it fits is named."""
 _RANK_FACTORS = (2, 4, 8, 16)
 _WAYS_MAX = 2
 _UNKNOWN_BYTES = 1 << 62
@@ -358,16 +364,11 @@ def ways_to_fit(
         # A file system of the kernel's, or a full one: no setting makes it a place for files.
         where = ", ".join(map(str, config.nvme_dirs))
         return [f"nvme={where} cannot be used: 0 B are free there; name {another}"]
-    ways: dict[str, None] = {}
-    for every in _CHANGES:
-        changes = {name: value for name, value in every.items() if getattr(config, name) != value}
-        trial, machine = _with_changes(config, changes, hardware)
-        plan = _try(units, trial, machine, partition)
-        if changes and plan.fits:
-            ways[f"would fit: {_describe(changes, plan)}"] = None
+    fitting = [words for words in _fitting(units, config, hardware, partition, _CHANGES) if words]
     for variant in variants:
-        if way := _least_change(variant, hardware, partition):
-            ways[way] = None
+        words = next(_fitting(variant.units, variant.config, hardware, partition, _VARIANT_CHANGES), None)
+        fitting += [] if words is None else [variant.title + (f", {words}" if words else "")]
+    ways = dict.fromkeys(f"would fit: {words}" for words in fitting)
     for factor in _RANK_FACTORS if partition.divides_params else ():
         more = replace(partition, world_size=partition.world_size * factor)
         if _try([_divide(unit, factor, partition) for unit in units], config, hardware, more).fits:
@@ -378,15 +379,19 @@ def ways_to_fit(
     return list(ways)[:most] or ["nothing else fits this machine: use a smaller model or more memory"]
 
 
-def _least_change(variant: Variant, hardware: HardwareProfile, partition: Partition) -> str:
-    """What a variant needs beside itself to fit; empty where nothing helps."""
-    for every in ({}, {"optimizer": "nvme"}, {"optimizer": "nvme", "params": "nvme"}):
-        changes = {name: value for name, value in every.items() if getattr(variant.config, name) != value}
-        trial, machine = _with_changes(variant.config, changes, hardware)
-        plan = _try(variant.units, trial, machine, partition)
+def _fitting(
+    units: Sequence[UnitBytes],
+    config: OffloadConfig,
+    hardware: HardwareProfile,
+    partition: Partition,
+    tried: Sequence[Mapping[str, str | None]],
+) -> Iterator[str]:
+    """In words, those of the changes tried under which the units fit; an empty text where nothing is changed."""
+    for every in tried:
+        changes = {name: value for name, value in every.items() if getattr(config, name) != value}
+        plan = _try(units, *_with_changes(config, changes, hardware), partition)
         if plan.fits:
-            return f"would fit: {variant.title}" + (f", {_describe(changes, plan)}" if changes else "")
-    return ""
+            yield _describe(changes, plan)
 
 
 def _try(
