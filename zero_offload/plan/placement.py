@@ -124,7 +124,10 @@ def assign_tiers(
     partition: Partition = ONE_RANK,
     outlook: Outlook | None = None,
 ) -> Placement:
-    """A tier for every unit and kind, whether or not the total fits; `outlook` is what "auto" judges by."""
+    """A tier for every unit and kind, whether or not the total fits.
+
+    "auto" judges by `outlook`, which is of the same units, config and partition.
+    """
     tiers: list[UnitTiers] = [{} for _ in units]
     automatic = False
     for kind in PLACED_KINDS:

@@ -30,10 +30,9 @@ def outlook_of(machine: Machine, count: int = 8, tokens: int = 256, **settings: 
 
 def placed(outlook: Outlook, device: int = ROOMY, cpu: int = ROOMY) -> tuple[UnitTiers, ...]:
     """With budgets in bytes, of which all is used."""
-    job = outlook.job
-    config = replace(job.config, device_memory=device, cpu_memory=cpu)
+    job = replace(outlook.job, config=replace(outlook.job.config, device_memory=device, cpu_memory=cpu))
     budget = Budget(device, cpu, ROOMY, outlook.machine.is_host)
-    placement = assign_tiers(job.units, config, budget, ONE_RANK, outlook)
+    placement = assign_tiers(job.units, job.config, budget, ONE_RANK, replace(outlook, job=job))
     return tuple(dict(at) for at in placement.tiers)
 
 
