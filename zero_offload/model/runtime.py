@@ -380,7 +380,7 @@ class ModelRuntime:
         taken = None if grads.overflowed else hypers
         if not grads.any_held(taken):
             return False
-        finite = taken is not None and grads.norm(taken)[1]
+        finite = taken is not None and grads.all_finite(taken)
         counts, sections = dict(self._states.param_steps), []
         if finite:
             self._states.readers.before_step()

@@ -3,9 +3,9 @@
 `Gradients` owns what the current step holds, its reduction over ranks, its norm and its clipping. One rank: a gradient
 goes to its section's store, on a GPU when the section is complete. Several ranks: a section's gradients are gathered
 (`GradSection.partial`), reduced when all are there (`Reductions`), and this rank's part of the sum goes to the store.
-The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `norm`, `unscale`,
-`multiply`, `clip_value`; `forget` when a step has taken them; `drop` where they are not wanted, `abandon` after a
-backward that broke off.
+The calls: `arrive` per parameter, `finish_backward`, `begin_forward` of the next one; then `all_finite`, `squares`,
+`unscale`, `multiply`, `clip_value`; `forget` when a step has taken them; `drop` where they are not wanted, `abandon`
+after a backward that broke off.
 
 [Note: factors]
 Clipping by norm moves no gradient: each gets a factor that the update multiplies by. What must see the product before
@@ -441,10 +441,9 @@ class Gradients:
 
     # Norm, loss scale and clipping
 
-    def norm(self, params: Collection[nn.Parameter] | None) -> tuple[float, bool]:
-        """2-norm of the gradients held of `params` (None: of all), and whether all of them are finite. Collective."""
-        total, finite = self._squares(params)
-        return math.sqrt(total), finite
+    def all_finite(self, params: Collection[nn.Parameter] | None) -> bool:
+        """True if all gradients held of `params` (None: of all) are finite, on every rank. Collective."""
+        return self._squares(params)[1]
 
     def squares(self, params: Collection[nn.Parameter]) -> float:
         """The sum of squares of these gradients, as the next update would use them. Collective."""
@@ -481,7 +480,7 @@ class Gradients:
         return [not each for each in self._collectives.any_rank(bad)]
 
     def non_finite(self, params: Collection[nn.Parameter] | None) -> list[str]:
-        """Names of those of `params` whose gradient, or this rank's part of it, `norm` has found not to be finite."""
+        """Names of those of `params` whose gradient, or this rank's part of it, `all_finite` has found not to be."""
         return [
             section.layout.params[index].spec.name
             for section, indices in self._chosen(params)
@@ -504,7 +503,7 @@ class Gradients:
 
         `overflowed` is what this rank knows of gradients that are elsewhere.
         """
-        finite = self.norm(None)[1]
+        finite = self.all_finite(None)
         (bad,) = self._collectives.any_rank([overflowed or not finite])
         if self.any_held(None):
             self.loss_scale = loss_scale
