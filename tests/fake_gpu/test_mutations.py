@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.fake_gpu import device
 from tests.fake_gpu.device import TYPE, Policy
 from tests.fake_gpu.training import EVERY, Schedule, plainly, run
-from zero_offload.hardware.device import AcceleratorDevice, Handoff, _DeviceEvent
+from zero_offload.hardware.device import AcceleratorDevice, Event, Handoff
 from zero_offload.runtime.units.param_loader import UnitStreams
 
 Program = Callable[[], list[Tensor]]
@@ -76,7 +76,7 @@ def early_end(copy: Callable[..., Any]) -> Callable[..., Any]:
     def mutated(self: Any, lane: Any, target: Tensor, source: Tensor, after: Any) -> Any:
         before = self._recorded(self._uploads if target.device.type == TYPE else self._downloads)
         copy(self, lane, target, source, after)
-        return _DeviceEvent(before, self)
+        return Event(before, self)
 
     return mutated
 
@@ -86,7 +86,7 @@ def without_mark(copy: Callable[..., Any], is_upload: bool) -> Callable[..., Any
 
     def mutated(self: Any, lane: Any, target: Tensor, source: Tensor, after: Any) -> Any:
         if (target.device.type == TYPE) == is_upload:
-            after = _DeviceEvent(torch.Event(device=TYPE), self)
+            after = Event(torch.Event(device=TYPE), self)
         return copy(self, lane, target, source, after)
 
     return mutated
@@ -97,7 +97,7 @@ def on_one_stream(copy: Callable[..., Any]) -> Callable[..., Any]:
 
     def mutated(self: Any, lane: Any, target: Tensor, source: Tensor, after: Any) -> Any:
         target.copy_(source, non_blocking=True)
-        return _DeviceEvent(self._recorded(self._uploads), self)
+        return Event(self._recorded(self._uploads), self)
 
     return mutated
 
@@ -106,8 +106,8 @@ MUTATIONS: dict[str, tuple[type, str, Any, str]] = {
     "a download's source is not marked": (Tensor, "record_stream", nothing, "activations"),
     "compute takes without a wait": (Handoff, "take", take_without_wait, "cpu"),
     "the host takes without a wait": (Handoff, "take_on_host", take_without_wait, "cpu"),
-    "no wait of a stream": (_DeviceEvent, "let_wait", nothing, "cpu"),
-    "no wait of the host": (_DeviceEvent, "synchronize", nothing, "cpu"),
+    "no wait of a stream": (Event, "let_wait", nothing, "cpu"),
+    "no wait of the host": (Event, "synchronize", nothing, "cpu"),
     "uploads begin too early": (AcceleratorDevice, "_copy", functools.partial(without_mark, is_upload=True), "cpu"),
     "downloads begin too early": (AcceleratorDevice, "_copy", functools.partial(without_mark, is_upload=False), "cpu"),
     "a copy's event comes before it": (AcceleratorDevice, "_copy", early_end, "cpu"),

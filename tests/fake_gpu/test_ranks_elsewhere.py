@@ -18,7 +18,7 @@ from tests.helpers.ranks import RankPool, RankPools
 from tests.models import test_memory_ranks
 from tests.parity import test_branches
 from zero_offload.base.types import KIB, Tier
-from zero_offload.hardware.device import AcceleratorDevice, _DeviceEvent
+from zero_offload.hardware.device import AcceleratorDevice, Event
 from zero_offload.model.api import runtime_of
 
 NUM_BLOCKS, SMALL = 4, "6MiB"
@@ -108,7 +108,7 @@ def test_what_crosses_is_counted_once(stage: int, pool: RankPool) -> None:
 def gathers_ahead(rank: int, world_size: int) -> list[bool]:
     """Of each block's forward: whether the next unit's gather has its upload, and compute goes on without."""
     model = zo.offload(make(), zo.OffloadConfig(stage=3, device_memory=SMALL))
-    following, wait = AcceleratorDevice.following, _DeviceEvent.wait
+    following, wait = AcceleratorDevice.following, Event.wait
     followed: list[Any] = []
     found: list[bool] = []
 
@@ -116,7 +116,7 @@ def gathers_ahead(rank: int, world_size: int) -> list[bool]:
         followed.extend(events := list(events))
         return following(self, events)
 
-    def waited(self: _DeviceEvent) -> None:
+    def waited(self: Event) -> None:
         followed[:] = [each for each in followed if each is not self]
         wait(self)
 
@@ -124,7 +124,7 @@ def gathers_ahead(rank: int, world_size: int) -> list[bool]:
         block.up.register_forward_pre_hook(lambda module, inputs: found.append(bool(followed)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceleratorDevice, "following", noted)
-        patch.setattr(_DeviceEvent, "wait", waited)
+        patch.setattr(Event, "wait", waited)
         for _ in range(3):
             model(tokens_of(rank)).backward()
     zo.close(model)
