@@ -59,6 +59,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What there is of thousands of tests stays: each look of the garbage collector at it would take half a second."""
+    import torch._dynamo  # the first optimizer imports it: a million objects more
+
     gc.collect()
     gc.freeze()
 

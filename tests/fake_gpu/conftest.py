@@ -12,10 +12,15 @@ from tests.fake_gpu.forward import FOLDER, DeviceProcess
 _PROCESS = pytest.StashKey[DeviceProcess]()
 
 
+_LONG = ("test_gpu_benchmark.py", "test_residency.py", "test_states.py", "test_tests_of_a_gpu.py")
+"""Each takes a worker for a minute or so."""
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Last, since the device may still be in the making."""
+    """Last, since the device may still be in the making; of them long files first, so that none ends alone."""
     ours = [item for item in items if FOLDER in item.path.parents]
+    ours.sort(key=lambda item: item.path.name not in _LONG)
     if build.compiler() is None and not build.library().exists():
         for item in ours:
             item.add_marker(pytest.mark.skip(reason="the fake GPU is built with g++ (or CXX), which is missing"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -92,6 +94,22 @@ def train(num_steps: int = 4, batches: Sequence[int] = (), path: Path | None = N
     return [*steps, steps[-1]._replace(loss=sum(sums), norm=max(sums))]
 
 
+@functools.cache
+def expected_steps(num_steps: int = 4, batches: Sequence[int] = ()) -> list[Step]:
+    """Of a run at once, with all the memory there is."""
+    device.policy(Policy.EAGER)
+    return train(num_steps, batches)
+
+
+@functools.cache
+def few_in_flight(placement: str) -> list[Step]:
+    """The same with three units in flight."""
+    device.policy(Policy.EAGER)
+    settings = PLACEMENTS[placement]
+    with tempfile.TemporaryDirectory() as path:
+        return train(device_memory="34MiB" if "grads" in settings else "17MiB", path=Path(path), **settings)
+
+
 def bits(steps: Sequence[Step]) -> list[tuple[float, float]]:
     return [(step.loss, step.norm) for step in steps]
 
@@ -121,10 +139,9 @@ def peak_of_a_step(**settings: Any) -> int:
 )
 def test_parameters_stay_where_there_is_room(placement: str, policy: Policy, tmp_path: Path) -> None:
     """From the second step on each unit comes once a step, after its update; the bits are those of three in flight."""
-    settings = PLACEMENTS[placement]
-    few = train(device_memory="34MiB" if "grads" in settings else "17MiB", path=tmp_path / "few", **settings)
+    few = few_in_flight(placement)
     device.policy(policy, seed=3)
-    many = train(path=tmp_path / "many", **settings)
+    many = train(path=tmp_path / "many", **PLACEMENTS[placement])
     assert bits(many) == bits(few)
     assert [step.limit for step in many] == [IN_FLIGHT, WHOLE, WHOLE, WHOLE, WHOLE]
     assert many[0].there <= IN_FLIGHT and many[-1].there == WHOLE
@@ -199,7 +216,7 @@ def num_ooms() -> int:
 @pytest.mark.parametrize("policy", [Policy.LATE, Policy.RANDOM])
 def test_a_step_that_ran_out_of_memory_is_run_again_with_less(policy: Policy, where: str) -> None:
     """In an operation of the model's own; the program catches the error."""
-    expected = train()
+    expected = expected_steps()
     device.policy(policy, seed=2)
     run, steps = Run(), []
 
@@ -231,7 +248,7 @@ def test_a_step_that_ran_out_of_memory_is_run_again_with_less(policy: Policy, wh
 @pytest.mark.parametrize("policy", [Policy.LATE, Policy.RANDOM])
 def test_prefetches_without_memory_do_not_break_a_step(policy: Policy, settings: dict[str, Any]) -> None:
     """Each refusal has flushed the allocator's cache, so none follows before something has left."""
-    expected = train(3)
+    expected = expected_steps(3)
     device.policy(policy, seed=4)
     run = Run(**settings)
     steps = [run.step(rows(0)), run.step(rows(1))]
@@ -265,7 +282,7 @@ def test_prefetches_without_memory_do_not_break_a_step(policy: Policy, settings:
 
 
 def test_a_use_without_memory_has_that_of_units_that_are_not_used() -> None:
-    expected = train(3)
+    expected = expected_steps(3)
     run = Run()
     steps = [run.step(rows(0)), run.step(rows(1))]
     owner: Any = runtime_of(run.model)
@@ -293,8 +310,8 @@ def test_a_use_without_memory_has_that_of_units_that_are_not_used() -> None:
 
 def test_larger_inputs_find_room_that_parameters_have_left() -> None:
     """A forward that would have met units where its activations go: none of them runs out of memory."""
-    batches = [64, 64, 256, 256]
-    expected = train(batches=batches)
+    batches = (64, 64, 256, 256)
+    expected = expected_steps(batches=batches)
     peak = peak_of_a_step()
     before = num_ooms()
     with room_for(20, peak + 6 * MIB):
@@ -364,7 +381,7 @@ def test_two_of_the_largest_activations_come_ahead(tmp_path: Path) -> None:
         nonlocal most
         fetch(number)
         launched = [r() for r in activations._by_number.values() if r.number < number]
-        most = max(most, sum(s is not None and s.arrival._target is not None for s in launched))  # type: ignore
+        most = max(most, sum(s is not None and s.away._target is not None for s in launched))  # type: ignore
 
     activations._fetch_ahead = count  # type: ignore[method-assign]
     model(torch.ones(40 * MIB // 64, 16, device=TYPE)).sum().backward()

@@ -5,14 +5,13 @@ import ctypes
 import mmap
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.trainer import fork_server
 from zero_offload.base.errors import CapacityError
 from zero_offload.storage.memory import arena as pages
 from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
@@ -20,9 +19,12 @@ from zero_offload.storage.memory.arena import FRAME, Arena, MovableBuffer
 PREAMBLE = "import ctypes; from zero_offload.storage.memory import arena as pages; F = pages.FRAME\n"
 
 
-def run_alone(body: str) -> int:
+def run_alone(body: str) -> int | None:
     """Exit status of a process of its own; a fault is minus the signal."""
-    return subprocess.run([sys.executable, "-c", PREAMBLE + body], timeout=60).returncode
+    process = fork_server().Process(target=exec, args=(PREAMBLE + body, {}))
+    process.start()
+    process.join(60)
+    return process.exitcode
 
 
 def test_frames_needed() -> None:
@@ -223,6 +225,8 @@ def reserved_huge_pages(count: int) -> Iterator[int]:
     """Set so many aside, which takes the right to."""
     setting = Path("/proc/sys/vm/nr_hugepages")
     before = setting.read_text()
+    if free_huge_pages():
+        pytest.skip("there are huge pages of another program")
     try:
         setting.write_text(str(int(before) + count))
     except OSError:
