@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -59,7 +60,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What there is of thousands of tests stays: each look of the garbage collector at it would take half a second."""
-    import torch._dynamo  # the first optimizer imports it: a million objects more
+    importlib.import_module("torch._dynamo")  # as the first optimizer does: a million objects more
 
     gc.collect()
     gc.freeze()

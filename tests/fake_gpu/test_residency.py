@@ -381,7 +381,7 @@ def test_two_of_the_largest_activations_come_ahead(tmp_path: Path) -> None:
         nonlocal most
         fetch(number)
         launched = [r() for r in activations._by_number.values() if r.number < number]
-        most = max(most, sum(s is not None and s.away._target is not None for s in launched))  # type: ignore
+        most = max(most, sum(s is not None and s.copy._target is not None for s in launched))  # type: ignore
 
     activations._fetch_ahead = count  # type: ignore[method-assign]
     model(torch.ones(40 * MIB // 64, 16, device=TYPE)).sum().backward()
