@@ -370,7 +370,7 @@ class SwapFile:
             ctypes.memset(address, 0, nbytes)
         spans = self.counters.spans
         told = partial(spans.put, Lane.READ, extent.name, nbytes=nbytes) if spans.on else None
-        return Transfer(self._engine, ticket, self._on_error, told)
+        return Transfer(self._engine, ticket, self._fail, told)
 
     def launch_write(self, extent: Extent, rows: slice, address: int) -> Transfer:
         """Launch the write of some blocks from consecutive memory; their checksums are set on the way."""
@@ -380,7 +380,7 @@ class SwapFile:
         extent.written[rows] = True
         spans = self.counters.spans
         told = partial(spans.put, Lane.WRITE, extent.name, nbytes=nbytes) if spans.on else None
-        return Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self._on_error, told)
+        return Transfer(self._engine, self._engine.submit(IoOp.WRITE, blocks, address), self._fail, told)
 
     def read_array(self, extent: Extent, out: torch.Tensor) -> None:
         """Fill `out`, sector-aligned host memory, and wait."""
@@ -411,7 +411,8 @@ class SwapFile:
 
     def close(self) -> None:
         """Close the files; the engine first. One that is stuck keeps them open, and their directories locked."""
-        self._on_error = _ignore  # it refers to the model, which may hold this file: a cycle would outlive the model
+        # It refers to the model, which holds this file and its last transfers: a cycle would outlive the model.
+        self._on_error = _ignore
         if self._engine.is_stuck:
             _STUCK.extend(self._files)
             for directory in self._directories:
@@ -420,6 +421,9 @@ class SwapFile:
             for file in self._files:
                 file.close()
         self._files = []
+
+    def _fail(self, error: Exception) -> None:
+        self._on_error(error)
 
     def _open(self, files: list[DataFile]) -> None:
         self._files = files
